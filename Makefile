@@ -1,0 +1,40 @@
+# quietgrad: `make demo` trains a private model and leaves a report; `make test` checks everything.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test setup lint types unit docs clean
+
+demo: $(VENV)/.ready
+	$(BIN)/quietgrad demo --out runs/demo
+
+test: $(VENV)/.ready lint types unit
+
+setup: $(VENV)/.ready
+	-$(BIN)/python -m pip install --quiet 'spu>=0.9.5' --no-deps
+
+# torch first and exactly: what follows then finds it installed and keeps the CPU build.
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e '.[torch,federated,report,data,docs,dev]'
+	touch $@
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+docs: $(VENV)/.ready
+	$(BIN)/sphinx-build -W -q docs docs/_build
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""quietgrad: differentially private optimisation that proves what privacy it spent."""

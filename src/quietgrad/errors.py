@@ -1,0 +1,23 @@
+"""The errors a user of quietgrad may meet; each message says what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+
+class QuietgradError(Exception):
+    """Base of every error that quietgrad raises on purpose."""
+
+
+class UnprovableError(QuietgradError, ValueError):
+    """No accountant can prove a finite ε for this composition; the offending event is named."""
+
+
+class BudgetError(QuietgradError, RuntimeError):
+    """The request would spend more privacy than the budget, plan or cap allows; nothing was released."""
+
+
+class LedgerError(QuietgradError, RuntimeError):
+    """A ledger is cut, edited, locked or cannot be written; nothing was released."""
+
+
+class DataError(QuietgradError, ValueError):
+    """The data cannot be used as they are; nothing was reserved and nothing was spent."""

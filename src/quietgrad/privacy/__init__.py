@@ -1,0 +1,1 @@
+"""Privacy: budgets, events, accountants, calibration, the ledger, noise and its random source."""

@@ -1,0 +1,84 @@
+"""What a user promises: an (ε, δ) budget and the neighbouring relation it is meant under."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Relation(StrEnum):
+    """Which pairs of data sets must look alike.
+
+    ``add-remove``: one has a record more; the sensitivity of a sum of vectors of norm ≤ C is C.
+    ``replace-one``: both have n records and differ in one; the sensitivity is 2C and n is public.
+    They are different promises: never compare an ε of one with an ε of the other.
+    """
+
+    ADD_REMOVE = "add-remove"
+    REPLACE_ONE = "replace-one"
+
+    @classmethod
+    def parse(cls, value: str | Relation) -> Relation:
+        """Return the relation named ``value``.
+
+        >>> Relation.parse("replace-one")
+        <Relation.REPLACE_ONE: 'replace-one'>
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(
+                f"relation={value!r}: must be 'add-remove' or 'replace-one'."
+            ) from None
+
+
+def check_delta(delta: float) -> float:
+    """Return ``delta`` if it is a probability strictly between 0 and 1, else raise."""
+    if not isinstance(delta, (int, float)) or not 0.0 < delta < 1.0:
+        raise ValueError(
+            f"delta={delta!r}: must be strictly between 0 and 1, and well below 1/n. "
+            "For pure ε use OutputPerturbation(mechanism='pure'), whose claim holds with δ = 0."
+        )
+    return float(delta)
+
+
+def check_epsilon(epsilon: float) -> float:
+    """Return ``epsilon`` if it is a positive finite number, else raise."""
+    if not isinstance(epsilon, (int, float)) or not 0.0 < epsilon < math.inf:
+        raise ValueError(
+            f"epsilon={epsilon!r}: must be > 0 and finite. For a non-private run pass budget=None."
+        )
+    return float(epsilon)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An (ε, δ) promise under a neighbouring relation.
+
+    >>> Budget(epsilon=1.0, delta=1e-5)
+    Budget(epsilon=1.0, delta=1e-05, relation=<Relation.ADD_REMOVE: 'add-remove'>)
+    >>> Budget(epsilon=-1.0, delta=1e-5)
+    Traceback (most recent call last):
+    ...
+    ValueError: epsilon=-1.0: must be > 0 and finite. For a non-private run pass budget=None.
+    """
+
+    epsilon: float
+    delta: float
+    relation: Relation = Relation.ADD_REMOVE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "epsilon", check_epsilon(self.epsilon))
+        object.__setattr__(self, "delta", check_delta(self.delta))
+        object.__setattr__(self, "relation", Relation.parse(self.relation))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the budget as plain JSON values."""
+        return {"epsilon": self.epsilon, "delta": self.delta, "relation": str(self.relation)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Budget:
+        """Rebuild a budget from :meth:`to_json`."""
+        return cls(data["epsilon"], data["delta"], Relation.parse(data["relation"]))
