@@ -1,0 +1,33 @@
+"""Objectives: losses, their clipped per-example sums, and their constants.
+
+>>> from quietgrad import objectives
+>>> objectives.Logistic(regularizer=objectives.L2(0.1)).regularizer.strong_convexity
+0.1
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
+    from quietgrad.objectives.regularizers import L2, Nonconvex
+
+_HOMES = {
+    "Logistic": "glm",
+    "Multinomial": "glm",
+    "Huber": "glm",
+    "Squared": "glm",
+    "Hinge": "glm",
+    "L2": "regularizers",
+    "Nonconvex": "regularizers",
+}
+
+__all__ = ["Hinge", "Huber", "L2", "Logistic", "Multinomial", "Nonconvex", "Squared"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"quietgrad.objectives.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

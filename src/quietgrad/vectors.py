@@ -1,0 +1,52 @@
+"""One flat vector, numpy or torch: the four operations algorithms need beyond arithmetic.
+
+Algorithms are written with ``+ - *`` and the functions here, so the same file trains a table and a network.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Vector: TypeAlias = Any
+"""A one-dimensional ``np.ndarray`` or ``torch.Tensor``; a module's parameters are views of it."""
+
+
+def dot(a: Vector, b: Vector) -> float:
+    """⟨a, b⟩.
+
+    >>> dot(np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+    11.0
+    """
+    return float(a.dot(b))
+
+
+def norm(a: Vector) -> float:
+    """‖a‖₂.
+
+    >>> norm(np.array([3.0, 4.0]))
+    5.0
+    """
+    return math.sqrt(dot(a, a))
+
+
+def zeros_like(a: Vector) -> Vector:
+    """A zero vector of the same kind, length and type as ``a``."""
+    return np.zeros_like(a) if isinstance(a, np.ndarray) else a.new_zeros(a.shape)
+
+
+def copy(a: Vector) -> Vector:
+    """A vector equal to ``a`` that shares no memory with it."""
+    return a.copy() if isinstance(a, np.ndarray) else a.detach().clone()
+
+
+def sqrt(a: Vector) -> Vector:
+    """Coordinate-wise square root."""
+    return np.sqrt(a) if isinstance(a, np.ndarray) else a.sqrt()
+
+
+def all_finite(a: Vector) -> bool:
+    """Whether every coordinate is a finite number."""
+    return bool(np.isfinite(a).all()) if isinstance(a, np.ndarray) else bool(a.isfinite().all())
