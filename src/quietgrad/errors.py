@@ -19,5 +19,9 @@ class LedgerError(QuietgradError, RuntimeError):
     """A ledger is cut, edited, locked or cannot be written; nothing was released."""
 
 
+class LedgerWarning(UserWarning):
+    """One account met different tables, or one table two accounts: are these the same people?"""
+
+
 class DataError(QuietgradError, ValueError):
     """The data cannot be used as they are; nothing was reserved and nothing was spent."""

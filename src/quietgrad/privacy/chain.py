@@ -1,0 +1,311 @@
+"""An append-only file of hash-chained JSON lines that survives kill -9, power loss and a full disk.
+
+Every line is the canonical JSON of ``{body, hash, kind, prev, seq, time}``: ``seq`` is its line number, ``prev``
+the hash of the line before, ``hash`` the SHA-256 of the other five. An append returns only after the line, and
+then a small head file ``<path>.head`` that names it, are on the disk. So
+
+- an edited, deleted, inserted or moved line breaks the chain, and a cut at the end disagrees with the head;
+- bytes after the last line end are an append that never returned. Nobody acted on it: the next writer
+  moves the bytes into a ``quarantine`` line and goes on;
+- a write that fails is taken back, and if that fails too, what stays is either such a tail or a whole line.
+
+Writers exclude each other with ``flock`` on the file itself, which the kernel lets go when a process dies.
+The chain is not keyed: it catches accidents and plain edits, not somebody who recomputes it and the head.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quietgrad.errors import LedgerError
+
+FORMAT = "quietgrad-ledger"
+_BEFORE_FIRST = "0" * 64
+_FIRST_BYTES = b'{"body":{"format":"' + FORMAT.encode() + b'"'
+_MAX_PROBLEMS = 20
+
+
+def canonical(value: Any) -> bytes:
+    """Return the one JSON spelling of ``value`` that is hashed.
+
+    >>> canonical({"b": 1, "a": [0.5, "ε"]})
+    b'{"a":[0.5,"\\\\u03b5"],"b":1}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line: what happened (``kind``, ``body``), when, and its place in the chain."""
+
+    seq: int
+    time: str
+    kind: str
+    body: dict[str, Any]
+    prev: str
+    hash: str = ""
+
+    def digest(self) -> str:
+        """SHA-256 over the canonical JSON of everything but the hash."""
+        content = {name: value for name, value in vars(self).items() if name != "hash"}
+        return hashlib.sha256(canonical(content)).hexdigest()
+
+    @classmethod
+    def parse(cls, line: bytes) -> Entry:
+        """Read a line back; ``ValueError`` if it is not exactly what was written."""
+        try:
+            entry = cls(**json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError("is not a ledger entry") from None
+        if line != canonical(vars(entry)) or entry.hash != entry.digest():
+            raise ValueError("was edited (its hash does not fit its content)")
+        return entry
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a file holds: its entries, the bytes of an append that never finished, and what is wrong."""
+
+    entries: tuple[Entry, ...] = ()
+    torn: bytes = b""
+    problems: tuple[str, ...] = ()
+
+
+class Chain:
+    """The file at ``path``; :meth:`read` it, or append inside ``with chain.writing() as writer``."""
+
+    def __init__(self, path: str | os.PathLike[str], *, timeout: float = 120.0) -> None:
+        # The real path: a symbolic link and its target must share one lock and one head.
+        self.path = Path(os.path.realpath(os.path.expanduser(path)))
+        self.head = self.path.with_name(self.path.name + ".head")
+        self.timeout = timeout
+        self._one_thread = threading.Lock()
+        self._seen: tuple[tuple[int, ...], Reading] = ((), Reading())
+
+    def read(self) -> Reading:
+        """Return what the file holds, good or bad; only a file that cannot be opened or locked raises."""
+        with self._one_thread:
+            try:
+                with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as fd:
+                    return self._reading(fd)
+            except FileNotFoundError:
+                gone = f"the file is gone, but {self.head.name} says that it existed; restore it."
+                return Reading(problems=(gone,) if self.head.exists() else ())
+
+    @contextlib.contextmanager
+    def writing(self, *, adopt: bool = False) -> Iterator[Writer]:
+        """Hold the file alone and yield its :class:`Writer`; ``LedgerError`` if anything in it is wrong.
+
+        ``adopt=True`` accepts a file whose head is missing or disagrees, as long as its lines chain.
+        """
+        with self._one_thread:
+            if not self.path.exists() and self.head.exists() and not adopt:
+                raise LedgerError(f"{self.path}: the file is gone, but {self.head.name} says that it existed.")
+            with self._locked(os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_EX) as fd:
+                reading = self._reading(fd, trust_head=not adopt)
+                if reading.problems:
+                    raise LedgerError(f"{self.path}: {reading.problems[0]}")
+                writer = Writer(self, fd, reading)
+                writer.prepare()
+                yield writer
+
+    @contextlib.contextmanager
+    def _locked(self, flags: int, kind: int) -> Iterator[int]:
+        """Open and lock the file that ``path`` names, and be sure that it still names it once locked."""
+        deadline = time.monotonic() + self.timeout
+        pause = 0.001
+        while True:
+            try:
+                fd = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:
+                if flags & os.O_CREAT:
+                    # A mistyped folder must not become a second, empty ledger.
+                    raise LedgerError(f"{self.path}: the folder does not exist; create it first.") from None
+                raise
+            except OSError as error:
+                raise LedgerError(f"{self.path}: cannot open the ledger ({error.strerror}).") from None
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                    break
+                os.close(fd)
+            except FileNotFoundError:
+                os.close(fd)
+            except OSError as error:
+                os.close(fd)
+                if not isinstance(error, BlockingIOError):
+                    raise LedgerError(f"{self.path}: cannot lock the ledger ({error.strerror}).") from None
+            if time.monotonic() > deadline:
+                raise LedgerError(
+                    f"{self.path}: still locked by another process after {self.timeout:g} s; nothing was reserved."
+                )
+            time.sleep(pause)
+            pause = min(2.0 * pause, 0.02)
+        try:
+            yield fd
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough if a thread forked meanwhile
+            os.close(fd)
+
+    def _reading(self, fd: int, *, trust_head: bool = True) -> Reading:
+        seq, stated, problem = self._read_head() if trust_head else (0, "", "")
+        state = (seq, *_signature(fd))
+        if state != self._seen[0]:
+            with open(fd, "rb", closefd=False) as stream:
+                stream.seek(0)
+                self._seen = (state, _check_lines(stream.read(), acknowledged=seq))
+        reading = self._seen[1]
+        lines = len(reading.entries)
+        if not trust_head or reading.problems:
+            return reading
+        if seq == 0 and lines > 1 and not problem:
+            problem = f"{self.head.name} is missing, so a cut end cannot be ruled out; {_HOW_TO_ADOPT}"
+        elif seq > lines:
+            problem = f"the end was cut: {self.head.name} names line {seq}, the file has {lines}; restore the file."
+        elif seq > 0 and reading.entries[seq - 1].hash != stated:
+            problem = f"line {seq} is not the one that {self.head.name} names; the ledger was rewritten."
+        return replace(reading, problems=(problem,)) if problem else reading
+
+    def _read_head(self) -> tuple[int, str, str]:
+        """The last acknowledged line's number (0 if there is no head) and hash, and what is wrong."""
+        try:
+            head = json.loads(self.head.read_bytes())
+            return int(head["seq"]), str(head["hash"]), ""
+        except FileNotFoundError:
+            return 0, "", ""
+        except (OSError, ValueError, TypeError, KeyError):
+            return 0, "", f"{self.head.name} cannot be read; {_HOW_TO_ADOPT}"
+
+
+_HOW_TO_ADOPT = "bring it back, or accept the file as it is with `quietgrad ledger adopt`."
+
+
+class Writer:
+    """Appends to a locked, checked chain; lives inside ``Chain.writing`` only."""
+
+    def __init__(self, chain: Chain, fd: int, reading: Reading) -> None:
+        self._chain = chain
+        self._fd = fd
+        self._reading = reading
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries, those just appended included."""
+        return self._reading.entries
+
+    def prepare(self) -> None:
+        """Put a torn tail aside and make sure that there is a first line."""
+        torn = self._reading.torn
+        if torn:
+            try:
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - len(torn))
+            except OSError as error:
+                raise self._failed(error) from None
+        if not self.entries:
+            self.append("open", {"format": FORMAT, "version": 1, "id": os.urandom(8).hex()})
+        if torn:
+            kept = base64.b64encode(torn).decode("ascii")
+            self.append("quarantine", {"reason": "an append that never finished", "bytes": kept})
+
+    def append(self, kind: str, body: dict[str, Any]) -> Entry:
+        """Add one entry; it and the head are on the disk when this returns, or ``LedgerError`` and no trace."""
+        previous = self.entries[-1].hash if self.entries else _BEFORE_FIRST
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        entry = Entry(len(self.entries) + 1, now, kind, body, previous)
+        entry = replace(entry, hash=entry.digest())
+        size = os.fstat(self._fd).st_size
+        try:
+            _write_all(self._fd, canonical(vars(entry)) + b"\n")
+            os.fsync(self._fd)
+            self._write_head(entry)
+            if entry.seq == 1:
+                _fsync_directory(self._chain.path.parent)
+        except OSError as error:
+            # Shrinking needs no space. If even this fails, what is left counts or is a torn tail.
+            with contextlib.suppress(OSError):
+                if entry.seq == 1:
+                    self._chain.head.unlink(missing_ok=True)
+                os.ftruncate(self._fd, size)
+                os.fsync(self._fd)
+            raise self._failed(error) from None
+        self._reading = Reading((*self.entries, entry))
+        self._chain._seen = ((entry.seq, *_signature(self._fd)), self._reading)
+        return entry
+
+    def _write_head(self, entry: Entry) -> None:
+        """Replace the head in one step. A head that is a line behind after a crash is still a true head."""
+        fresh = self._chain.head.with_name(self._chain.head.name + ".new")
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            _write_all(fd, canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(fresh, self._chain.head)
+
+    def _failed(self, error: OSError) -> LedgerError:
+        return LedgerError(
+            f"{self._chain.path}: cannot write the ledger ({error.strerror}); nothing was reserved, so nothing "
+            "may be released. Make room or permit writing, then run again."
+        )
+
+
+def _check_lines(data: bytes, *, acknowledged: int) -> Reading:
+    """Split into lines and check each by itself and against the one before."""
+    *lines, torn = data.split(b"\n")
+    entries: list[Entry] = []
+    problems: list[str] = []
+    previous: str | None = _BEFORE_FIRST
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = Entry.parse(line)
+        except ValueError as error:
+            if 0 < acknowledged < number == len(lines):
+                # A power cut can keep the end of a line and lose its middle; nobody was told that it is there.
+                torn = line + b"\n" + torn
+                break
+            problems.append(f"line {number} {error}; restore the file from a copy.")
+            previous = None  # the next line can only be checked by itself
+            continue
+        if entry.seq != number or previous not in (None, entry.prev):
+            problems.append(f"line {number} does not follow the line before; one was removed, added or moved.")
+        if number == 1 and (entry.kind != "open" or entry.body.get("format") != FORMAT):
+            problems.append("line 1 does not open a quietgrad ledger.")
+        previous = entry.hash
+        entries.append(entry)
+    if not lines and not _FIRST_BYTES.startswith(torn[: len(_FIRST_BYTES)]):
+        problems.append("this is not a quietgrad ledger; choose another file.")
+    if len(problems) > _MAX_PROBLEMS:
+        problems[_MAX_PROBLEMS:] = [f"… and {len(problems) - _MAX_PROBLEMS} more."]
+    return Reading(tuple(entries), torn, tuple(problems))
+
+
+def _signature(fd: int) -> tuple[int, ...]:
+    """Changes whenever somebody else wrote: then everything is read and checked anew."""
+    stat = os.fstat(fd)
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _fsync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

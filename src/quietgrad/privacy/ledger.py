@@ -1,0 +1,264 @@
+"""The ledger: what privacy each named account has spent, across runs and processes.
+
+*Reserve → release → close.* The whole cost of a plan is durably written before its first number leaves;
+closing gives back only what a stop that did not look at the data left unreleased; a run that crashed counts in
+full. All entries of one account compose: an account is a group of people by the user's word, so a renamed or
+re-split copy of a table belongs to the same account. Caps bound an account's total and are entries themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.privacy import events
+from quietgrad.privacy.budget import Budget, Relation, check_delta
+from quietgrad.privacy.chain import Chain, Entry
+from quietgrad.privacy.fingerprint import fingerprint
+from quietgrad.privacy.spending import Book, Held, Reservation, may_give_back, total
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.accounting import Proof
+
+__all__ = ["Ledger", "Reservation", "VerifyReport", "fingerprint"]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :meth:`Ledger.verify` found. A torn tail is a crash's trace, not a fault: it paid for nothing."""
+
+    ok: bool
+    entries: int
+    problems: tuple[str, ...]
+    torn_tail: bool
+    accounts: tuple[str, ...]
+
+
+class Ledger:
+    """An append-only, hash-chained file of reservations; safe with many processes and against crashes.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> ledger = Ledger(folder.name + "/ledger.jsonl")
+    >>> step = events.poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=100)
+    >>> paid = ledger.reserve("patients", step, delta=1e-5, relation="add-remove", run="run-1")
+    >>> half = events.poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=50)
+    >>> ledger.close(paid.id, spent_event=half, reason="stopped by the user", data_dependent=False) == half
+    True
+    >>> ledger.verify().ok
+    True
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, timeout: float = 120.0) -> None:
+        self._chain = Chain(path, timeout=timeout)
+        self.path = self._chain.path
+        self._folded = Book()
+
+    def reserve(
+        self,
+        account: str,
+        event: events.Event,
+        *,
+        delta: float,
+        relation: str | Relation,
+        run: str,
+        cap: Budget | None = None,
+        note: str = "",
+        fingerprint: str | None = None,
+    ) -> Reservation:
+        """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
+
+        With a cap (the account's own in the ledger, the argument, or both) the account's entries and ``event``
+        are composed and proved under the cap's relation at the cap's δ; ``BudgetError`` if that exceeds it.
+        ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``.
+        """
+        _check_name("account", account)
+        _check_name("run", run)
+        body = {
+            "id": os.urandom(8).hex(),
+            "account": account,
+            "run": run,
+            "event": _check_event("event", event).to_json(),
+            "delta": check_delta(delta),
+            "relation": str(Relation.parse(relation)),
+            "cap": None if cap is None else cap.to_json(),
+            "note": note,
+            "fingerprint": fingerprint,
+        }
+        with self._chain.writing() as writer:
+            book = self._book(writer.entries)
+            for bound in dict.fromkeys([book.caps.get(account), cap]):
+                if bound is not None:
+                    _check_cap(account, bound, book.counted(account), event)
+            found = book.table_warnings(account, fingerprint) if fingerprint else []
+            for message in found:  # before the append: where warnings are errors, nothing gets spent
+                warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
+            writer.append("reserve", {**body, "warnings": found})
+        return Reservation.from_body(body)
+
+    def close(
+        self,
+        reservation_id: str,
+        *,
+        spent_event: events.Event | None = None,
+        reason: str,
+        data_dependent: bool = True,
+    ) -> events.Event:
+        """Close a reservation and return the event that the account is charged for it.
+
+        ``spent_event`` is what was really released, a part of what was reserved. It is charged instead of the
+        reservation only if the stop did not depend on the data (``data_dependent=False``) or the reservation
+        is a zCDP filter; otherwise, and without it, the reserved cost stays.
+        """
+        with self._chain.writing() as writer:
+            reserved = self._open(writer.entries, reservation_id).reservation.event
+            counts = reserved
+            if spent_event is not None:
+                if may_give_back(_check_event("spent_event", spent_event), reserved, data_dependent=data_dependent):
+                    counts = spent_event
+                elif not data_dependent:
+                    raise ValueError(
+                        f"spent_event={spent_event!r}: is not a part of the reserved {reserved!r}; "
+                        "pass the released part of it, or None to be charged in full."
+                    )
+            left = None if counts == reserved else counts.to_json()
+            outcome = {"reason": reason, "data_dependent": data_dependent, "gives_back_all_but": left}
+            writer.append("close", {"id": reservation_id, **outcome})
+        return counts
+
+    def cancel(self, reservation_id: str, *, reason: str) -> None:
+        """Give a whole reservation back: right only if nothing at all was released under it."""
+        with self._chain.writing() as writer:
+            self._open(writer.entries, reservation_id)
+            writer.append("cancel", {"id": reservation_id, "reason": reason})
+
+    def set_cap(self, account: str, budget: Budget) -> None:
+        """Bound the account's total from now on; the newest cap counts, the old ones stay on record."""
+        _check_name("account", account)
+        with self._chain.writing() as writer:
+            writer.append("cap", {"account": account, **budget.to_json()})
+
+    def adopt(self, *, reason: str) -> None:
+        """Accept a file whose head is missing or disagrees, on the user's word that its end is not cut."""
+        if not self.path.exists():
+            raise LedgerError(f"{self.path}: there is no ledger to adopt.")
+        with self._chain.writing(adopt=True) as writer:
+            self._book(writer.entries)
+            writer.append("adopt", {"reason": reason})
+
+    def spent(self, account: str, *, delta: float, relation: str | Relation) -> Proof:
+        """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged."""
+        return _prove(self.book().counted(account), check_delta(delta), Relation.parse(relation))
+
+    def cap(self, account: str) -> Budget | None:
+        """The account's cap, if it has one."""
+        return self.book().caps.get(account)
+
+    def find(self, run: str) -> Reservation | None:
+        """The newest reservation of ``run`` that is still open: what a resumed run has already paid."""
+        still_open = [
+            held.reservation
+            for held in self.book().held.values()
+            if held.reservation.run == run and held.state == "open"
+        ]
+        return still_open[-1] if still_open else None
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All lines, oldest first; ``LedgerError`` if the file is cut or altered."""
+        reading = self._chain.read()
+        if reading.problems:
+            raise LedgerError(f"{self.path}: {reading.problems[0]}")
+        return reading.entries
+
+    def book(self) -> Book:
+        """The reservations, caps and charges that the entries add up to."""
+        book = Book()  # not the writers' own, which another thread may be changing
+        self._fold(book, self.entries())
+        return book
+
+    def verify(self) -> VerifyReport:
+        """Check every line, the chain, the head and the sense of it all; never raises for what it finds."""
+        reading = self._chain.read()
+        problems = list(reading.problems)
+        book = Book()
+        if not problems:
+            try:
+                for entry in reading.entries:
+                    book.apply(entry)
+            except LedgerError as error:
+                problems.append(str(error))
+        return VerifyReport(
+            ok=not problems,
+            entries=len(reading.entries),
+            problems=tuple(problems),
+            torn_tail=bool(reading.torn),
+            accounts=book.accounts(),
+        )
+
+    def _book(self, entries: Sequence[Entry]) -> Book:
+        """For writers: fold what is new since the last call, or everything if the past is not the same."""
+        last = self._folded.last
+        if last is None or len(entries) < last.seq or entries[last.seq - 1].hash != last.hash:
+            self._folded = Book()
+        self._fold(self._folded, entries)
+        return self._folded
+
+    def _fold(self, book: Book, entries: Sequence[Entry]) -> None:
+        done = book.last.seq if book.last else 0
+        try:
+            for entry in entries[done:]:
+                book.apply(entry)
+        except LedgerError as error:
+            raise LedgerError(f"{self.path}: {error}") from None
+
+    def _open(self, entries: Sequence[Entry], reservation_id: str) -> Held:
+        try:
+            return self._book(entries).open(reservation_id)
+        except ValueError as error:
+            raise LedgerError(f"{self.path}: {error}") from None
+
+
+def _check_name(name: str, value: str) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name}={value!r}: must be a name that is not empty.")
+
+
+def _check_event(name: str, value: events.Event) -> events.Event:
+    if not isinstance(value, events.Event):
+        raise TypeError(f"{name}={value!r}: must be an event of quietgrad.privacy.events.")
+    return value
+
+
+def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> Proof:
+    from quietgrad.privacy.accounting import Proof, prove
+
+    event = total(parts)
+    if event is None:
+        return Proof(epsilon=0.0, delta=delta, relation=relation, accountant="nothing released")
+    return prove(event, delta=delta, relation=relation)
+
+
+def _check_cap(account: str, cap: Budget, counted: list[events.Event], event: events.Event) -> None:
+    """Raise ``BudgetError`` unless the account's events and ``event`` together stay within the cap."""
+    try:
+        together = _prove([*counted, event], cap.delta, cap.relation).epsilon
+        if together <= cap.epsilon:
+            return
+        already = _prove(counted, cap.delta, cap.relation).epsilon
+        asked = _prove([event], cap.delta, cap.relation).epsilon
+    except UnprovableError as error:
+        raise BudgetError(
+            f"account {account!r}: its cap is meant under {cap.relation}, and what it released cannot be "
+            f"proved so: {error} Set a cap under a relation that fits; nothing was reserved."
+        ) from None
+    raise BudgetError(
+        f"account {account!r}: the cap is ε={cap.epsilon:.4g} (δ={cap.delta:g}, {cap.relation}), "
+        f"ε={already:.4g} is spent, this run asks ε={asked:.4g}, together ε={together:.4g}; "
+        f"ε={max(0.0, cap.epsilon - already):.4g} remains. "
+        "Nothing was reserved; plan a smaller run or raise the cap with `quietgrad ledger cap`."
+    )

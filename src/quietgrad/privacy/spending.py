@@ -1,0 +1,222 @@
+"""What the entries of a ledger add up to: reservations, what each still counts, caps, and totals.
+
+Pure values: nothing here reads or writes a file. A reservation counts in full from the moment it is written;
+closing it can only replace its event by a part of it (:func:`is_part`), and only if the stop that caused it
+did not depend on the data, or the event is a zCDP filter (whose accounting allows any stopping rule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from quietgrad.errors import LedgerError, UnprovableError
+from quietgrad.privacy import events
+from quietgrad.privacy.budget import Budget, Relation, check_delta
+from quietgrad.privacy.chain import Entry
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A cost that is durably written down: what may now be released, for whom, under which promise."""
+
+    id: str
+    account: str
+    run: str
+    event: events.Event
+    delta: float
+    relation: Relation
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε of the reserved event alone; accounted when first asked for, so that reserving stays quick."""
+        from quietgrad.privacy.accounting import account
+
+        return account(self.event, delta=self.delta, relation=self.relation)
+
+    @classmethod
+    def from_body(cls, body: dict[str, Any]) -> Reservation:
+        """Rebuild a reservation from the body of its entry."""
+        return cls(
+            id=str(body["id"]),
+            account=str(body["account"]),
+            run=str(body["run"]),
+            event=events.from_json(body["event"]),
+            delta=check_delta(body["delta"]),
+            relation=Relation.parse(body["relation"]),
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """A reservation, when it was made, how it stands, and the event that it counts as (None: nothing)."""
+
+    reservation: Reservation
+    time: str
+    note: str
+    fingerprint: str | None
+    counts: events.Event | None
+    state: str = "open"  # or "closed" or "cancelled"
+    reason: str = ""
+
+
+@dataclass
+class Book:
+    """The entries of a ledger, folded one by one."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    caps: dict[str, Budget] = field(default_factory=dict)
+    last: Entry | None = None
+
+    def apply(self, entry: Entry) -> None:
+        """Fold in the next entry; ``LedgerError`` names a line that chains but makes no sense."""
+        try:
+            self._apply(entry.kind, entry.body, entry.time)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"line {entry.seq} ({entry.kind}) makes no sense: {error}") from None
+        self.last = entry
+
+    def _apply(self, kind: str, body: dict[str, Any], time: str) -> None:
+        if kind == "reserve":
+            new = Reservation.from_body(body)
+            if new.id in self.held:
+                raise ValueError(f"reservation {new.id} is already there.")
+            self.held[new.id] = Held(new, time, str(body["note"]), body["fingerprint"], counts=new.event)
+        elif kind in ("close", "cancel"):
+            old = self.open(str(body["id"]))
+            if kind == "cancel":
+                counts, state = None, "cancelled"
+            else:
+                back = body["gives_back_all_but"]
+                counts, state = old.reservation.event if back is None else events.from_json(back), "closed"
+            changed = replace(old, counts=counts, state=state, reason=str(body["reason"]))
+            self.held[old.reservation.id] = changed
+        elif kind == "cap":
+            self.caps[str(body["account"])] = Budget.from_json(body)
+        elif kind not in ("open", "quarantine", "adopt"):
+            raise ValueError("unknown kind; it was written by a newer quietgrad.")
+
+    def open(self, reservation_id: str) -> Held:
+        """The open reservation of that id; ``ValueError`` if there is none."""
+        held = self.held.get(reservation_id)
+        if held is None or held.state != "open":
+            state = "unknown" if held is None else f"already {held.state}"
+            raise ValueError(f"reservation {reservation_id!r} is {state}; only an open one can be closed.")
+        return held
+
+    def of(self, account: str) -> list[Held]:
+        """The reservations of one account, oldest first."""
+        return [held for held in self.held.values() if held.reservation.account == account]
+
+    def accounts(self) -> tuple[str, ...]:
+        """All accounts with a reservation or a cap, in the order in which they appeared."""
+        names = [held.reservation.account for held in self.held.values()]
+        return tuple(dict.fromkeys([*names, *self.caps]))
+
+    def counted(self, account: str) -> list[events.Event]:
+        """The events that count for one account."""
+        return [held.counts for held in self.of(account) if held.counts is not None]
+
+    def table_warnings(self, account: str, fingerprint: str) -> list[str]:
+        """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
+        pairs = {(held.reservation.account, held.fingerprint) for held in self.held.values() if held.fingerprint}
+        if (account, fingerprint) in pairs:
+            return []
+        found = []
+        if any(name == account for name, _ in pairs):
+            found.append(
+                f"account {account!r} was used with another table before; "
+                "if these are other people, give them another account."
+            )
+        others = sorted(name for name, table in pairs if table == fingerprint)
+        if others:
+            names = ", ".join(map(repr, others))
+            found.append(
+                f"this table was charged to account {names} before, now to {account!r}; "
+                "the same people must stay in one account."
+            )
+        return found
+
+
+def total(parts: Iterable[events.Event]) -> events.Event | None:
+    """All of ``parts`` on the same people as one event, equal releases counted together; None if there are none.
+
+    >>> g = events.Gaussian(2.0)
+    >>> total([g, events.Repeated(g, 3), events.Composed((g, events.Gaussian(1.0)))])
+    Composed(parts=(Repeated(inner=Gaussian(noise_multiplier=2.0), count=5), Gaussian(noise_multiplier=1.0)))
+    """
+    parts = list(parts)
+    if len(parts) <= 1:
+        return parts[0] if parts else None  # as it was planned, so that it costs exactly what was planned
+    counts: dict[events.Event, int] = {}
+    slack = 0.0
+    for part in (member for event in parts for member in _flat(event)):
+        if isinstance(part, events.Slack):
+            slack += part.total_variation  # total variation distances of a composition add up
+        elif isinstance(part, events.Repeated) and not isinstance(part.inner, events.Composed | events.Slack):
+            counts[part.inner] = counts.get(part.inner, 0) + part.count
+        else:
+            counts[part] = counts.get(part, 0) + 1
+    if slack >= 1.0:
+        raise UnprovableError(f"the account's entries together have Slack({slack:g}); it must stay below 1.")
+    merged = [events.repeated(event, count) for event, count in counts.items()]
+    return events.composed([*merged, events.Slack(slack)] if slack else merged)
+
+
+def is_part(spent: events.Event, reserved: events.Event) -> bool:
+    """Whether ``spent`` can be seen to be ``reserved`` stopped early, release by release.
+
+    Only then is giving back safe whatever the accountant: fewer repetitions, some members of a composition in
+    their order, every party's own part, a smaller ρ. A :class:`~quietgrad.privacy.events.Slack` always stays.
+
+    >>> step = events.Poisson(0.01, events.Gaussian(1.1))
+    >>> is_part(events.Repeated(step, 40), events.Repeated(step, 100))
+    True
+    >>> is_part(events.Gaussian(5.0), events.Repeated(step, 100))
+    False
+    """
+    if spent == reserved:
+        return True
+    if isinstance(reserved, events.ZCDP):
+        return isinstance(spent, events.ZCDP) and spent.relation == reserved.relation and spent.rho < reserved.rho
+    if isinstance(reserved, events.Repeated):
+        if isinstance(spent, events.Repeated) and spent.count <= reserved.count:
+            return is_part(spent.inner, reserved.inner)
+        return is_part(spent, reserved.inner)
+    if isinstance(reserved, events.Composed):
+        wanted = _flat(spent)
+        for part in _flat(reserved):
+            if wanted and is_part(wanted[0], part):
+                wanted.pop(0)
+            elif isinstance(part, events.Slack):
+                return False
+        return not wanted
+    for many in (events.Parallel, events.PerParty):
+        if isinstance(reserved, many) and isinstance(spent, many):
+            ours, theirs = _members(spent), _members(reserved)
+            return len(ours) == len(theirs) and all(map(is_part, ours, theirs))
+    return False
+
+
+def _flat(event: events.Event) -> list[events.Event]:
+    """The members of a composition, compositions inside it opened; any other event by itself."""
+    if isinstance(event, events.Composed):
+        return [member for part in event.parts for member in _flat(part)]
+    return [event]
+
+
+def _members(event: events.Parallel | events.PerParty) -> tuple[events.Event, ...]:
+    return event.parts if isinstance(event, events.Parallel) else event.parties
+
+
+def may_give_back(spent: events.Event, reserved: events.Event, *, data_dependent: bool) -> bool:
+    """Whether the account may be charged ``spent`` instead of ``reserved``.
+
+    A stop that looked at the data may only shorten a zCDP filter: ρ adds up under any stopping rule
+    (fully adaptive composition), and an account with a ZCDP entry is always accounted in Rényi divergences.
+    """
+    if data_dependent and not isinstance(reserved, events.ZCDP):
+        return False
+    return is_part(spent, reserved)
