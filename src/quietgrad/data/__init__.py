@@ -1,0 +1,52 @@
+"""Data: readers, public schemas, a registry with checksums, and splits for parties.
+
+Names are imported when first used, so that `import quietgrad` stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quietgrad.data.adult import a9a_from_adult
+    from quietgrad.data.dataset import Dataset, clip_rows, normalized
+    from quietgrad.data.demo import demo_dataset
+    from quietgrad.data.loading import load
+    from quietgrad.data.registry import REGISTRY
+    from quietgrad.data.schema import Categorical, Numeric, Schema, read_schema
+    from quietgrad.data.splits import split_dirichlet, split_even, split_uneven, uneven_sizes
+    from quietgrad.data.store import fetch, find
+
+_HOMES = {
+    "load": "loading",
+    "Dataset": "dataset",
+    "demo_dataset": "demo",
+    "fetch": "store",
+    "find": "store",
+    "REGISTRY": "registry",
+    "Schema": "schema",
+    "Numeric": "schema",
+    "Categorical": "schema",
+    "read_schema": "schema",
+    "clip_rows": "dataset",
+    "normalized": "dataset",
+    "a9a_from_adult": "adult",
+    "split_even": "splits",
+    "split_uneven": "splits",
+    "uneven_sizes": "splits",
+    "split_dirichlet": "splits",
+}
+
+__all__ = [
+    "load", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric", "Categorical",
+    "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven", "uneven_sizes", "split_dirichlet",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

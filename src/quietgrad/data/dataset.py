@@ -1,0 +1,218 @@
+"""What a reader hands on: one frozen `Dataset`, checked before any budget can be touched.
+
+Everything said about the data here besides the rows themselves (bounds, classes, names) is public: it comes
+from a schema, the registry or an argument, never from looking at the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError
+
+if TYPE_CHECKING:
+    from scipy import sparse
+
+# Quoted, so that scipy is not imported with the package.
+Matrix: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.float64] | sparse.csr_matrix[Any]"
+Task: TypeAlias = Literal["binary", "multiclass", "regression"]
+Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+
+SPLIT_SEED = 20190
+"""The public seed of every train/test split and subsample in the registry."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A table ready for an objective: features, labels, and the public facts a private fit may rely on.
+
+    `X` is a dense array or a scipy CSR matrix of shape (n, d). `y` holds 0…k−1 for classification and
+    numbers for regression. `row_bound` is a public bound on ‖x‖₂ or None; `classes` are the values `y` may
+    take, `class_names` what they stand for; `label_bounds` limit a regression target. `notes` tell a reader
+    where the rows came from and what was done to them.
+
+    >>> import numpy as np
+    >>> data = Dataset("toy", np.eye(2), np.array([0, 1]), task="binary", row_bound=1.0, classes=(0, 1))
+    >>> data.n, data.d
+    (2, 2)
+    """
+
+    name: str
+    X: Matrix
+    y: Labels
+    X_test: Matrix | None = None
+    y_test: Labels | None = None
+    task: Task = "binary"
+    row_bound: float | None = None
+    classes: tuple[int, ...] | None = None
+    notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
+    label_bounds: tuple[float, float] | None = None
+    feature_names: tuple[str, ...] | None = None
+
+    @property
+    def n(self) -> int:
+        """Number of training rows."""
+        return int(self.X.shape[0])
+
+    @property
+    def d(self) -> int:
+        """Number of features."""
+        return int(self.X.shape[1])
+
+
+def check(data: Dataset) -> Dataset:
+    """Refuse a data set that no private fit can use: empty, non-finite, mismatched, one class, wrong labels.
+
+    Messages name what is wrong, never a record's value.
+
+    >>> import numpy as np
+    >>> check(Dataset("toy", np.array([[np.nan]]), np.array([0]), task="regression"))
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: toy: the features hold NaN or infinite values. ...
+    """
+    for part, X, y in (("", data.X, data.y), ("test ", data.X_test, data.y_test)):
+        if X is None or y is None:
+            if (X is None) != (y is None):
+                raise DataError(f"{data.name}: test features and test labels must be given together.")
+            continue
+        if len(X.shape) != 2 or 0 in X.shape:
+            raise DataError(f"{data.name}: {part}features have shape {X.shape}; need at least one row and column.")
+        if y.shape != (X.shape[0],):
+            raise DataError(f"{data.name}: {part}features have {X.shape[0]} rows, labels have shape {y.shape}.")
+        if X.shape[1] != data.d:
+            raise DataError(f"{data.name}: test rows have {X.shape[1]} features, training rows {data.d}.")
+        values = X if isinstance(X, np.ndarray) else X.data
+        for what, numbers in (("features", values), ("labels", y)):
+            if not np.isfinite(numbers).all():
+                raise DataError(
+                    f"{data.name}: the {part}{what} hold NaN or infinite values. Remove or fill those rows with "
+                    "public values first (a schema's `fill`, or `drop_incomplete`)."
+                )
+    if data.task != "regression":
+        if data.classes is None:
+            raise DataError(f"{data.name}: a {data.task} data set needs its public classes; pass classes=(...).")
+        for part, y in (("", data.y), ("test ", data.y_test)):
+            if y is not None and not np.isin(y, data.classes).all():
+                raise DataError(f"{data.name}: the {part}labels hold values outside the classes {data.classes}.")
+        if data.y.min() == data.y.max():
+            raise DataError(f"{data.name}: all training labels are equal; a classifier needs two classes at least.")
+    return data
+
+
+def encode_labels(
+    name: str,
+    raw: npt.NDArray[Any],
+    task: Task | None = None,
+    classes: Sequence[object] | None = None,
+) -> tuple[Labels, Task, tuple[int, ...] | None, tuple[str, ...] | None]:
+    """Turn raw labels into 0…k−1 (or floats), given the public classes; ±1 and 0/1 need no declaration.
+
+    >>> import numpy as np
+    >>> encode_labels("toy", np.array([-1.0, 1.0, -1.0]))
+    (array([0, 1, 0]), 'binary', (0, 1), ('-1', '1'))
+    """
+    if task == "regression":
+        return _numbers(name, raw), "regression", None, None
+    if classes is None:
+        numbers = _numbers(name, raw)
+        pair = next((p for p in ((0, 1), (-1, 1)) if np.isin(numbers, p).all()), None)
+        if pair is None:
+            raise DataError(
+                f"{name}: the labels are neither 0/1 nor -1/+1. Say what they are: classes=(1, 2, 3) for a "
+                "classifier (the list is public), or task='regression'."
+            )
+        classes = pair
+    if len(classes) < 2 or len(set(classes)) != len(classes):
+        raise DataError(f"{name}: classes={tuple(classes)!r}: must be two or more different labels.")
+    if task == "binary" and len(classes) != 2:
+        raise DataError(f"{name}: task='binary' with {len(classes)} classes; use task='multiclass'.")
+    y = np.full(len(raw), -1, dtype=np.int64)
+    by_number = all(isinstance(c, int | float | np.number) for c in classes)
+    values = _numbers(name, raw) if by_number else np.asarray(raw).astype(str)
+    for code, label in enumerate(classes):
+        y[values == (label if by_number else str(label))] = code
+    if (y < 0).any():
+        raise DataError(f"{name}: some labels are not among the declared classes {tuple(map(str, classes))}.")
+    kind: Task = "binary" if len(classes) == 2 else "multiclass"
+    return y, kind, tuple(range(len(classes))), tuple(str(c) for c in classes)
+
+
+def _numbers(name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    try:
+        numbers = np.asarray(raw).astype(np.float64)
+    except (ValueError, TypeError):
+        # `from None`: numpy's own message would quote the offending value.
+        raise DataError(
+            f"{name}: the labels are not numbers. Declare the public classes: classes=('no', 'yes') or a schema."
+        ) from None
+    if not np.isfinite(numbers).all():
+        raise DataError(f"{name}: the labels hold NaN or infinite values.")
+    return numbers
+
+
+def clip_rows(X: Matrix, bound: float = 1.0) -> Matrix:
+    """Scale each row by min(1, bound/‖x‖₂); a per-record map, so it costs no privacy.
+
+    >>> import numpy as np
+    >>> clip_rows(np.array([[3.0, 4.0], [0.3, 0.4]]))
+    array([[0.6, 0.8],
+           [0.3, 0.4]])
+    """
+    if isinstance(X, np.ndarray):
+        norms = np.linalg.norm(X, axis=1)
+        factors = (bound / np.maximum(norms, bound)).astype(X.dtype)
+        return cast("Matrix", X * factors[:, None])
+    squares = np.add.reduceat(np.append(X.data**2, 0.0), X.indptr[:-1])
+    counts = np.diff(X.indptr)
+    norms = np.sqrt(np.where(counts > 0, squares, 0.0))  # reduceat gives an empty row its neighbour's entry
+    factors = bound / np.maximum(norms, bound)
+    scaled = X.copy()
+    scaled.data = (X.data * np.repeat(factors, counts)).astype(X.dtype)
+    return scaled
+
+
+def normalized(data: Dataset, bound: float = 1.0) -> Dataset:
+    """The same data set with every row (training and test) clipped to norm ≤ `bound`.
+
+    >>> import numpy as np
+    >>> normalized(Dataset("toy", 2 * np.eye(2), np.array([0, 1]), classes=(0, 1))).row_bound
+    1.0
+    """
+    test = None if data.X_test is None else clip_rows(data.X_test, bound)
+    note = f"rows scaled to norm ≤ {bound:g}"
+    return replace(data, X=clip_rows(data.X, bound), X_test=test, row_bound=bound, notes=(*data.notes, note))
+
+
+def public_order(n: int, seed: int = SPLIT_SEED) -> npt.NDArray[np.int64]:
+    """A fixed shuffle of 0…n−1 that depends on n and a public seed only, on every numpy version alike.
+
+    >>> sorted(public_order(5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    # Raw words of a bit generator are stable by numpy's policy; Generator.permutation is not.
+    words = np.random.PCG64(seed).random_raw(n)
+    return np.argsort(words, kind="stable").astype(np.int64)
+
+
+def hold_out(data: Dataset, fraction: float = 0.2) -> Dataset:
+    """Split off a test part of ⌊fraction·n⌋ rows by `public_order`; training rows keep their order.
+
+    >>> import numpy as np
+    >>> toy = Dataset("toy", np.eye(10), np.arange(10) % 2, classes=(0, 1))
+    >>> parts = hold_out(toy)
+    >>> parts.n, parts.X_test.shape
+    (8, (2, 10))
+    """
+    order = public_order(data.n)
+    size = int(fraction * data.n)
+    test, train = np.sort(order[:size]), np.sort(order[size:])
+    note = f"test set: {size} of {data.n} rows by a fixed public seed"
+    return replace(
+        data, X=data.X[train], y=data.y[train], X_test=data.X[test], y_test=data.y[test], notes=(*data.notes, note)
+    )

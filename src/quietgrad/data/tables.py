@@ -1,0 +1,172 @@
+"""CSV and parquet tables into features and labels, with or without a public schema."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.data.dataset import Dataset, Task, check, encode_labels
+from quietgrad.data.schema import Schema, to_numbers
+from quietgrad.errors import DataError
+
+Columns: TypeAlias = dict[str, Sequence[Any] | npt.NDArray[Any]]
+_CHUNK = 16384  # rows turned into numbers at a time: Python strings of a whole table would dwarf its numbers
+
+
+def parse_csv(
+    content: bytes,
+    schema: Schema | None = None,
+    *,
+    label: str | None = None,
+    task: Task | None = None,
+    classes: Sequence[object] | None = None,
+    delimiter: str | None = None,
+    name: str = "csv",
+) -> Dataset:
+    """Parse delimited text. Without a schema every column must be numeric and keeps its own scale.
+
+    The label is `label`, or the last column.
+
+    >>> parse_csv(b"a,b,y\\n1,2,0\\n3,4,1\\n").X.tolist()
+    [[1.0, 2.0], [3.0, 4.0]]
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{name}: the file is not UTF-8 text; is it a CSV file?") from None
+    if schema is not None:
+        delimiter = schema.delimiter
+    elif delimiter is None:
+        first = text.split("\n", 1)[0]
+        delimiter = max(",;\t", key=first.count)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
+    try:
+        header = list(schema.names) if schema is not None and schema.names else [h.strip() for h in next(rows, [])]
+        if schema is None and header and all(_is_number(h) for h in header):
+            raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
+        chunks = _column_chunks(rows, header, name)
+        return _assemble(chunks, header, schema, label, task, classes, name)
+    except csv.Error as error:
+        raise DataError(f"{name}: not readable as delimited text ({error}).") from None
+
+
+def read_parquet(
+    path: Path,
+    schema: Schema | None = None,
+    *,
+    label: str | None = None,
+    task: Task | None = None,
+    classes: Sequence[object] | None = None,
+    name: str = "parquet",
+) -> Dataset:
+    """Read a parquet file with pyarrow (the `data` extra), under the same rules as CSV."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{name}: reading parquet needs pyarrow; pip install 'quietgrad[data]'.") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        header = [str(c) for c in table.schema_arrow.names]
+        chunks = (
+            {c: batch.column(c).to_pylist() for c in header} for batch in table.iter_batches(batch_size=_CHUNK)
+        )
+        return _assemble(chunks, header, schema, label, task, classes, name)
+    except (pyarrow.ArrowInvalid, OSError):
+        raise DataError(f"{name}: not a readable parquet file; it may be cut short.") from None
+
+
+def parse_columns(content: bytes, names: Sequence[str], name: str = "csv") -> dict[str, tuple[str, ...]]:
+    """The columns of a comma-separated file without a header, as text.
+
+    >>> parse_columns(b"1, a\\n2, b\\n", ("n", "c"))
+    {'n': ('1', '2'), 'c': ('a', 'b')}
+    """
+    rows = csv.reader(io.StringIO(content.decode("utf-8"), newline=""), skipinitialspace=True)
+    out: dict[str, list[Any]] = {c: [] for c in names}
+    for chunk in _column_chunks(rows, list(names), name):
+        for column, values in chunk.items():
+            out[column].extend(values)
+    return {column: tuple(values) for column, values in out.items()}
+
+
+def _column_chunks(rows: Iterator[list[str]], header: list[str], name: str) -> Iterator[Columns]:
+    seen = 0
+    filled = (row for row in rows if row)  # blank lines, usually at the end, are no rows
+    while chunk := list(islice(filled, _CHUNK)):
+        for offset, row in enumerate(chunk, start=1):
+            if len(row) != len(header):
+                raise DataError(
+                    f"{name}: data row {seen + offset} has {len(row)} fields, the header {len(header)}. Was the file "
+                    "cut short, or is the delimiter another one?"
+                )
+        seen += len(chunk)
+        yield dict(zip(header, zip(*chunk, strict=True), strict=True))
+
+
+def _assemble(
+    chunks: Iterator[Columns],
+    header: list[str],
+    schema: Schema | None,
+    label: str | None,
+    task: Task | None,
+    classes: Sequence[object] | None,
+    name: str,
+) -> Dataset:
+    if len(set(header)) != len(header):
+        raise DataError(f"{name}: the header names a column twice.")
+    target = schema.label if schema is not None else (label or (header[-1] if header else ""))
+    features = list(schema.columns) if schema is not None else [h for h in header if h != target]
+    absent = [c for c in (*features, target) if c not in header]
+    if absent:
+        raise DataError(f"{name}: no column {absent[0]!r}; the file has {', '.join(header) or 'no columns'}.")
+    parts: list[npt.NDArray[np.float64]] = []
+    labels: list[npt.NDArray[Any]] = []
+    for columns in chunks:
+        if schema is None:
+            block = np.column_stack([to_numbers(c, columns[c]) for c in features])
+        else:
+            block = np.hstack([kind.encode(c, columns[c], schema.missing) for c, kind in schema.columns.items()])
+        raw = np.array([str(v).strip() for v in columns[target]])
+        if schema is not None and schema.drop_incomplete:
+            complete = np.isfinite(block).all(axis=1)
+            block, raw = block[complete], raw[complete]
+        parts.append(block)
+        labels.append(raw)
+    if not parts:
+        raise DataError(f"{name}: the file holds no rows.")
+    X, raw = np.concatenate(parts), np.concatenate(labels)
+    if schema is not None:
+        task = "regression" if schema.classes is None else None
+        classes = schema.classes
+    y, kind_of_task, codes, class_names = encode_labels(name, raw, task, classes)
+    bounds = schema.label_bounds if schema is not None else None
+    if bounds is not None:
+        y = np.clip(y.astype(np.float64), *bounds)
+    notes = []
+    if left_out := [h for h in header if h not in features and h != target]:
+        notes.append(f"columns left out: {', '.join(h or '(row name)' for h in left_out)}")
+    if schema is not None and schema.drop_incomplete:
+        notes.append("rows with a missing entry left out")
+    return check(
+        Dataset(
+            name, X, y, task=kind_of_task, classes=codes,
+            row_bound=schema.row_bound if schema is not None else None, notes=tuple(notes), class_names=class_names, label_bounds=bounds,
+            feature_names=schema.feature_names if schema is not None else tuple(features),
+        )
+    )  # fmt: skip
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
