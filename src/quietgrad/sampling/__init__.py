@@ -1,0 +1,266 @@
+"""Which records take part in a release: public value objects that know what their secrecy is worth.
+
+``FullBatch`` · ``Poisson`` · ``FixedSize`` (without replacement) · ``SinglePass`` (disjoint, every record once).
+Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
+number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
+:meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
+Poisson batch is released like any other, as pure noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.privacy import events
+from quietgrad.privacy.budget import Relation
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.rng import SecureStream
+    from quietgrad.sampling.samplers import KeyedSampler, SlotSampler
+
+__all__ = ["FixedSize", "FullBatch", "Poisson", "Sampler", "Sampling", "SinglePass", "from_json"]
+
+Indices = npt.NDArray[np.int64]
+
+_KINDS: dict[str, type[Sampling]] = {}
+
+
+class Sampler(Protocol):
+    """Draws the batch of each release; what it returns is secret."""
+
+    def batch(self, i: int) -> Indices | None:
+        """Return the record positions of release ``i``; ``None`` means all records."""
+        ...
+
+
+class Sampling(ABC):
+    """Base of all sampling schemes; a frozen value that can be written as JSON and read back."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        _KINDS[kind] = cls
+
+    @abstractmethod
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return the event of ``steps`` releases, each ``inner`` on a fresh batch."""
+
+    @abstractmethod
+    def expected_batch(self, n_public: int) -> float:
+        """Return the public number that sums are divided by."""
+
+    @abstractmethod
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return the sampler over ``n_records`` records that draws from ``stream``."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return one line for people."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the scheme as plain JSON values, with its kind under ``"sampling"``."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {"sampling": self.kind, **{k: str(v) if isinstance(v, Relation) else v for k, v in fields.items()}}
+
+
+def from_json(data: dict[str, Any]) -> Sampling:
+    """Rebuild a sampling scheme from :meth:`Sampling.to_json`.
+
+    >>> from_json(Poisson(0.01).to_json())
+    Poisson(rate=0.01)
+    """
+    try:
+        kind = _KINDS[data["sampling"]]
+        fields = {f.name: data[f.name] for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a sampling scheme: {data!r} ({error!r})") from None
+    return kind(**fields)
+
+
+@dataclass(frozen=True)
+class FullBatch(Sampling, kind="full"):
+    """Every record takes part in every release; nothing is amplified.
+
+    >>> FullBatch().event(events.Gaussian(2.0), steps=3)
+    Repeated(inner=Gaussian(noise_multiplier=2.0), count=3)
+    """
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return ``inner``, ``steps`` times."""
+        return events.repeated(inner, steps)
+
+    def expected_batch(self, n_public: int) -> float:
+        """Return ``n_public``."""
+        return float(n_public)
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return the sampler whose every batch is ``None``, all records."""
+        return _Everyone()
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return "full batch: every record in every release"
+
+
+@dataclass(frozen=True)
+class Poisson(Sampling, kind="poisson"):
+    """Every record enters each batch independently with probability ``rate``.
+
+    The rate is chosen without looking at the number of records (under add-remove that number is private):
+    rate = wanted batch ÷ declared n_public.
+
+    >>> Poisson(0.01).event(events.Gaussian(1.1), steps=100)
+    Repeated(inner=Poisson(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=100)
+    >>> Poisson(1.5)
+    Traceback (most recent call last):
+    ...
+    ValueError: rate=1.5: must be in (0, 1]; it is the expected batch ÷ n.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rate, (int, float)) or not 0.0 < self.rate <= 1.0:
+            raise ValueError(f"rate={self.rate!r}: must be in (0, 1]; it is the expected batch ÷ n.")
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return ``steps`` Poisson-sampled ``inner``; a rate of 1 samples nothing."""
+        one = inner if self.rate == 1.0 else events.Poisson(self.rate, inner)
+        return events.repeated(one, steps)
+
+    def expected_batch(self, n_public: int) -> float:
+        """Return rate × ``n_public``."""
+        return self.rate * n_public
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler that draws the batch's size, then a subset of that size."""
+        from quietgrad.sampling.samplers import SubsetSampler, binomial_table
+
+        if self.rate == 1.0:
+            return _Everyone()
+        return SubsetSampler(n_records, self.rate * n_records, stream, binomial_table(n_records, self.rate))
+
+    def keyed_sampler(self, record_ids: npt.ArrayLike, stream: SecureStream) -> KeyedSampler:
+        """Return a sampler that decides by record id, so that any split of the records gives the same union.
+
+        It looks at every record in every release: slower, for data that several curators hold.
+
+        >>> from quietgrad.privacy.rng import SecureStream, seed_key
+        >>> stream = SecureStream(seed_key(0), "batches")
+        >>> whole = Poisson(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
+        >>> first, second = (Poisson(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12, 13]))
+        >>> whole.tolist() == [*first, *(second + 2)]
+        True
+        """
+        from quietgrad.sampling.samplers import KeyedSampler
+
+        return KeyedSampler(record_ids, self.rate, stream)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return f"Poisson sampling: each record enters a batch with probability {self.rate:g}"
+
+
+@dataclass(frozen=True)
+class FixedSize(Sampling, kind="fixed-size"):
+    """``batch_size`` of ``n`` records without replacement, afresh for every release; n is public.
+
+    >>> FixedSize(1000, 10).event(events.Gaussian(3.0))
+    FixedSize(n=1000, batch_size=10, inner=Gaussian(noise_multiplier=3.0))
+    """
+
+    n: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        _check_count("n", self.n)
+        _check_count("batch_size", self.batch_size)
+        if self.batch_size > self.n:
+            raise ValueError(f"batch_size={self.batch_size}: must be ≤ n={self.n}.")
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return ``steps`` releases of ``inner`` on fixed-size batches; a batch of n samples nothing."""
+        one = inner if self.batch_size == self.n else events.FixedSize(self.n, self.batch_size, inner)
+        return events.repeated(one, steps)
+
+    def expected_batch(self, n_public: int) -> float:
+        """Return ``batch_size``."""
+        return float(self.batch_size)
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler by partial Fisher–Yates."""
+        from quietgrad.sampling.samplers import SubsetSampler
+
+        if n_records != self.n:
+            raise ValueError(f"{n_records} records: FixedSize was declared for n={self.n}. Declare the true n.")
+        return SubsetSampler(n_records, self.batch_size, stream)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return f"fixed batches: {self.batch_size} of {self.n} records without replacement"
+
+
+@dataclass(frozen=True)
+class SinglePass(Sampling, kind="single-pass"):
+    """Fresh records for every release: ``n`` slots, each used at most once, then a refusal.
+
+    Before the run every record is given a slot, in secret and whatever its content. Under replace-one the
+    slots are a permutation of the n records (n is public). Under add-remove a permutation would move when a
+    record is removed, so each record draws its slot on its own, by a keyed hash of its id; taking k of n
+    slots then yields about k records. Either way a record takes part in one release only, so a whole run
+    costs as much as its dearest release, adaptively too: parallel composition. ``batch_size`` is the number
+    of slots of ``batch(i)``; oracles that need varying numbers use ``take``.
+
+    >>> SinglePass(1000).event(events.Gaussian(2.0), steps=50)
+    Parallel(parts=(Gaussian(noise_multiplier=2.0),))
+    """
+
+    n: int
+    batch_size: int = 1
+    relation: Relation = Relation.REPLACE_ONE
+
+    def __post_init__(self) -> None:
+        _check_count("n", self.n)
+        _check_count("batch_size", self.batch_size)
+        object.__setattr__(self, "relation", Relation.parse(self.relation))
+        if self.batch_size > self.n:
+            raise ValueError(f"batch_size={self.batch_size}: must be ≤ n={self.n}.")
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return ``inner`` once, on disjoint records, however many ``steps`` share them."""
+        return events.Parallel((inner,))
+
+    def expected_batch(self, n_public: int) -> float:
+        """Return ``batch_size``."""
+        return float(self.batch_size)
+
+    def sampler(self, n_records: int, stream: SecureStream) -> SlotSampler:
+        """Return the sampler that hands out slots in order and refuses when they are used up."""
+        from quietgrad.sampling.samplers import SlotSampler, hashed_slots, permuted_slots
+
+        if self.relation is Relation.ADD_REMOVE:
+            return SlotSampler(hashed_slots(np.arange(n_records), self.n, stream), self.n, self.batch_size)
+        if n_records != self.n:
+            raise ValueError(f"{n_records} records: SinglePass was declared for n={self.n}. Declare the true n.")
+        return SlotSampler(permuted_slots(self.n, stream), self.n, self.batch_size)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return f"single pass: {self.n} slots, {self.batch_size} per batch, no record twice ({self.relation})"
+
+
+class _Everyone:
+    def batch(self, i: int) -> Indices | None:
+        return None
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1.")
