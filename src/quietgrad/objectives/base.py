@@ -56,10 +56,12 @@ class Constants:
 class Regularizer(Protocol):
     """A public term of the objective: depends on no record, so it is never clipped and never noised."""
 
-    strong_convexity: float
-    smoothness: float
-    convex: bool
-
+    @property
+    def strong_convexity(self) -> float: ...
+    @property
+    def smoothness(self) -> float: ...
+    @property
+    def convex(self) -> bool: ...
     def value(self, params: Vector) -> float: ...
     def gradient(self, params: Vector) -> Vector: ...
 
@@ -88,7 +90,10 @@ class Objective(Protocol):
     kernels clip to C/(1+2e-5) in float32 and C/(1+1e-12) in float64, and a non-finite contribution counts as zero.
     """
 
-    regularizer: Regularizer
+    @property
+    def regularizer(self) -> Regularizer:
+        """The public term r."""
+        ...
 
     def prepare(self, data: Any) -> Records:
         """Validate ``data`` and lay it out; raise :class:`~quietgrad.errors.DataError` if it cannot be used."""
