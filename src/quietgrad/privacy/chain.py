@@ -272,7 +272,7 @@ def _check_lines(data: bytes, *, acknowledged: int) -> Reading:
         try:
             entry = Entry.parse(line)
         except ValueError as error:
-            if 0 < acknowledged < number == len(lines):
+            if 0 < acknowledged < number == len(lines) and not problems:
                 # A power cut can keep the end of a line and lose its middle; nobody was told that it is there.
                 torn = line + b"\n" + torn
                 break

@@ -17,25 +17,21 @@ from quietgrad.errors import LedgerError
 _KEY_BYTES = 32
 
 
-def state_directory() -> Path:
-    """Where this user's keys live: ``$QUIETGRAD_STATE``, else ``~/.local/state/quietgrad``."""
-    return Path(os.environ.get("QUIETGRAD_STATE") or "~/.local/state/quietgrad").expanduser()
-
-
 def fingerprint(chunks: Iterable[bytes | bytearray | memoryview]) -> str:
     """Return HMAC-SHA256 of the concatenated ``chunks`` under this machine's key, as 64 hex digits.
 
     Put shapes and types into a chunk of their own: only the bytes count, not where a chunk ends.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     os.environ["QUIETGRAD_STATE"] = folder
-    ...     same = fingerprint([b"rows"]) == fingerprint([b"ro", b"ws"])
-    ...     _ = os.environ.pop("QUIETGRAD_STATE")
-    >>> same
+    >>> import tempfile, unittest.mock
+    >>> state = tempfile.TemporaryDirectory()
+    >>> with unittest.mock.patch.dict(os.environ, QUIETGRAD_STATE=state.name):
+    ...     fingerprint([b"rows"]) == fingerprint([b"ro", b"ws"])
     True
+    >>> state.cleanup()
     """
-    mac = hmac.new(_key(state_directory() / "fingerprint.key"), digestmod="sha256")
+    from quietgrad.privacy.keys import KeyFile  # brings the cipher library, which ledgers do not need
+
+    mac = hmac.new(_key(KeyFile.directory().parent / "fingerprint.key"), digestmod="sha256")
     for chunk in chunks:
         mac.update(chunk)
     return mac.hexdigest()
@@ -56,12 +52,15 @@ def _key(path: Path) -> bytes:
             finally:
                 os.close(fd)
                 fresh.unlink()
+        shared = path.stat().st_mode & 0o077
         key = path.read_bytes()
     except OSError as error:
         raise LedgerError(
             f"{path}: cannot read or make the fingerprint key ({error.strerror}); "
             "set QUIETGRAD_STATE to a folder that can be written."
         ) from None
+    if shared:
+        raise LedgerError(f"{path}: other users can read this key; chmod 600 it, or delete it to make a new one.")
     if len(key) != _KEY_BYTES:
         raise LedgerError(f"{path}: must hold {_KEY_BYTES} bytes, has {len(key)}; delete it to make a new key.")
     return key
