@@ -40,7 +40,8 @@ _HOMES = {
 
 __all__ = [
     "load", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric", "Categorical",
-    "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven", "uneven_sizes", "split_dirichlet",
+    "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven", "uneven_sizes",
+    "split_dirichlet",
 ]  # fmt: skip
 
 

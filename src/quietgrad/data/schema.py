@@ -55,6 +55,7 @@ class Numeric:
         x = to_numbers(column, values, missing)
         if self.fill is not None:
             x = np.where(np.isnan(x), self.fill, x)
+        x = np.where(np.isinf(x), np.nan, x)  # clipping would hide an infinity that is to be refused
         x = np.clip(x, low, high) - low
         scaled = np.log1p(x) / np.log1p(high - low) if self.log else x / (high - low)
         return scaled[:, None]

@@ -104,8 +104,8 @@ def _column_chunks(rows: Iterator[list[str]], header: list[str], name: str) -> I
         for offset, row in enumerate(chunk, start=1):
             if len(row) != len(header):
                 raise DataError(
-                    f"{name}: data row {seen + offset} has {len(row)} fields, the header {len(header)}. Was the file "
-                    "cut short, or is the delimiter another one?"
+                    f"{name}: data row {seen + offset} has {len(row)} fields, the header {len(header)}. Was the "
+                    "file cut short, or is the delimiter another one?"
                 )
         seen += len(chunk)
         yield dict(zip(header, zip(*chunk, strict=True), strict=True))
@@ -158,7 +158,8 @@ def _assemble(
     return check(
         Dataset(
             name, X, y, task=kind_of_task, classes=codes,
-            row_bound=schema.row_bound if schema is not None else None, notes=tuple(notes), class_names=class_names, label_bounds=bounds,
+            row_bound=schema.row_bound if schema is not None else None,
+            notes=tuple(notes), class_names=class_names, label_bounds=bounds,
             feature_names=schema.feature_names if schema is not None else tuple(features),
         )
     )  # fmt: skip
