@@ -1,1 +1,109 @@
-"""quietgrad: differentially private optimisation that proves what privacy it spent."""
+"""quietgrad: differentially private optimisation that proves what privacy it spent.
+
+>>> import quietgrad as qg
+>>> budget = qg.Budget(epsilon=1.0, delta=1e-5)
+>>> plan = qg.plan(qg.DPGD(steps=30), n=32561, budget=budget)
+>>> round(plan.epsilon(1e-5), 3)
+1.0
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quietgrad import audit, objectives
+    from quietgrad.algorithms.bassily_sgd import BassilySGD
+    from quietgrad.algorithms.dp_adam import DPAdam
+    from quietgrad.algorithms.dp_agd import DPAGD
+    from quietgrad.algorithms.dp_gd import DPGD, GD
+    from quietgrad.algorithms.dp_sgd import DPSGD, SGD
+    from quietgrad.algorithms.dp_srm import DPSRM, STORM
+    from quietgrad.algorithms.output_perturbation import OutputPerturbation
+    from quietgrad.algorithms.rrpsgd import RRPSGD
+    from quietgrad.algorithms.stagewise import StagewiseDPSGD
+    from quietgrad.privacy import events
+    from quietgrad.privacy.accounting import account
+    from quietgrad.privacy.budget import Budget, Relation
+    from quietgrad.privacy.calibrate import calibrate
+    from quietgrad.privacy.ledger import Ledger
+    from quietgrad.result import Privacy, Result, load
+    from quietgrad.schedule import Plan
+    from quietgrad.training import minimize, plan, resume
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Budget": "privacy.budget",
+    "Relation": "privacy.budget",
+    "Ledger": "privacy.ledger",
+    "account": "privacy.accounting",
+    "calibrate": "privacy.calibrate",
+    "plan": "training",
+    "minimize": "training",
+    "resume": "training",
+    "Plan": "schedule",
+    "Privacy": "result",
+    "Result": "result",
+    "load": "result",
+    "DPSRM": "algorithms.dp_srm",
+    "STORM": "algorithms.dp_srm",
+    "DPSGD": "algorithms.dp_sgd",
+    "SGD": "algorithms.dp_sgd",
+    "DPAdam": "algorithms.dp_adam",
+    "DPGD": "algorithms.dp_gd",
+    "GD": "algorithms.dp_gd",
+    "DPAGD": "algorithms.dp_agd",
+    "StagewiseDPSGD": "algorithms.stagewise",
+    "OutputPerturbation": "algorithms.output_perturbation",
+    "RRPSGD": "algorithms.rrpsgd",
+    "BassilySGD": "algorithms.bassily_sgd",
+}
+_MODULES = {"audit": "audit", "events": "privacy.events", "objectives": "objectives"}
+
+__all__ = [
+    "Budget",
+    "Relation",
+    "Ledger",
+    "account",
+    "calibrate",
+    "plan",
+    "minimize",
+    "resume",
+    "Plan",
+    "Privacy",
+    "Result",
+    "load",
+    "DPSRM",
+    "STORM",
+    "DPSGD",
+    "SGD",
+    "DPAdam",
+    "DPGD",
+    "GD",
+    "DPAGD",
+    "StagewiseDPSGD",
+    "OutputPerturbation",
+    "RRPSGD",
+    "BassilySGD",
+    "audit",
+    "events",
+    "objectives",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f"quietgrad.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"quietgrad.{_MODULES[name]}")
+    else:
+        raise AttributeError(f"module 'quietgrad' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -282,15 +282,17 @@ def composed(parts: Sequence[Event]) -> Event:
     return parts[0] if len(parts) == 1 else Composed(tuple(parts))
 
 
-def random_round(inner: Event, probabilities: Sequence[float], groups: int = 128) -> RandomRound:
-    """A random-round event with P(R = k+1) = ``probabilities[k]``, in at most ``groups`` groups.
+def round_law(
+    probabilities: Sequence[float], *, first: int = 1, groups: int = 128
+) -> tuple[tuple[int, float], ...]:
+    """The law of a random round with P(R = first + k) = ``probabilities[k]``, in at most ``groups`` groups.
 
-    Rounds of a group are all counted as its largest, so the ε proved from the event stays an upper bound.
+    Rounds of a group are all counted as its largest, so the ε proved from the law stays an upper bound.
+
+    >>> round_law([0.25] * 4, groups=2)
+    ((2, 0.5), (4, 0.5))
     """
     size = max(1, math.ceil(len(probabilities) / groups))
     total = math.fsum(probabilities)
-    law = []
-    for first in range(0, len(probabilities), size):
-        chunk = probabilities[first : first + size]
-        law.append((first + len(chunk), math.fsum(chunk) / total))
-    return RandomRound(inner, tuple(law))
+    chunks = [(k, probabilities[k : k + size]) for k in range(0, len(probabilities), size)]
+    return tuple((first + k + len(chunk) - 1, math.fsum(chunk) / total) for k, chunk in chunks)

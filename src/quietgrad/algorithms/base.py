@@ -1,0 +1,185 @@
+"""What every algorithm is, and the loop that first-order ones share.
+
+An algorithm is a frozen, public configuration. It plans its releases from a public n, starts a state, and takes
+steps through a session's door until ``state.done``. State is plain data, so that a run can be saved and resumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+from quietgrad.algorithms.rates import Rate, as_rate
+from quietgrad.curators.base import Session
+from quietgrad.oracles.base import Estimate, Oracle
+from quietgrad.privacy.events import round_law
+from quietgrad.schedule import Law, Schedule
+from quietgrad.vectors import Vector, copy, zeros_like
+
+Output = Literal["last", "average", "ema", "random"]
+
+
+@dataclass(slots=True)
+class State:
+    """Where a run stands; every field is a vector, a number, a text or an :class:`Estimate`.
+
+    ``velocity`` and ``second`` are momentum buffers, ``average`` the running average that may be returned,
+    ``stop_at`` a random round drawn before the first release.
+    """
+
+    params: Vector
+    step: int = 0
+    done: bool = False
+    estimate: Estimate = field(default_factory=Estimate)
+    velocity: Vector | None = None
+    second: Vector | None = None
+    average: Vector | None = None
+    averaged: int = 0
+    stop_at: int | None = None
+    stopped_by: str = "steps"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """A method: public settings and three steps of arithmetic."""
+
+    name: ClassVar[str]
+    private: ClassVar[bool]
+
+    def schedule(self, n_public: int) -> Schedule: ...
+    def init(self, x0: Vector) -> State: ...
+    def step(self, state: State, door: Session) -> State: ...
+    def output(self, state: State) -> Vector: ...
+    def config(self) -> dict[str, Any]: ...
+
+
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Raise unless ``value`` is a whole number of at least ``least``."""
+    if isinstance(value, bool) or int(value) != value or value < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number ≥ {least}.")
+
+
+def check_range(name: str, value: float, low: float, high: float, *, closed: bool = True) -> None:
+    """Raise unless low ≤ value ≤ high (low < value ≤ high if not ``closed``)."""
+    inside = low <= value <= high if closed else low < value <= high
+    if not inside:
+        bracket = "[" if closed else "("
+        raise ValueError(f"{name}={value!r}: must be in {bracket}{low:g}, {high:g}].")
+
+
+def config_of(algorithm: Any) -> dict[str, Any]:
+    """The public settings of a frozen dataclass as JSON values."""
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "config"):
+            return value.config()
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {f.name: plain(getattr(algorithm, f.name)) for f in dataclasses.fields(algorithm)}
+
+
+class FirstOrder:
+    """θ ← θ − η_t·direction, the loop of DP-SGD and its relatives; subclasses choose oracle and direction.
+
+    With ``returns="random"`` the number of steps R is drawn uniformly before the first release and the run stops
+    there: the accountant then averages over R, and half the work is saved.
+    """
+
+    name: ClassVar[str]
+    private: ClassVar[bool] = True
+    steps: int
+    learning_rate: Any
+    returns: Any
+
+    def oracle(self) -> Oracle:
+        """The oracle the settings describe."""
+        raise NotImplementedError
+
+    def rate(self) -> Rate:
+        """The step-size schedule."""
+        return as_rate(self.learning_rate)
+
+    def rounds(self) -> Sequence[float] | None:
+        """P(R = k+1) of a random round, k = 0, 1, …; ``None`` for a fixed number of steps."""
+        return [1.0 / self.steps] * self.steps if self.returns == "random" else None
+
+    def law(self, first: int = 1) -> Law | None:
+        """The law that a slot which runs R (or R − 1 with ``first=0``) times is priced with."""
+        probabilities = self.rounds()
+        return None if probabilities is None else round_law(probabilities, first=first)
+
+    def schedule(self, n_public: int) -> Schedule:
+        """The releases of a run on ``n_public`` records."""
+        return Schedule(self.oracle().slots(n_public, self.steps))
+
+    def init(self, x0: Vector) -> State:
+        """Start at ``x0``."""
+        return State(params=copy(x0))
+
+    def step(self, state: State, door: Session) -> State:
+        """One release, one update."""
+        if state.step == 0:
+            state.stop_at = self._draw_round(door)
+        state.estimate = self._oracle.estimate(state.estimate, state.params, door)
+        gradient = state.estimate.value + door.regularizer.gradient(state.params)
+        size, direction = self.direction(state, gradient)
+        state.params = self.project(state.params - size * direction)
+        state.step += 1
+        self._average(state)
+        state.done = state.step >= (state.stop_at or self.steps)
+        return state
+
+    def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
+        """The step size and the direction to go against."""
+        return self._rate(state.step, self.steps), gradient
+
+    def project(self, params: Vector) -> Vector:
+        """Back into the domain; here the whole space."""
+        return params
+
+    def output(self, state: State) -> Vector:
+        """The iterate that is returned: last, random round, tail average or exponential average."""
+        return state.average if state.average is not None else state.params
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return config_of(self)
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        object.__setattr__(self, "_rate", self.rate())
+        object.__setattr__(self, "_oracle", self.oracle())
+
+    _rate: Rate
+    _oracle: Oracle
+
+    def _draw_round(self, door: Session) -> int | None:
+        probabilities = self.rounds()
+        if probabilities is None:
+            return None
+        u, total = door.uniform("round") * math.fsum(probabilities), 0.0
+        for k, p in enumerate(probabilities):
+            total += p
+            if u < total:
+                return k + 1
+        return len(probabilities)
+
+    def _average(self, state: State) -> None:
+        rule = self.returns
+        if rule == "average" and 2 * state.step > self.steps:  # the second half of the run
+            state.averaged += 1
+            if state.average is None:
+                state.average = zeros_like(state.params)
+            state.average = state.average + (state.params - state.average) * (1.0 / state.averaged)
+        elif rule == "ema":
+            # Weight 10 % of the run's length, corrected for the start like Adam's moments.
+            keep = min(1.0 - 10.0 / max(self.steps, 11), state.averaged / (state.averaged + 1.0))
+            state.averaged += 1
+            if state.average is None:
+                state.average = zeros_like(state.params)
+            state.average = keep * state.average + (1.0 - keep) * state.params

@@ -1,0 +1,85 @@
+"""Output perturbation (paper 004, Algorithm 1): gradient descent without noise, then one noise on the model.
+
+The stability of gradient descent bounds how far one record moves the model: Δ = (2L/(nμ))(1 − (1−ημ)^T) if the
+regulariser is μ-strongly convex and η ≤ 2/(μ+β), and 2LTη/n if the risk is only convex and η ≤ 2/β. Both improve
+on the printed lemmas and need no ball: L is the Lipschitz constant of the *unregularised* loss, which the row bound
+enforces. Per-record clipping is refused: a clipped field need not be the gradient of anything convex.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.curators.base import Session
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.sampling import FullBatch
+from quietgrad.schedule import Schedule, Slot
+from quietgrad.vectors import Vector, copy
+
+
+@dataclass(frozen=True)
+class OutputPerturbation:
+    """θ_T of T exact gradient steps, plus noise on the model once; convex losses with bounded rows only.
+
+    Args:
+        steps: T.
+        learning_rate: η; default 2/(μ+β) or 1/β, the largest the proof allows or the usual choice.
+        mechanism: ``"gaussian"`` for (ε, δ), or ``"pure"`` for ε alone (‖noise‖ ~ Gamma(d, Δ/ε)).
+
+    Only the relation ``replace-one`` is proved: the stability argument keeps n fixed.
+
+    >>> OutputPerturbation(steps=50).schedule(1000).releases
+    1
+    """
+
+    steps: int = 100
+    learning_rate: float | None = None
+    mechanism: Literal["gaussian", "pure"] = "gaussian"
+
+    name: ClassVar[str] = "output-perturbation"
+    private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        if self.learning_rate is not None:
+            check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
+        if self.mechanism not in ("gaussian", "pure"):
+            raise ValueError(f"mechanism={self.mechanism!r}: must be 'gaussian' or 'pure'.")
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise unless the budget is stated under the relation the proof is for."""
+        if budget.relation is not Relation.REPLACE_ONE:
+            raise ValueError(
+                f"relation={str(budget.relation)!r}: output perturbation is proved under 'replace-one' only; "
+                "pass Budget(..., relation='replace-one')."
+            )
+
+    def schedule(self, n_public: int) -> Schedule:
+        return Schedule((Slot("model", FullBatch(), 1, mechanism=self.mechanism),))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=copy(x0))
+
+    def step(self, state: State, door: Session) -> State:
+        from quietgrad.objectives.local_fit import local_fit
+
+        query = local_fit(
+            door.objective,
+            n=door.plan.n_public,
+            steps=self.steps,
+            step_size=self.learning_rate,
+            start=state.params,
+        )
+        state.params = door.release("model", query)
+        state.step = 1
+        state.done = True
+        return state
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+    def config(self) -> dict[str, Any]:
+        return config_of(self)

@@ -1,0 +1,116 @@
+"""Step sizes: a number, or one of these schedules wherever a number is taken.
+
+A rate maps the step t = 0, 1, … of a run of T steps to η_t. All are public.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Base of step-size schedules; η_t = ``start``."""
+
+    start: float
+
+    def __post_init__(self) -> None:
+        _positive("learning_rate", self.start)
+
+    def __call__(self, step: int, steps: int) -> float:
+        return self.start
+
+    def config(self) -> dict[str, Any]:
+        """The schedule's name and numbers."""
+        return {"schedule": type(self).__name__, **asdict(self)}
+
+
+class Constant(Rate):
+    """η_t = c.
+
+    >>> Constant(0.5)(step=10, steps=100)
+    0.5
+    """
+
+
+class Inverse(Rate):
+    """η_t = c/(t+1)."""
+
+    def __call__(self, step: int, steps: int) -> float:
+        return self.start / (step + 1.0)
+
+
+class InverseSqrt(Rate):
+    """η_t = c/√(t+1)."""
+
+    def __call__(self, step: int, steps: int) -> float:
+        return self.start / math.sqrt(step + 1.0)
+
+
+@dataclass(frozen=True)
+class StepDecay(Rate):
+    """η_t = c·factor^⌊t/every⌋."""
+
+    every: int = 100
+    factor: float = 0.5
+
+    def __call__(self, step: int, steps: int) -> float:
+        return float(self.start * self.factor ** (step // self.every))
+
+
+@dataclass(frozen=True)
+class Linear(Rate):
+    """From c down to c·end on a straight line."""
+
+    end: float = 0.02
+
+    def __call__(self, step: int, steps: int) -> float:
+        return self.start * (1.0 - (1.0 - self.end) * step / max(1, steps - 1))
+
+
+@dataclass(frozen=True)
+class Cosine(Rate):
+    """From c down to c·end on half a cosine."""
+
+    end: float = 0.02
+
+    def __call__(self, step: int, steps: int) -> float:
+        fall = 0.5 * (1.0 + math.cos(math.pi * step / max(1, steps - 1)))
+        return self.start * (self.end + (1.0 - self.end) * fall)
+
+
+RATES: dict[str, type[Rate]] = {
+    "constant": Constant,
+    "inverse": Inverse,
+    "inverse-sqrt": InverseSqrt,
+    "step": StepDecay,
+    "linear": Linear,
+    "cosine": Cosine,
+}
+
+
+def as_rate(value: float | str | Rate) -> Rate:
+    """A rate from a number, a schedule, or text such as ``"cosine:0.5"``.
+
+    >>> as_rate(0.1)
+    Constant(start=0.1)
+    >>> as_rate("cosine:0.5").start
+    0.5
+    """
+    if isinstance(value, Rate):
+        return value
+    if isinstance(value, str):
+        name, _, start = value.partition(":")
+        if name not in RATES:
+            raise ValueError(
+                f"learning_rate={value!r}: must be a number or NAME:NUMBER, NAME of {', '.join(RATES)}."
+            )
+        return RATES[name](float(start or 1.0))
+    return Constant(float(value))

@@ -1,0 +1,80 @@
+"""The door: how a number that depends on data leaves a curator, and the only way it can.
+
+A curator holds the data. It opens a *session* for a plan, reserving the plan's whole cost in the ledger first;
+the session answers releases until the plan's counts are used up, and then refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quietgrad.objectives.base import Query, Regularizer
+from quietgrad.privacy.events import Event
+from quietgrad.schedule import Plan
+from quietgrad.vectors import Vector
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a session released in the end, and why it stopped.
+
+    ``event`` is what must be accounted: the whole plan when the stop could depend on the data.
+    """
+
+    event: Event | None
+    releases: dict[str, int]
+    reason: str
+    data_dependent: bool
+
+
+class Session(Protocol):
+    """An open door for one plan."""
+
+    plan: Plan
+    objective: Any
+    """The public description of the loss; it holds no data."""
+    regularizer: Regularizer
+    rho_left: float
+    """What is left of a zCDP filter; infinite in a run without noise."""
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Releases made so far, by slot."""
+        ...
+
+    def expected_batch(self, slot: str) -> float:
+        """The public number that averages of this slot divide by: q·n_public, the batch size, or n_public."""
+        ...
+
+    def uniform(self, label: str) -> float:
+        """A uniform number in [0, 1), independent of the data: random rounds are drawn with it."""
+        ...
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        """The noisy sum of ``query`` over a fresh sample of ``slot``; refuses beyond the planned count.
+
+        ``rho`` is given exactly in a plan with a zCDP filter: the release then spends that much of it.
+        """
+        ...
+
+    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+        """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``."""
+        ...
+
+    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
+        """End the session; only a stop that does not depend on data gives unused budget back."""
+        ...
+
+
+class Curator(Protocol):
+    """Whoever holds the data."""
+
+    def open(self, plan: Plan) -> Session:
+        """Reserve the whole cost of ``plan``, durably, and return the door."""
+        ...
+
+    def initial(self) -> Any:
+        """The starting point, which depends on no record."""
+        ...

@@ -1,0 +1,1 @@
+"""Oracles: how releases become an estimate of the gradient of the data term."""

@@ -1,0 +1,56 @@
+"""What every oracle is: public settings, slots to plan for, and a small state carried from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from quietgrad.curators.base import Session
+from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling
+from quietgrad.schedule import Slot
+from quietgrad.vectors import Vector
+
+SamplingName = Literal["poisson", "fixed-size", "full"]
+
+
+@dataclass(slots=True)
+class Estimate:
+    """An oracle's state: its current estimate, the point before, the drift since a full query, and its calls."""
+
+    value: Vector | None = None
+    previous: Vector | None = None
+    drift: float = 0.0
+    calls: int = 0
+
+
+class Oracle(Protocol):
+    """Turns releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business."""
+
+    def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        """The releases that ``steps`` estimates may need."""
+        ...
+
+    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+        """The estimate at ``params``, by one release through the door."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """The oracle's public settings as JSON values."""
+        ...
+
+
+def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sampling:
+    """The sampling a name stands for at a public n.
+
+    >>> sampling_of("poisson", n_public=1000, batch_size=10)
+    Poisson(rate=0.01)
+    """
+    if name == "full" or batch_size is None:
+        return FullBatch()
+    if not 1 <= batch_size <= n_public:
+        raise ValueError(f"batch_size={batch_size}: must be between 1 and n={n_public}.")
+    if name == "poisson":
+        return Poisson(batch_size / n_public)
+    if name == "fixed-size":
+        return FixedSize(n_public, batch_size)
+    raise ValueError(f"sampling={name!r}: must be 'poisson', 'fixed-size' or 'full'.")

@@ -1,0 +1,38 @@
+"""The plain oracle: the noisy mean of clipped gradients of one sample (DP-SGD, DP-GD)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Gradient
+from quietgrad.oracles.base import Estimate, SamplingName, sampling_of
+from quietgrad.schedule import Law, Slot
+from quietgrad.vectors import Vector
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """ĝ = (1/b) [Σ clip_C(∇fᵢ(θ)) + N(0, (zC)² I)], b the public expected batch.
+
+    Dividing by the realised size of a Poisson sample would double the sensitivity, and skipping an empty sample
+    would reveal it, so neither is done.
+    """
+
+    batch_size: int | None
+    clip: float = 1.0
+    sampling: SamplingName = "poisson"
+    law: Law | None = None
+
+    def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        sampling = sampling_of(self.sampling, n_public, self.batch_size)
+        return (Slot("gradient", sampling, steps, law=self.law),)
+
+    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+        total = door.release("gradient", Gradient(params, self.clip))
+        total *= 1.0 / door.expected_batch("gradient")
+        return Estimate(total, None, 0.0, state.calls + 1)
+
+    def config(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "law"}
