@@ -22,7 +22,7 @@ KEY_BYTES = 32
 
 # Words turned into normals at a time: input, output and scratch then stay in the second-level cache.
 _CHUNK = 1 << 14
-_ZEROS = bytes(8 * _CHUNK)
+_ZEROS = memoryview(bytes(8 * _CHUNK))
 # Both halves of a draw need room in one counter: 2^64 AES blocks per (label, block) never run over.
 _BLOCKS = 1 << 64
 

@@ -1,14 +1,14 @@
 """Samplers: the secret side of sampling, from a keyed stream to record positions.
 
 Batch i depends on the key and on i alone, so a resumed run draws the batches it would have drawn. Batches are
-drawn a few hundred at a time; asking for one is then a slice. A sampler keeps scratch memory and belongs to
-one thread.
+drawn a few hundred at a time; asking for one is then a look-up. A sampler belongs to one thread.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from quietgrad.privacy.rng import SecureStream, inversion_table
 
 Indices = npt.NDArray[np.int64]
 
-_MOST_RECORDS = 2**31 - 1  # the kept permutation holds 32-bit positions
+_MOST_RECORDS = 2**31 - 1  # positions and batch numbers share a 64-bit word in the kernel
 _MOST_AHEAD = 256  # batches drawn at a time
 _WORDS_AHEAD = 1 << 16  # and about this many records, half a megabyte
 _FRACTION_BITS = 192
@@ -82,23 +82,24 @@ class SubsetSampler:
 
         _check_records(n_records)
         self._draw_subsets = draw_subsets
-        self._order = np.arange(n_records, dtype=np.int32)
+        self._n = n_records
         self._ahead = max(1, min(_MOST_AHEAD, _WORDS_AHEAD // math.ceil(max(1.0, expected))))
         self._expected = expected
         self._sizes = sizes
         self._stream = stream
-        self._block = -1
-        self._starts: list[int] = []
-        self._records = np.empty(0, np.int64)
+        self._first = 0
+        self._batches: list[Indices] = []
 
     def batch(self, i: int) -> Indices:
         """Return the record positions of release ``i`` (read-only; possibly none)."""
-        block, row = divmod(i, self._ahead)
-        if block != self._block:
-            self._draw(block)
-        return self._records[self._starts[row] : self._starts[row + 1]]
+        row = i - self._first
+        if not 0 <= row < len(self._batches):
+            block, row = divmod(i, self._ahead)
+            self._batches = self._draw(block)
+            self._first = block * self._ahead
+        return self._batches[row]
 
-    def _draw(self, block: int) -> None:
+    def _draw(self, block: int) -> list[Indices]:
         starts = np.zeros(self._ahead + 1, np.int64)
         if self._sizes is None:
             starts[1:] = int(self._expected)
@@ -107,9 +108,11 @@ class SubsetSampler:
         np.cumsum(starts, out=starts)
         words = self._stream.uint64(2 * block + 1, int(starts[-1]))
         records = np.empty(words.size, np.int64)  # new memory: batches handed out earlier stay as they are
-        self._draw_subsets(words, starts, self._order, records)
+        self._draw_subsets(words, starts, self._n, records)
         records.flags.writeable = False
-        self._block, self._starts, self._records = block, starts.tolist(), records
+        if self._sizes is None:
+            return list(records.reshape(self._ahead, -1))
+        return [records[first:last] for first, last in pairwise(starts.tolist())]
 
 
 class KeyedSampler:
