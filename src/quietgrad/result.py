@@ -20,8 +20,8 @@ SCHEMA_VERSION = 1
 class Privacy:
     """What is proved about a run.
 
-    ``epsilon`` is ``None`` when the run added no noise; ``is_private`` is also false when its randomness was seeded,
-    whatever ε the noise would have given.
+    ``epsilon`` is ``None`` when the run added no noise; ``is_private`` is also false when its randomness was
+    seeded, whatever ε the noise would have given.
     """
 
     epsilon: float | None

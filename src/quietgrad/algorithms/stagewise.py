@@ -68,7 +68,7 @@ class StagewiseDPSGD:
 
     def length(self, stage: int) -> int:
         """T^k = 2^k·T⁰."""
-        return self.first_steps * 2**stage
+        return self.first_steps << stage
 
     def schedule(self, n_public: int) -> Schedule:
         sampling = sampling_of(self.sampling, n_public, self.batch_size)
