@@ -111,7 +111,8 @@ def cifar10(contents: Contents) -> Dataset:
     )
 
 
-# scikit-learn's breast_cancer: ten measurements, each as mean, standard error and worst of a nucleus.
+# scikit-learn's breast_cancer: ten measurements, each as mean, standard error and worst of a nucleus. Upper bounds
+# are rounded from the ranges of this public set.
 _NUCLEUS_MEAN = (30, 40, 200, 2500, 0.2, 0.4, 0.5, 0.25, 0.4, 0.1)
 _NUCLEUS_ERROR = (3, 5, 25, 500, 0.05, 0.2, 0.5, 0.1, 0.1, 0.05)
 _NUCLEUS_WORST = (40, 50, 300, 5000, 0.3, 1.0, 1.5, 0.3, 0.7, 0.25)

@@ -1,7 +1,8 @@
 """Public schemas of the papers' tables (UCI and others).
 
-Vocabularies follow the published attribute lists. Bounds are round numbers of each quantity's domain, wide enough
-for its meaning, not fitted to the rows; values beyond them are clipped.
+These are public benchmarks, and their vocabularies and bounds were chosen with the rows in view: round numbers, but
+some (density, nr.employed, the fraud components) are as narrow as they are only because the data are known. They are
+constants of the benchmark, not a model for private data. Values beyond a bound are clipped.
 """
 
 from __future__ import annotations
