@@ -1,8 +1,8 @@
 """Public schemas of the papers' tables (UCI and others).
 
 These are public benchmarks, and their vocabularies and bounds were chosen with the rows in view: round numbers, but
-some (density, nr.employed, the fraud components) are as narrow as they are only because the data are known. They are
-constants of the benchmark, not a model for private data. Values beyond a bound are clipped.
+some (density, nr.employed, the fraud components) are as narrow as they are only because the data are known. They
+are constants of the benchmark, not a model for private data. Values beyond a bound are clipped.
 """
 
 from __future__ import annotations
