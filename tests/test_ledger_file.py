@@ -23,7 +23,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quietgrad.errors import LedgerError
-from quietgrad.privacy import chain as chain_module
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.chain import Chain, Entry, canonical
 from quietgrad.privacy.events import Gaussian
@@ -270,7 +269,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) 
                 raise error
             return real(*args)
 
-        monkeypatch.setattr(chain_module.os, name, wrapped)
+        monkeypatch.setattr(os, name, wrapped)
 
     for name in ("write", "fsync", "replace", "ftruncate"):
         wrap(name)
@@ -321,8 +320,8 @@ def test_full_disk_where_even_taking_back_fails(path: Path, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(chain_module.os, "fsync", full)
-        patched.setattr(chain_module.os, "ftruncate", full)
+        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "ftruncate", full)
         with pytest.raises(LedgerError, match="No space left"):
             reserve(Ledger(path))
     report = Ledger(path).verify()
@@ -365,7 +364,7 @@ def test_places_where_no_ledger_can_be(path: Path, tmp_path: Path, monkeypatch: 
             raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
         return real(name, flags, mode)
 
-    monkeypatch.setattr(chain_module.os, "open", read_only)
+    monkeypatch.setattr(os, "open", read_only)
     with pytest.raises(LedgerError, match="Read-only file system"):
         reserve(Ledger(path))
     assert Ledger(path).verify().ok  # reading needs no permission to write
@@ -377,7 +376,7 @@ def test_a_torn_tail_that_cannot_be_removed(path: Path, monkeypatch: pytest.Monk
     def denied(*args: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(chain_module.os, "ftruncate", denied)
+    monkeypatch.setattr(os, "ftruncate", denied)
     with pytest.raises(LedgerError, match="Input/output error"):
         reserve(Ledger(path))
 
@@ -398,7 +397,7 @@ def test_a_file_system_without_locks(path: Path, monkeypatch: pytest.MonkeyPatch
     def no_locks(*args: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(chain_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(LedgerError, match="cannot lock"):
         reserve(Ledger(path))
 
@@ -417,7 +416,7 @@ def test_a_file_replaced_while_waiting_for_its_lock(path: Path, monkeypatch: pyt
             if then == "back":
                 shutil.copy(aside, path)
 
-    monkeypatch.setattr(chain_module.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     before = path.read_bytes()
     if then == "back":
         reserve(Ledger(path))

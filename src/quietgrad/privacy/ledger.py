@@ -75,14 +75,17 @@ class Ledger:
 
         With a cap (the account's own in the ledger, the argument, or both) the account's entries and ``event``
         are composed and proved under the cap's relation at the cap's δ; ``BudgetError`` if that exceeds it.
+        A run without a name is called after its reservation.
         ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``.
         """
         _check_name("account", account)
-        _check_name("run", run)
+        if not isinstance(run, str):
+            raise ValueError(f"run={run!r}: must be the run's name, or '' for one that is never resumed.")
+        new_id = os.urandom(8).hex()
         body = {
-            "id": os.urandom(8).hex(),
+            "id": new_id,
             "account": account,
-            "run": run,
+            "run": run or new_id,
             "event": _check_event("event", event).to_json(),
             "delta": check_delta(delta),
             "relation": str(Relation.parse(relation)),
@@ -239,7 +242,7 @@ def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> P
 
     event = total(parts)
     if event is None:
-        return Proof(epsilon=0.0, delta=delta, relation=relation, accountant="nothing released")
+        return Proof(epsilon=0.0, delta=delta, relation=relation, accountant="none")
     return prove(event, delta=delta, relation=relation)
 
 

@@ -7,12 +7,13 @@ did not depend on the data, or the event is a zCDP filter (whose accounting allo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from quietgrad.errors import LedgerError, UnprovableError
+from quietgrad.errors import LedgerError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation, check_delta
 from quietgrad.privacy.chain import Entry
@@ -141,35 +142,26 @@ class Book:
 
 
 def total(parts: Iterable[events.Event]) -> events.Event | None:
-    """All of ``parts`` on the same people as one event, equal releases counted together; None if there are none.
+    """All of ``parts`` on the same people as one event, equal ones counted together; None if there are none.
+
+    Counting keeps accounting quick: k equal parallel events have far fewer worst cases than k different ones.
 
     >>> g = events.Gaussian(2.0)
-    >>> total([g, events.Repeated(g, 3), events.Composed((g, events.Gaussian(1.0)))])
-    Composed(parts=(Repeated(inner=Gaussian(noise_multiplier=2.0), count=5), Gaussian(noise_multiplier=1.0)))
+    >>> total([g, events.Laplace(3.0), g])
+    Composed(parts=(Repeated(inner=Gaussian(noise_multiplier=2.0), count=2), Laplace(noise_multiplier=3.0)))
     """
-    parts = list(parts)
-    if len(parts) <= 1:
-        return parts[0] if parts else None  # as it was planned, so that it costs exactly what was planned
-    counts: dict[events.Event, int] = {}
-    slack = 0.0
-    for part in (member for event in parts for member in _flat(event)):
-        if isinstance(part, events.Slack):
-            slack += part.total_variation  # total variation distances of a composition add up
-        elif isinstance(part, events.Repeated) and not isinstance(part.inner, events.Composed | events.Slack):
-            counts[part.inner] = counts.get(part.inner, 0) + part.count
-        else:
-            counts[part] = counts.get(part, 0) + 1
-    if slack >= 1.0:
-        raise UnprovableError(f"the account's entries together have Slack({slack:g}); it must stay below 1.")
-    merged = [events.repeated(event, count) for event, count in counts.items()]
-    return events.composed([*merged, events.Slack(slack)] if slack else merged)
+    counts = Counter(parts)
+    if not counts:
+        return None
+    return events.composed([events.repeated(event, count) for event, count in counts.items()])
 
 
 def is_part(spent: events.Event, reserved: events.Event) -> bool:
     """Whether ``spent`` can be seen to be ``reserved`` stopped early, release by release.
 
     Only then is giving back safe whatever the accountant: fewer repetitions, some members of a composition in
-    their order, every party's own part, a smaller ρ. A :class:`~quietgrad.privacy.events.Slack` always stays.
+    their order, some of the disjoint parts, every party's own part, a smaller ρ.
+    A :class:`~quietgrad.privacy.events.Slack` always stays.
 
     >>> step = events.Poisson(0.01, events.Gaussian(1.1))
     >>> is_part(events.Repeated(step, 40), events.Repeated(step, 100))
@@ -186,18 +178,25 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
             return is_part(spent.inner, reserved.inner)
         return is_part(spent, reserved.inner)
     if isinstance(reserved, events.Composed):
-        wanted = _flat(spent)
-        for part in _flat(reserved):
-            if wanted and is_part(wanted[0], part):
-                wanted.pop(0)
-            elif isinstance(part, events.Slack):
-                return False
-        return not wanted
-    for many in (events.Parallel, events.PerParty):
-        if isinstance(reserved, many) and isinstance(spent, many):
-            ours, theirs = _members(spent), _members(reserved)
-            return len(ours) == len(theirs) and all(map(is_part, ours, theirs))
+        return _in_order(_flat(spent), _flat(reserved))
+    if isinstance(reserved, events.Parallel):
+        return _in_order(spent.parts if isinstance(spent, events.Parallel) else (spent,), reserved.parts)
+    if isinstance(reserved, events.PerParty) and isinstance(spent, events.PerParty):
+        # Parties are told apart by their place, so none may be left out.
+        same = len(spent.parties) == len(reserved.parties)
+        return same and all(map(is_part, spent.parties, reserved.parties))
     return False
+
+
+def _in_order(wanted: Sequence[events.Event], whole: Sequence[events.Event]) -> bool:
+    """Whether each of ``wanted`` is part of a member of ``whole``, in order, and no slack is left out."""
+    found = 0
+    for part in whole:
+        if found < len(wanted) and is_part(wanted[found], part):
+            found += 1
+        elif isinstance(part, events.Slack):
+            return False
+    return found == len(wanted)
 
 
 def _flat(event: events.Event) -> list[events.Event]:
@@ -205,10 +204,6 @@ def _flat(event: events.Event) -> list[events.Event]:
     if isinstance(event, events.Composed):
         return [member for part in event.parts for member in _flat(part)]
     return [event]
-
-
-def _members(event: events.Parallel | events.PerParty) -> tuple[events.Event, ...]:
-    return event.parts if isinstance(event, events.Parallel) else event.parties
 
 
 def may_give_back(spent: events.Event, reserved: events.Event, *, data_dependent: bool) -> bool:

@@ -1,0 +1,196 @@
+"""`quietgrad ledger`: what each account has spent, whether the file is whole, and the caps of its accounts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.events import Event
+    from quietgrad.privacy.ledger import Ledger
+    from quietgrad.privacy.spending import Book
+
+app = typer.Typer(help="The record of what privacy was spent: show it, check it, cap it.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+@app.command(epilog="Example: quietgrad ledger show ledger.jsonl --account patients --delta 1e-6")
+def show(
+    file: File,
+    account: Annotated[str | None, typer.Option(help="Only this account.")] = None,
+    delta: Annotated[float | None, typer.Option(help="State ε at this δ; else the cap's or newest run's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what every account has spent and on which runs; open reservations count in full."""
+    from quietgrad.privacy.budget import check_delta
+
+    ledger = _existing(file)
+    if delta is not None:
+        try:
+            check_delta(delta)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--delta") from None
+    book = ledger.book()
+    if account is not None and account not in book.accounts():
+        known = ", ".join(book.accounts()) or "none"
+        raise typer.BadParameter(
+            f"{account!r} is not in {file}; its accounts are: {known}.", param_hint="--account"
+        )
+    names = book.accounts() if account is None else (account,)
+    rows = [_account_row(ledger, book, name, delta) for name in names]
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), "accounts": rows}, indent=2))
+    elif rows:
+        _print_tables(rows)
+    else:
+        typer.echo(f"{file}: nothing was reserved yet.")
+
+
+@app.command(epilog="Example: quietgrad ledger verify ledger.jsonl")
+def verify(file: File, as_json: Json = False) -> None:
+    """Check every line, the hash chain and the head; exit code 1 if the file was cut or altered."""
+    report = _existing(file).verify()
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), **vars(report)}, indent=2))
+    else:
+        for problem in report.problems:
+            typer.echo(f"{file}: {problem}", err=True)
+        if report.ok:
+            typer.echo(
+                f"{file}: whole; {report.entries} entries, accounts: {', '.join(report.accounts) or 'none'}."
+            )
+        if report.torn_tail:
+            typer.echo("It ends in an append that never finished; it paid for nothing and will be put aside.")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(epilog="Example: quietgrad ledger cap ledger.jsonl patients --epsilon 3 --delta 1e-6")
+def cap(
+    file: File,
+    account: Annotated[str, typer.Argument(help="The account to cap.", show_default=False)],
+    epsilon: Annotated[
+        float, typer.Option(help="The most that all its runs together may spend.", show_default=False)
+    ],
+    delta: Annotated[float, typer.Option(help="The δ at which ε is stated.", show_default=False)],
+    relation: Annotated[str, typer.Option(help="add-remove or replace-one.")] = "add-remove",
+) -> None:
+    """Cap what an account may spend from now on; the ledger is made if it does not exist."""
+    from quietgrad.privacy.budget import Budget, Relation
+    from quietgrad.privacy.ledger import Ledger
+
+    try:
+        budget = Budget(epsilon, delta, Relation.parse(relation))
+        Ledger(file).set_cap(account, budget)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(f"{account}: at most ε={budget.epsilon:g} at δ={budget.delta:g} ({budget.relation}) from now on.")
+
+
+@app.command(epilog='Example: quietgrad ledger adopt ledger.jsonl --reason "copied to a new machine"')
+def adopt(
+    file: File,
+    reason: Annotated[str, typer.Option(help="Why; it is written into the ledger.", show_default=False)],
+) -> None:
+    """Accept a ledger that lost its .head file, on your word that its end is not cut."""
+    ledger = _existing(file)
+    ledger.adopt(reason=reason)
+    typer.echo(f"{file}: adopted with {len(ledger.entries())} entries.")
+
+
+def _existing(file: Path) -> Ledger:
+    from quietgrad.privacy.ledger import Ledger
+
+    # A head without its ledger is a finding of the check, not a mistyped name.
+    if not file.exists() and not file.with_name(file.name + ".head").exists():
+        raise typer.BadParameter(f"{file} does not exist.", param_hint="FILE")
+    return Ledger(file)
+
+
+def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> dict[str, Any]:
+    """One account: what it spent at the δ and relation asked for, else the cap's, else the newest run's."""
+    from quietgrad.errors import UnprovableError
+
+    held = book.of(name)
+    cap = book.caps.get(name)
+    promise = cap or held[-1].reservation  # an account exists by a cap or by a reservation
+    row: dict[str, Any] = {"account": name, "delta": delta or promise.delta, "relation": str(promise.relation)}
+    try:
+        proof = ledger.spent(name, delta=row["delta"], relation=promise.relation)
+        row |= {"epsilon": proof.epsilon, "accountant": proof.accountant, "problem": None}
+    except UnprovableError as error:
+        row |= {"epsilon": None, "accountant": None, "problem": str(error)}
+    row["cap"] = cap.to_json() if cap else None
+    row["reservations"] = [
+        {
+            "id": each.reservation.id,
+            "run": each.reservation.run,
+            "time": each.time,
+            "state": each.state,
+            "reason": each.reason,
+            "note": each.note,
+            "reserved": each.reservation.event.to_json(),
+            "counts": None if each.counts is None else each.counts.to_json(),
+            "counts_in_words": "nothing" if each.counts is None else in_words(each.counts),
+        }
+        for each in held
+    ]
+    return row
+
+
+def _print_tables(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    accounts = Table("account", "spent ε", "δ", "relation", "cap ε", "proved by", title="Accounts")
+    runs = Table("account", "run", "reserved at (UTC)", "state", "counts as", title="Runs")
+    for row in rows:
+        spent = "not provable" if row["epsilon"] is None else f"{row['epsilon']:.4g}"
+        cap = row["cap"] and f"{row['cap']['epsilon']:g}"
+        accounts.add_row(
+            row["account"],
+            spent,
+            f"{row['delta']:g}",
+            row["relation"],
+            cap or "none",
+            row["accountant"] or "nobody",
+        )
+        for run in row["reservations"]:
+            when = run["time"][:19].replace("T", " ")
+            runs.add_row(row["account"], run["run"], when, run["state"], run["counts_in_words"])
+    console = Console(markup=False, highlight=False)
+    console.print(accounts)
+    if runs.row_count:
+        console.print(runs)
+    for row in rows:
+        if row["problem"]:
+            console.print(f"{row['account']}: {row['problem']}", soft_wrap=True)
+
+
+def in_words(event: Event) -> str:
+    """An event on one line.
+
+    >>> from quietgrad.privacy.events import poisson_gaussian
+    >>> in_words(poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=100))
+    '100 × poisson(rate 0.01, gaussian(noise_multiplier 1.1))'
+    """
+    return _in_words(event.to_json())
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        fields = {name: item for name, item in value.items() if name != "event"}
+        if value["event"] == "repeated":
+            return f"{fields['count']} × {_in_words(fields['inner'])}"
+        if value["event"] == "composed":
+            return " + ".join(map(_in_words, fields["parts"]))
+        inside = (_in_words(item) if isinstance(item, dict | list) else f"{k} {item}" for k, item in fields.items())
+        return f"{value['event']}({', '.join(inside)})"
+    if isinstance(value, list):
+        shown = [_in_words(item) for item in value[:3]]
+        return ", ".join([*shown, f"… {len(value)} in all"] if len(value) > 3 else shown)
+    return str(value)

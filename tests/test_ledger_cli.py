@@ -1,0 +1,154 @@
+"""`quietgrad ledger`: tables for people, JSON for programs; exit codes 0 fine, 1 failed check, 2 bad usage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quietgrad.cli.ledger import app, in_words
+from quietgrad.errors import LedgerError
+from quietgrad.privacy.accounting import account
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.events import Composed, FixedSize, Gaussian, Parallel, Pure, RandomRound, Repeated
+from quietgrad.privacy.ledger import Ledger
+
+runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
+PLAN = Repeated(Gaussian(9.0), 50)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    paid = ledger.reserve("patients", PLAN, delta=1e-5, relation="add-remove", run="first", note="DP-GD")
+    half = Repeated(Gaussian(9.0), 25)
+    ledger.close(paid.id, spent_event=half, reason="asked to stop", data_dependent=False)
+    ledger.reserve("patients", Gaussian(9.0), delta=1e-6, relation="add-remove", run="second")
+    gone = ledger.reserve("patients", PLAN, delta=1e-6, relation="add-remove", run="third")
+    ledger.cancel(gone.id, reason="no key")
+    ledger.set_cap("staff", Budget(2.0, 1e-5, Relation.REPLACE_ONE))
+    return str(ledger.path)
+
+
+def shown(*arguments: str) -> dict[str, Any]:
+    result = runner.invoke(app, ["show", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return {row["account"]: row for row in json.loads(result.stdout)["accounts"]}
+
+
+def test_show_states_what_every_account_spent(file: str) -> None:
+    rows = shown(file)
+    counted = Repeated(Gaussian(9.0), 26)
+    assert rows["patients"]["epsilon"] == account(counted, delta=1e-6, relation="add-remove")
+    assert (rows["patients"]["delta"], rows["patients"]["relation"]) == (1e-6, "add-remove")
+    assert [run["state"] for run in rows["patients"]["reservations"]] == ["closed", "open", "cancelled"]
+    assert rows["patients"]["reservations"][0]["reserved"] == PLAN.to_json()
+    assert rows["patients"]["reservations"][2]["counts"] is None
+    assert rows["staff"]["epsilon"] == 0.0
+    assert rows["staff"]["cap"] == {"epsilon": 2.0, "delta": 1e-5, "relation": "replace-one"}
+    at = shown(file, "--account", "patients", "--delta", "1e-4")
+    assert list(at) == ["patients"]
+    assert at["patients"]["epsilon"] == account(counted, delta=1e-4, relation="add-remove")
+
+
+def test_show_prints_tables_for_people(file: str) -> None:
+    result = runner.invoke(app, ["show", file])
+    assert result.exit_code == 0
+    for said in ("patients", "staff", "closed", "cancelled", "25 × gaussian(noise_multiplier 9.0)", "add-remove"):
+        assert said in result.stdout
+
+
+def test_show_says_what_cannot_be_proved(file: str) -> None:
+    event = FixedSize(100, 10, Gaussian(5.0))
+    Ledger(file).reserve("mixed", event, delta=1e-5, relation="add-remove", run="x")
+    assert shown(file, "--account", "mixed")["mixed"]["epsilon"] is None
+    result = runner.invoke(app, ["show", file, "--account", "mixed"])
+    assert "not provable" in result.stdout
+
+
+def test_show_of_an_untouched_ledger(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").touch()
+    result = runner.invoke(app, ["show", str(tmp_path / "ledger.jsonl")])
+    assert (result.exit_code, "nothing was reserved" in result.stdout) == (0, True)
+
+
+def test_verify(file: str) -> None:
+    result = runner.invoke(app, ["verify", file])
+    assert result.exit_code == 0
+    assert "whole; 7 entries, accounts: patients, staff." in result.stdout
+    report = json.loads(runner.invoke(app, ["verify", file, "--json"]).stdout)
+    assert report == {
+        "file": file,
+        "ok": True,
+        "entries": 7,
+        "problems": [],
+        "torn_tail": False,
+        "accounts": ["patients", "staff"],
+    }
+    path = Path(file)
+    path.write_bytes(path.read_bytes() + b'{"body":')
+    result = runner.invoke(app, ["verify", file])
+    assert (result.exit_code, "never finished" in result.stdout) == (0, True)
+
+
+def test_verify_fails_on_a_cut_or_altered_file(file: str) -> None:
+    path = Path(file)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"noise_multiplier":9.0', b'"noise_multiplier":90.0', 1))
+    result = runner.invoke(app, ["verify", file])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "line 2 was edited" in result.stderr
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    result = runner.invoke(app, ["verify", file, "--json"])
+    assert result.exit_code == 1
+    assert "the end was cut" in json.loads(result.stdout)["problems"][0]
+    assert isinstance(runner.invoke(app, ["show", file]).exception, LedgerError)
+    path.unlink()
+    assert runner.invoke(app, ["verify", file]).exit_code == 1
+
+
+def test_cap_is_written_into_the_ledger(file: str) -> None:
+    arguments = ["cap", file, "patients", "--epsilon", "3", "--delta", "1e-6", "--relation", "replace-one"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "patients: at most ε=3 at δ=1e-06 (replace-one)" in result.stdout
+    assert Ledger(file).cap("patients") == Budget(3.0, 1e-6, Relation.REPLACE_ONE)
+
+
+def test_adopt(file: str) -> None:
+    Path(file + ".head").unlink()
+    assert runner.invoke(app, ["verify", file]).exit_code == 1
+    assert runner.invoke(app, ["adopt", file, "--reason", "new disk"]).exit_code == 0
+    assert runner.invoke(app, ["verify", file]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "nowhere.jsonl"], "does not exist"),
+        (["verify", "nowhere.jsonl"], "does not exist"),
+        (["show", "FILE", "--account", "nobody"], "patients, staff"),
+        (["show", "FILE", "--delta", "2"], "delta=2.0"),
+        (["cap", "FILE", "patients", "--epsilon", "-1", "--delta", "1e-5"], "epsilon=-1.0"),
+        (["cap", "FILE", "patients", "--epsilon", "1", "--delta", "1e-5", "--relation", "x"], "relation='x'"),
+        (["cap", "FILE", " ", "--epsilon", "1", "--delta", "1e-5"], "account=' '"),
+    ],
+)
+def test_bad_usage(file: str, arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, [file if word == "FILE" else word for word in arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_events_in_words() -> None:
+    pure = Pure(0.5, Relation.ADD_REMOVE)
+    assert in_words(Composed((Gaussian(2.0), Repeated(pure, 3)))) == (
+        "gaussian(noise_multiplier 2.0) + 3 × pure(epsilon 0.5, relation add-remove)"
+    )
+    assert in_words(RandomRound(Gaussian(2.0), ((1, 0.5), (2, 0.5)))) == (
+        "random-round(gaussian(noise_multiplier 2.0), 1, 0.5, 2, 0.5)"
+    )
+    assert in_words(Parallel((Gaussian(2.0),) * 5)).endswith("… 5 in all)")
