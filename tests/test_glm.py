@@ -1,0 +1,287 @@
+"""Every sum of every linear objective against a naive per-example implementation, in every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import scipy.sparse as sparse
+
+from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.linear import LinearObjective
+from quietgrad.objectives.regularizers import L2, Nonconvex
+
+Floats = npt.NDArray[np.float64]
+N, D, K = 37, 6, 3
+
+LOSSES: dict[str, Callable[..., LinearObjective]] = {
+    "logistic": Logistic,
+    "multinomial": lambda **options: Multinomial(K, **options),
+    "huber": lambda **options: Huber(0.7, **options),
+    "squared": Squared,
+    "hinge": lambda **options: Hinge(0.3, **options),
+}
+LAYOUTS = list(product(["dense", "csr"], ["float32", "float64"]))
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "intercept": {"intercept": True, "intercept_scale": 0.7},
+    "centred": {"intercept": True},
+    "clipped rows": {"intercept": True, "row_bound": 1.5, "rows": "clip"},
+    "unit rows": {"row_bound": 2.0, "rows": "normalize"},
+    "all at once": {"intercept": True, "row_bound": 1.2, "rows": "clip"},
+}
+
+
+def features(rng: np.random.Generator, dtype: str) -> Floats:
+    X = rng.normal(size=(N, D)) * (rng.random((N, D)) < 0.6)
+    X[3] = 0.0
+    return np.asarray(X.astype(dtype), dtype=np.float64)
+
+
+def targets(rng: np.random.Generator, loss: str) -> npt.NDArray[Any]:
+    if loss == "multinomial":
+        return rng.integers(0, K, N)
+    return rng.integers(0, 2, N) if loss in ("logistic", "hinge") else rng.normal(size=N)
+
+
+def build(loss: str, shape: str, rng: np.random.Generator) -> LinearObjective:
+    objective = LOSSES[loss](**SHAPES[shape])
+    if shape in ("centred", "all at once"):
+        objective = objective.transformed(rng.normal(size=D) * 0.5, rng.uniform(0.5, 2.0, size=D))
+    return objective
+
+
+def seen_rows(objective: LinearObjective, X: Floats) -> Floats:
+    """The rows a model sees, written out."""
+    if objective.transform is not None:
+        X = (X - objective.transform.shift) * objective.transform.scale
+    if objective.rows != "refuse":
+        assert objective.row_bound is not None
+        norms = np.linalg.norm(X, axis=1, keepdims=True)
+        factor = objective.row_bound / np.where(norms == 0, np.inf, norms)
+        X = X * np.where(norms == 0, 1.0, factor if objective.rows == "normalize" else np.minimum(1.0, factor))
+    column = np.full((len(X), 1), objective.intercept_scale)
+    return np.hstack([X, column]) if objective.intercept else X
+
+
+def one_loss(loss: str, theta: Floats, x: Floats, y: float) -> float:
+    if loss == "multinomial":
+        scores = x @ theta.reshape(-1, K)
+        return float(np.log(np.exp(scores).sum()) - scores[int(y)])
+    score = float(x @ theta)
+    if loss == "logistic":
+        return math.log1p(math.exp(-(2 * y - 1) * score))
+    if loss == "huber":
+        error = abs(score - y)
+        return error**2 / 2 if error <= 0.7 else 0.7 * error - 0.7**2 / 2
+    if loss == "squared":
+        return float((score - y) ** 2 / 2)
+    gap = 1 - (2 * y - 1) * score
+    return float(0 if gap <= 0 else gap**2 / (2 * 0.3) if gap <= 0.3 else gap - 0.15)
+
+
+def one_gradient(loss: str, theta: Floats, x: Floats, y: float) -> Floats:
+    if loss == "multinomial":
+        p = np.exp(x @ theta.reshape(-1, K))
+        p /= p.sum()
+        p[int(y)] -= 1
+        return np.outer(x, p).ravel()
+    score = float(x @ theta)
+    if loss == "logistic":
+        return (1 / (1 + math.exp(-score)) - y) * x
+    if loss == "huber":
+        return min(max(score - y, -0.7), 0.7) * x
+    if loss == "squared":
+        return (score - y) * x
+    sign = 2 * y - 1
+    return -sign * min(max((1 - sign * score) / 0.3, 0.0), 1.0) * x
+
+
+def clipped(g: Floats, clip: float) -> Floats:
+    length = float(np.linalg.norm(g))
+    return g * (clip / length) if length > clip else g
+
+
+def laid_out(X: Floats, layout: str, dtype: str) -> Any:
+    return sparse.csr_array(X.astype(dtype)) if layout == "csr" else X.astype(dtype)
+
+
+def added(objective: LinearObjective, records: Any, indices: Any, method: str, *arguments: Any) -> Floats:
+    out = np.ones(records.dim)  # sums are added, not assigned
+    getattr(objective, method)(records, indices, *arguments, out)
+    return out - 1.0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_sum_equals_the_naive_one(loss: str, shape: str) -> None:
+    for layout, dtype in LAYOUTS:
+        rng = np.random.default_rng(7)
+        objective = build(loss, shape, rng)
+        X, y = features(rng, dtype), targets(rng, loss)
+        records = objective.prepare((laid_out(X, layout, dtype), y))
+        rows = seen_rows(objective, X)
+        theta, previous = rng.normal(size=records.dim), rng.normal(size=records.dim)
+        batch = rng.choice(N, 15, replace=False)
+        for indices in (None, batch, batch[:0], np.array([5, 5])):
+            chosen = range(N) if indices is None else indices
+            now = [one_gradient(loss, theta, rows[i], y[i]) for i in chosen]
+            then = [one_gradient(loss, previous, rows[i], y[i]) for i in chosen]
+            zero = np.zeros(records.dim)
+
+            answer = partial(added, objective, records, indices)
+            for clip in (0.0, 0.4, math.inf):
+                expected = sum((clipped(g, clip) for g in now), zero)
+                np.testing.assert_allclose(answer("add_gradients", theta, clip), expected, atol=1e-10)
+                expected = sum((clipped(g - h, clip) for g, h in zip(now, then, strict=True)), zero)
+                np.testing.assert_allclose(answer("add_differences", theta, previous, clip), expected, atol=1e-10)
+            expected = sum(
+                (0.8 * clipped(g - h, 0.3) + 0.2 * clipped(g, 0.5) for g, h in zip(now, then, strict=True)), zero
+            )
+            got = answer("add_momentum", theta, previous, 0.2, 0.5, 0.3)
+            np.testing.assert_allclose(got, expected, atol=1e-10)
+            expected = sum((clipped(g - 0.8 * h, 0.5) for g, h in zip(now, then, strict=True)), zero)
+            got = answer("add_joint_momentum", theta, previous, 0.2, 0.5)
+            np.testing.assert_allclose(got, expected, atol=1e-10)
+            losses = [one_loss(loss, theta, rows[i], y[i]) for i in chosen]
+            assert objective.loss_sum(records, indices, theta, 0.9) == pytest.approx(
+                sum(min(value, 0.9) for value in losses), abs=1e-10
+            )
+
+
+@pytest.mark.parametrize("regularizer", [L2(0.3), L2(0.3, unpenalized=2), Nonconvex(0.2), Nonconvex(0.2, 1)])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_risk_gradient_is_the_derivative_of_the_risk(loss: str, regularizer: L2 | Nonconvex) -> None:
+    rng = np.random.default_rng(3)
+    objective = LOSSES[loss](regularizer=regularizer, intercept=True)
+    records = objective.prepare((features(rng, "float64"), targets(rng, loss)))
+    theta = rng.normal(size=records.dim)
+    steps = 1e-5 * np.eye(records.dim)
+    numeric = [(objective.risk(records, theta + h) - objective.risk(records, theta - h)) / 2e-5 for h in steps]
+    np.testing.assert_allclose(objective.risk_gradient(records, theta), numeric, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_constants_hold_and_are_nearly_attained(loss: str) -> None:
+    """Random search never exceeds G, L, ρ and comes within 3 % of each that is not trivial."""
+    bound = 1.7
+    objective = LOSSES[loss](row_bound=bound)
+    constants = objective.constants()
+    rng = np.random.default_rng(5)
+    outputs = objective.outputs
+    x = np.zeros(2)
+    x[0] = bound  # a GLM's gradient lives along its row; two features keep the layout honest
+    records = objective.prepare(
+        (np.tile(x, (40, 1)), np.resize(np.arange(min(outputs, 2)) if outputs > 1 else [0, 1], 40))
+    )
+    one = np.array([0], dtype=np.int64)
+
+    def gradient(theta: Floats) -> Floats:
+        out = np.zeros(records.dim)
+        objective.add_gradients(records, one, theta, math.inf, out)
+        return out
+
+    def hessian_times(theta: Floats, v: Floats) -> Floats:
+        return (gradient(theta + 1e-5 * v) - gradient(theta - 1e-5 * v)) / 2e-5
+
+    largest = {"lipschitz": 0.0, "smoothness": 0.0, "hessian_lipschitz": 0.0}
+    directions = [np.eye(records.dim)[0]]
+    if outputs > 1:
+        pair = np.zeros((2, outputs))
+        pair[0, 0], pair[0, 1] = 1.0, -1.0
+        directions = [pair.ravel() / math.sqrt(2.0)]
+    for _ in range(20):
+        free = rng.normal(size=records.dim)
+        directions.append(free / np.linalg.norm(free))
+    for v in directions:
+        for t in np.linspace(-12, 12, 241):
+            theta = t * v
+            if outputs > 1:  # the extreme softmax has two live classes
+                theta = theta.reshape(2, outputs)
+                theta[0, 2:] -= 40.0
+                theta = theta.ravel()
+            largest["lipschitz"] = max(largest["lipschitz"], float(np.linalg.norm(gradient(theta))))
+            product_now = hessian_times(theta, v)
+            largest["smoothness"] = max(largest["smoothness"], float(np.linalg.norm(product_now)))
+            change = (hessian_times(theta + 0.02 * v, v) - product_now) / 0.02
+            largest["hessian_lipschitz"] = max(largest["hessian_lipschitz"], float(np.linalg.norm(change)))
+    for name, found in largest.items():
+        claimed = getattr(constants, name)
+        if claimed is None:
+            continue
+        assert found <= claimed * (1 + 1e-3) + 1e-3, name
+        if claimed > 0:
+            assert found >= 0.97 * claimed, name
+    assert constants.lipschitz is None or loss != "squared"
+    assert constants.hessian_lipschitz is None or loss in ("logistic", "multinomial", "squared")
+
+
+def test_the_intercept_counts_in_the_constants() -> None:
+    constants = Logistic(intercept=True, intercept_scale=2.0, row_bound=1.5, regularizer=L2(0.1, 1)).constants()
+    assert constants.lipschitz == constants.row_bound == 2.5
+    assert (constants.strong_convexity, constants.regularizer_smoothness, constants.convex) == (0.0, 0.1, True)
+    with pytest.raises(ValueError, match="row_bound=None"):
+        Logistic().constants()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_decisions_predictions_and_coefficients_agree(loss: str) -> None:
+    rng = np.random.default_rng(11)
+    objective = LOSSES[loss](intercept=True).transformed(rng.normal(size=D), rng.uniform(0.5, 2.0, size=D))
+    X, y = features(rng, "float64"), targets(rng, loss)
+    records = objective.prepare((X, y))
+    theta = rng.normal(size=records.dim)
+    scores = objective.decision(X, theta)
+    np.testing.assert_allclose(objective.decision(records, theta), scores)
+    np.testing.assert_allclose(objective.decision(sparse.csc_array(X), theta), scores)
+    W, b = objective.coefficients(theta)
+    np.testing.assert_allclose((X @ W + b).reshape(scores.shape), scores, atol=1e-12)
+    predicted = objective.predict(X, theta)
+    if isinstance(objective, Multinomial):
+        np.testing.assert_allclose(objective.probabilities(X, theta).sum(axis=1), 1.0)
+        np.testing.assert_array_equal(predicted, scores.argmax(axis=1))
+    elif isinstance(objective, Logistic):
+        np.testing.assert_array_equal(predicted, objective.probabilities(X, theta) > 0.5)
+    elif loss == "hinge":
+        np.testing.assert_array_equal(predicted, scores > 0)
+    else:
+        np.testing.assert_array_equal(predicted, scores)
+
+
+def test_two_classes_of_the_softmax_are_the_logistic_model() -> None:
+    rng = np.random.default_rng(2)
+    X, y = features(rng, "float64"), targets(rng, "logistic")
+    w = rng.normal(size=D)
+    two, one = Multinomial(2), Logistic()
+    assert two.risk(two.prepare((X, y)), np.column_stack([-w / 2, w / 2]).ravel()) == pytest.approx(
+        one.risk(one.prepare((X, y)), w)
+    )
+
+
+def test_regularizers_accept_torch_vectors() -> None:
+    torch = pytest.importorskip("torch")
+    theta = np.array([0.5, -2.0, 1.0])
+    for regularizer in (L2(0.3, unpenalized=1), Nonconvex(0.2)):
+        tensor = torch.tensor(theta)
+        assert regularizer.value(tensor) == pytest.approx(regularizer.value(theta))
+        np.testing.assert_allclose(regularizer.gradient(tensor).numpy(), regularizer.gradient(theta))
+        np.testing.assert_array_equal(tensor.numpy(), theta)
+
+
+def test_many_blocks_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    X, y = features(rng, "float32"), targets(rng, "logistic")
+    objective = Logistic(intercept=True, row_bound=1.5, rows="clip")
+    theta = rng.normal(size=D + 1)
+    whole = objective.risk_gradient(objective.prepare((X, y)), theta)
+    monkeypatch.setattr("quietgrad.objectives.table._BLOCK", 2 * D)
+    for layout, dtype in LAYOUTS:
+        records = objective.prepare((laid_out(X, layout, dtype), y))
+        assert len(list(records.blocks())) > 5
+        np.testing.assert_allclose(objective.risk_gradient(records, theta), whole, atol=1e-12)
