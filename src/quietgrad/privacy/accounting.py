@@ -1,0 +1,320 @@
+"""One face for all accountants: what ε does a composition of events cost?
+
+``account`` gives the number, ``prove`` the number with the name of the accountant that proved it, ``delta_of`` the
+other coordinate. Every value is an upper bound with a proof behind it; no central limit is ever taken.
+
+====================  ==============================================================================
+``gaussian-exact``    un-sampled Gaussian releases, also with random rounds: nothing lost
+``pure``              pure-DP and Laplace releases: ε adds up, and the claim holds with δ = 0
+``pld``               Gaussian, Laplace and pure releases, un-sampled, Poisson-sampled or on fixed-size
+                      batches, random rounds (reported as ``pld-poisson``, ``pld-fixed-size`` or ``pld``)
+``zcdp``              Gaussian, pure and zCDP releases
+``rdp``               sampled Gaussians, zCDP, and the private search ``RepeatAndSelect``
+====================  ==============================================================================
+
+``best`` is the smallest of what can be proved. An exact answer ends the search, and the Rényi accountants are asked
+only when the PLD has no finite answer: converted from the same dominating pairs they cannot be smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quietgrad.errors import UnprovableError
+from quietgrad.privacy.budget import Budget, Relation, check_delta
+from quietgrad.privacy.composition import CannotProve, alternatives, bag, describe, total_slack
+from quietgrad.privacy.events import Composed, Event, Laplace, Pure, Repeated
+from quietgrad.privacy.gaussian import gaussian_profile
+
+ACCOUNTANTS = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
+
+
+class Profile(Protocol):
+    """What an accountant proves about a composition."""
+
+    @property
+    def name(self) -> str:
+        """The accountant's name."""
+        ...
+
+    def epsilon(self, delta: float) -> float:
+        """ε at ``delta``."""
+        ...
+
+    def delta(self, epsilon: float) -> float:
+        """δ at ``epsilon``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A proved guarantee: (ε, δ) under a relation, and by which accountant.
+
+    >>> Proof(1.0, 1e-5, Relation.ADD_REMOVE, "pld-poisson").to_json()
+    {'epsilon': 1.0, 'delta': 1e-05, 'relation': 'add-remove', 'accountant': 'pld-poisson'}
+    """
+
+    epsilon: float
+    delta: float
+    relation: Relation
+    accountant: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the proof as plain JSON values."""
+        return {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "relation": str(self.relation),
+            "accountant": self.accountant,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Proof:
+        """Rebuild a proof from :meth:`to_json`."""
+        return cls(data["epsilon"], data["delta"], Relation.parse(data["relation"]), data["accountant"])
+
+    def within(self, budget: Budget) -> bool:
+        """Whether this proof keeps the promise of ``budget``: same relation, no larger ε, no larger δ."""
+        return self.relation is budget.relation and self.epsilon <= budget.epsilon and self.delta <= budget.delta
+
+
+def sensitivity_factor(relation: str | Relation) -> float:
+    """Return Δ/C: how far one record's change moves a sum of vectors of norm ≤ C, in units of C.
+
+    One record more or less moves it by C; one replaced by another by 2C (g by −g). Nothing else in quietgrad turns
+    a record's bound into a sensitivity.
+
+    >>> sensitivity_factor("add-remove"), sensitivity_factor("replace-one")
+    (1.0, 2.0)
+    """
+    return 1.0 if Relation.parse(relation) is Relation.ADD_REMOVE else 2.0
+
+
+def noise_multiplier_for_rho(rho: float, relation: str | Relation) -> float:
+    """Return z such that one Gaussian release with multiplier z is exactly ρ-zCDP: z = (Δ/C)/√(2ρ).
+
+    >>> noise_multiplier_for_rho(0.5, "replace-one")
+    2.0
+    """
+    if not 0.0 < rho < math.inf:
+        raise ValueError(f"rho={rho!r}: must be > 0 and finite.")
+    return sensitivity_factor(relation) / math.sqrt(2 * rho)
+
+
+def mu_of(event: Event, *, relation: str | Relation) -> float:
+    """Return μ of un-sampled Gaussian releases, which together are exactly μ-GDP: μ² = Σ (Δ/σ)².
+
+    >>> from quietgrad.privacy.events import Gaussian
+    >>> mu_of(Repeated(Gaussian(10.0), 25), relation="add-remove")
+    0.5
+    """
+    relation = Relation.parse(relation)
+    try:
+        profile = gaussian_profile(event, sensitivity_factor(relation))
+    except CannotProve as refusal:
+        raise _unprovable(relation, [refusal]) from None
+    if len(profile.components) > 1:
+        raise _unprovable(relation, [CannotProve(event, "random rounds are a mixture, not one Gaussian")])
+    return profile.components[0][1]
+
+
+def account(event: Event, *, delta: float, relation: str | Relation, accountant: str = "best") -> float:
+    """Return an ε such that ``event`` is (ε, δ)-DP under ``relation``.
+
+    Args:
+        event: what was or will be released.
+        delta: δ, strictly between 0 and 1.
+        relation: ``"add-remove"`` or ``"replace-one"``.
+        accountant: ``"best"``, or one of ``ACCOUNTANTS`` to have that one's bound.
+
+    >>> from quietgrad.privacy.events import poisson_gaussian
+    >>> event = poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=1000)
+    >>> round(account(event, delta=1e-5, relation="add-remove"), 3)
+    1.515
+    """
+    return prove(event, delta=delta, relation=relation, accountant=accountant).epsilon
+
+
+def prove(event: Event, *, delta: float, relation: str | Relation, accountant: str = "best") -> Proof:
+    """Return the smallest proved ε of ``event`` at ``delta``, with the accountant that proved it.
+
+    Arguments as for :func:`account`. Raises ``UnprovableError`` naming the event that no accountant can take.
+
+    >>> from quietgrad.privacy.events import Gaussian
+    >>> prove(Gaussian(1.0), delta=1e-5, relation="add-remove").accountant
+    'gaussian-exact'
+    """
+    delta = check_delta(delta)
+    relation = Relation.parse(relation)
+    proof = bound(event, delta, relation, accountant)
+    if math.isinf(proof.epsilon):
+        slack = total_slack(event)
+        cause = (
+            f"its outputs may be {slack:g} away in total variation, too much for this δ"
+            if 2 * slack >= delta
+            else "its noise is too small for any accountant to give a finite ε; use a larger noise multiplier"
+        )
+        raise UnprovableError(f"{describe(event)}, δ={delta:g}, {relation}: no finite ε, because {cause}.")
+    return proof
+
+
+def bound(event: Event, delta: float, relation: Relation, accountant: str = "best") -> Proof:
+    """``prove`` for inputs already checked, with ε = ∞ where it raises for too little noise."""
+    slack = total_slack(event)
+    worst = Proof(0.0 if 2 * slack <= delta else math.inf, delta, relation, "none")
+    for core in _cores(event):
+        epsilon, name = _best(
+            core, relation, accountant, lambda profile: _epsilon_with_slack(profile, delta, slack), delta=delta
+        )
+        if epsilon >= worst.epsilon:
+            worst = Proof(epsilon, delta, relation, name)
+    return worst
+
+
+def delta_of(event: Event, *, epsilon: float, relation: str | Relation, accountant: str = "best") -> float:
+    """Return a δ such that ``event`` is (ε, δ)-DP under ``relation``.
+
+    >>> from quietgrad.privacy.events import Gaussian
+    >>> round(delta_of(Gaussian(1.0), epsilon=1.0, relation="add-remove"), 6)
+    0.126937
+    """
+    if not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon < math.inf:
+        raise ValueError(f"epsilon={epsilon!r}: must be ≥ 0 and finite.")
+    relation = Relation.parse(relation)
+    worst = 0.0
+    for core in _cores(event):
+        value, _ = _best(core, relation, accountant, lambda profile: profile.delta(epsilon), epsilon=epsilon)
+        worst = max(worst, value)
+    return min(1.0, worst + (1 + math.exp(min(epsilon, 700.0))) * total_slack(event))
+
+
+def _cores(event: Event) -> list[Event]:
+    try:
+        return alternatives(event)
+    except CannotProve:
+        return [event]  # too many choices of parallel parts: only curves, which take maxima, can follow
+
+
+def _epsilon_with_slack(profile: Profile, delta: float, slack: float) -> float:
+    """The smallest ε with δ(ε) + (1 + e^ε)·slack ≤ δ, approached from below and checked."""
+    if slack == 0.0:
+        return profile.epsilon(delta)
+    epsilon = 0.0
+    for _ in range(60):
+        rest = delta - (1 + math.exp(min(epsilon, 700.0))) * slack
+        following = profile.epsilon(rest) if rest > 0.0 else math.inf
+        if following <= epsilon * (1 + 1e-9) or math.isinf(following):
+            break
+        epsilon = following
+    epsilon = max(epsilon, following) * (1 + 1e-6)
+    fits = epsilon < 700.0 and profile.delta(epsilon) + (1 + math.exp(epsilon)) * slack <= delta
+    return epsilon if fits else math.inf
+
+
+def _best(
+    event: Event,
+    relation: Relation,
+    accountant: str,
+    ask: Callable[[Profile], float],
+    *,
+    delta: float | None = None,
+    epsilon: float | None = None,
+) -> tuple[float, str]:
+    """The smallest answer to ``ask`` among the accountants that can prove ``event``, and whose it is."""
+    factor = sensitivity_factor(relation)
+
+    def pld() -> Profile:
+        from quietgrad.privacy.pld import pld_profile
+
+        return pld_profile(event, relation, factor, delta=delta, epsilon=epsilon)
+
+    def zcdp() -> Profile:
+        from quietgrad.privacy.renyi import zcdp_profile
+
+        return zcdp_profile(event, relation, factor)
+
+    def rdp() -> Profile:
+        from quietgrad.privacy.renyi import rdp_profile
+
+        return rdp_profile(event, relation, factor)
+
+    attempts: dict[str, Callable[[], Profile]] = {
+        "gaussian-exact": lambda: gaussian_profile(event, factor),
+        "pure": lambda: _pure_profile(event, relation, factor),
+        "pld": pld,
+        "zcdp": zcdp,
+        "rdp": rdp,
+    }
+    if accountant != "best":
+        if accountant not in attempts:
+            raise ValueError(f"accountant={accountant!r}: must be 'best' or one of {', '.join(ACCOUNTANTS)}.")
+        attempts = {accountant: attempts[accountant]}
+    best, winner = math.inf, ""
+    refusals: list[CannotProve] = []
+    for name, attempt in attempts.items():
+        if math.isfinite(best) and (name in ("zcdp", "rdp") or _settled(winner, event)):
+            break
+        try:
+            profile = attempt()
+        except CannotProve as refusal:
+            refusals.append(refusal)
+            continue
+        value = ask(profile)
+        if value < best or not winner:
+            best, winner = value, profile.name
+    if not winner:
+        raise _unprovable(relation, refusals)
+    return best, winner
+
+
+def _settled(winner: str, event: Event) -> bool:
+    """Whether no other accountant is worth asking: the exact one answered, or one pure release stands alone."""
+    return winner == "gaussian-exact" or (winner == "pure" and sum(bag(event).values()) == 1)
+
+
+@dataclass(frozen=True)
+class PureProfile:
+    """ε-DP: the same ε at every δ."""
+
+    total: float
+    name: str = "pure"
+
+    def epsilon(self, delta: float) -> float:
+        """ε, whatever δ."""
+        return self.total
+
+    def delta(self, epsilon: float) -> float:
+        """0 from the total ε on; below it, that of randomised response, the worst ε-DP release."""
+        below = max(0.0, self.total - epsilon)
+        return -math.expm1(-below) / (1 + math.exp(-self.total))
+
+
+def _pure_profile(event: Event, relation: Relation, factor: float) -> PureProfile:
+    def total(part: Event) -> float:
+        match part:
+            case Pure(epsilon=epsilon, relation=proved):
+                if proved is not relation:
+                    raise CannotProve(part, f"it was proved under {proved}, not under {relation}")
+                return epsilon
+            case Laplace(noise_multiplier=z):
+                return factor / z
+            case Composed(parts=parts):
+                return math.fsum(total(inner) for inner in parts)
+            case Repeated(inner=inner, count=count):
+                return count * total(inner)
+        raise CannotProve(part, f"a {part.kind} event is not pure DP")
+
+    return PureProfile(total(event))
+
+
+def _unprovable(relation: Relation, refusals: list[CannotProve]) -> UnprovableError:
+    """The error for a composition nobody can prove: the event that stopped the most capable accountants."""
+    last = refusals[-1]
+    reasons = [f"{describe(last.event)}: {last.reason}"]
+    before = refusals[-3] if len(refusals) >= 3 else last  # the PLD's refusal, if it was asked
+    if before.event != last.event or before.reason != last.reason:
+        reasons.insert(0, f"{describe(before.event)}: {before.reason}")
+    return UnprovableError(f"No accountant can prove a finite ε under {relation}: " + "; and ".join(reasons) + ".")

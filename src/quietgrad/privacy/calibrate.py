@@ -1,0 +1,250 @@
+"""Calibration: from a budget to the noise multiplier, the number of steps or the batch size that keep it.
+
+All answers are on the safe side: the ε proved for them is at most the target. A noise multiplier is also at most
+0.1 % of ε away from it. Searches start from the central limit (a guess, checked by a proof), follow the secant of
+log ε over log z and need few proofs; results are remembered on disk (:mod:`quietgrad.privacy.cache`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from quietgrad.errors import BudgetError
+from quietgrad.privacy import cache as disk
+from quietgrad.privacy.accounting import bound, sensitivity_factor
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.composition import root_search, rough_mu
+from quietgrad.privacy.events import Event, FixedSize, Gaussian, Poisson, repeated
+from quietgrad.privacy.gaussian import gaussian_mu
+
+Sampling = Literal["poisson", "fixed-size", "full"]
+
+_TOLERANCE = 1e-3  # of ε
+_MOST_NOISE = 1e9
+_MOST_STEPS = 10**9
+
+
+def calibrate(
+    *,
+    epsilon: float,
+    delta: float,
+    steps: int,
+    n: int | None = None,
+    batch_size: int | None = None,
+    rate: float | None = None,
+    sampling: Sampling = "poisson",
+    relation: str | Relation = Relation.ADD_REMOVE,
+    cache: bool = True,
+) -> float:
+    """Return the least noise multiplier with which ``steps`` Gaussian releases are (ε, δ)-DP.
+
+    Args:
+        epsilon: target ε > 0.
+        delta: target δ in (0, 1).
+        steps: number of releases.
+        n: number of records; with ``batch_size`` it gives the sampling rate (fixed-size needs both).
+        batch_size: expected (Poisson) or exact (fixed-size) number of records per release.
+        rate: sampling rate, instead of ``n`` and ``batch_size``, for Poisson sampling.
+        sampling: ``"poisson"``, ``"fixed-size"`` or ``"full"``.
+        relation: ``"add-remove"`` or ``"replace-one"``.
+        cache: whether to look the answer up on disk, and keep it there.
+
+    >>> z = calibrate(epsilon=1.2, delta=1e-5, n=60000, batch_size=512, steps=2000, cache=False)
+    >>> round(z, 2)
+    1.42
+    """
+    budget = Budget(epsilon, delta, Relation.parse(relation))
+    sample = _sampler(sampling, n, batch_size, rate)
+    repeated(sample(Gaussian(1.0)), steps)  # complains about bad numbers before anything is searched
+    return calibrate_event(lambda z: repeated(sample(Gaussian(z)), steps), budget=budget, cache=cache)
+
+
+def calibrate_event(
+    make_event: Callable[[float], Event], *, budget: Budget, key: object | None = None, cache: bool = True
+) -> float:
+    """Return the least noise multiplier z with ε(``make_event(z)``) ≤ ``budget.epsilon``, to 0.1 % of ε.
+
+    Args:
+        make_event: the whole run as a function of z; its ε must not grow with z.
+        budget: the promise to keep.
+        key: JSON-able text that tells apart functions which agree at z = 1 and z = 2 but not elsewhere.
+        cache: whether to look the answer up on disk, and keep it there.
+
+    >>> budget = Budget(1.0, 1e-5)
+    >>> round(calibrate_event(lambda z: repeated(Gaussian(z), 100), budget=budget, cache=False), 1)
+    37.3
+    """
+    question = {
+        "ask": "noise_multiplier",
+        "budget": budget.to_json(),
+        "events": [make_event(1.0).to_json(), make_event(2.0).to_json()],
+        "key": key,
+    }
+    if cache and (known := disk.recall(question)) is not None:
+        return known
+    factor = sensitivity_factor(budget.relation)
+    answer = _least_noise(
+        lambda z: bound(make_event(z), budget.delta, budget.relation).epsilon,
+        budget,
+        _guess_noise(lambda z: rough_mu(make_event(z), factor), gaussian_mu(budget.epsilon, budget.delta)),
+    )
+    if cache:
+        disk.remember(question, answer)
+    return answer
+
+
+def calibrate_steps(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    n: int | None = None,
+    batch_size: int | None = None,
+    rate: float | None = None,
+    sampling: Sampling = "poisson",
+    relation: str | Relation = Relation.ADD_REMOVE,
+    cache: bool = True,
+) -> int:
+    """Return the most Gaussian releases that stay (ε, δ)-DP with a given noise multiplier.
+
+    Arguments as for :func:`calibrate`. Raises ``BudgetError`` if not even one does.
+
+    >>> calibrate_steps(epsilon=1.0, delta=1e-5, noise_multiplier=37.31, sampling="full", cache=False)
+    100
+    """
+    budget = Budget(epsilon, delta, Relation.parse(relation))
+    event = _sampler(sampling, n, batch_size, rate)(Gaussian(noise_multiplier))
+    return _most(lambda count: repeated(event, count), "steps", budget, _MOST_STEPS, 0.5, cache)
+
+
+def calibrate_batch_size(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    steps: int,
+    n: int,
+    sampling: Literal["poisson", "fixed-size"] = "poisson",
+    relation: str | Relation = Relation.ADD_REMOVE,
+    cache: bool = True,
+) -> int:
+    """Return the largest (expected) batch with which ``steps`` Gaussian releases stay (ε, δ)-DP.
+
+    Arguments as for :func:`calibrate`. Raises ``BudgetError`` if not even batches of one record do.
+
+    >>> calibrate_batch_size(epsilon=1.2, delta=1e-5, noise_multiplier=1.43, steps=2000, n=60000, cache=False)
+    515
+    """
+    budget = Budget(epsilon, delta, Relation.parse(relation))
+    if sampling not in ("poisson", "fixed-size"):
+        raise ValueError(f"sampling={sampling!r}: must be 'poisson' or 'fixed-size' to have a batch size.")
+
+    def make(batch_size: int) -> Event:
+        return repeated(_sampler(sampling, n, batch_size, None)(Gaussian(noise_multiplier)), steps)
+
+    return _most(make, "batch_size", budget, n, 1.0, cache)
+
+
+def _sampler(sampling: str, n: int | None, batch_size: int | None, rate: float | None) -> Callable[[Event], Event]:
+    """How each release is sampled, from whichever of n, batch size and rate describe it."""
+    if n is not None and batch_size is not None and not 1 <= batch_size <= n:
+        raise ValueError(f"batch_size={batch_size!r}: must be between 1 and n={n}.")
+    match sampling:
+        case "full":
+            if batch_size not in (None, n) or rate not in (None, 1.0):
+                raise ValueError("sampling='full': takes neither batch_size nor rate; every record takes part.")
+            return lambda inner: inner
+        case "fixed-size":
+            if n is None or batch_size is None or rate is not None:
+                raise ValueError("sampling='fixed-size': needs n and batch_size, and no rate.")
+            return lambda inner: FixedSize(n, batch_size, inner)
+        case "poisson":
+            if (rate is None) == (n is None or batch_size is None):
+                raise ValueError("sampling='poisson': needs either rate, or both n and batch_size.")
+            chance = rate if rate is not None else (batch_size or 0) / (n or 1)
+            return lambda inner: Poisson(chance, inner)
+    raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'fixed-size' or 'full'.")
+
+
+def _guess_noise(mu_at: Callable[[float], float], mu: float) -> float:
+    """Where the central limit would put z. Only a place to start from."""
+    if not 1e-6 < mu_at(1.0) < 1e6 or mu_at(_MOST_NOISE) > mu or mu_at(1e-6) <= mu:
+        return 1.0
+    return 1 / root_search(lambda inverse: mu_at(1 / inverse) - mu, 1.0, rtol=1e-3)
+
+
+def _least_noise(epsilon_at: Callable[[float], float], budget: Budget, guess: float) -> float:
+    target = budget.epsilon
+    aim = math.log(target * (1 - _TOLERANCE / 2))
+    low, high = 0.0, math.inf  # ε(low) > target ≥ ε(high)
+    z, slope = guess, -1.0
+    before: tuple[float, float] | None = None
+    while True:
+        epsilon = epsilon_at(z)
+        if epsilon <= target:
+            high = z
+            if epsilon >= target * (1 - _TOLERANCE) or high <= low * (1 + 1e-7):
+                return z
+        else:
+            low = z
+            if low >= _MOST_NOISE:
+                raise BudgetError(
+                    f"epsilon={target:g}: no noise reaches it; what does not depend on the noise multiplier "
+                    f"already costs ε = {epsilon:.4g}. Raise epsilon or release less."
+                )
+            if high <= low * (1 + 1e-7):
+                return high
+        if high < 1e-9:
+            raise ValueError("make_event: its ε does not depend on the noise multiplier; nothing to calibrate.")
+        if 0.0 < epsilon < math.inf:
+            point = (math.log(z), math.log(epsilon))
+            if before is not None and point[0] != before[0]:
+                measured = (point[1] - before[1]) / (point[0] - before[0])
+                slope = measured if measured < -0.05 else slope
+            before = point
+            z = math.exp(point[0] + max(-2.0, min(2.0, (aim - point[1]) / slope)))
+        else:
+            z = 2 * z if epsilon > target else z / 2
+        if not low < z < high:
+            z = math.sqrt(low * high) if low > 0.0 and high < math.inf else (2 * low if low else high / 2)
+
+
+def _most(make: Callable[[int], Event], name: str, budget: Budget, limit: int, power: float, cache: bool) -> int:
+    """The largest count ≤ ``limit`` with ε(make(count)) within budget; ε grows about like count**power."""
+    question = {
+        "ask": name,
+        "budget": budget.to_json(),
+        "events": [make(1).to_json(), make(min(2, limit)).to_json()],
+        "limit": limit,
+    }
+    if cache and (known := disk.recall(question)) is not None:
+        return int(known)
+
+    def epsilon_at(count: int) -> float:
+        return bound(make(count), budget.delta, budget.relation).epsilon
+
+    low, high = 1, limit + 1  # ε(low) ≤ target < ε(high)
+    epsilon = epsilon_at(1)
+    if epsilon > budget.epsilon:
+        raise BudgetError(
+            f"epsilon={budget.epsilon:g}: {name}=1 already costs ε = {epsilon:.4g}. "
+            "Use a larger noise multiplier or a larger epsilon."
+        )
+    count, tries = 1, 0
+    while high - low > 1:
+        ratio = (budget.epsilon / epsilon) ** (1 / power) if 0.0 < epsilon < math.inf else 4.0
+        guess = math.floor(count * min(max(ratio, 0.25), 64.0))
+        tries += 1
+        if tries % 4 == 0 and high <= limit:  # the guess closes in from one side; halving closes the other
+            guess = (low + high) // 2
+        count = min(max(guess, low + 1), high - 1)
+        epsilon = epsilon_at(count)
+        if epsilon <= budget.epsilon:
+            low = count
+        else:
+            high = count
+    if cache:
+        disk.remember(question, low)
+    return low

@@ -1,0 +1,228 @@
+"""Walking event trees: what every accountant needs to know about a composition before it can prove anything.
+
+* ``alternatives``: under ``Parallel`` and ``PerParty`` a record lies in one part, so a composition costs what its
+  worst choice of parts costs; an event becomes the list of its choices, none of which is parallel any more.
+* ``total_slack``: the total variation distances collected from ``Slack`` events.
+* ``bag``: a composition as a multiset of releases, un-sampled Gaussians merged into one.
+* ``rough_mu``: an asymptotic size of the privacy loss. A starting point for searches, never a guarantee.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import combinations_with_replacement, product
+
+from quietgrad.privacy.events import (
+    ZCDP,
+    Composed,
+    Event,
+    FixedSize,
+    Gaussian,
+    Laplace,
+    Parallel,
+    PerParty,
+    Poisson,
+    Pure,
+    RandomRound,
+    RepeatAndSelect,
+    Repeated,
+    Slack,
+    composed,
+    repeated,
+)
+
+_MOST_CHOICES = 256
+
+
+class CannotProve(Exception):
+    """One accountant's refusal: the event that stopped it, and why."""
+
+    def __init__(self, event: Event, reason: str) -> None:
+        super().__init__(reason)
+        self.event = event
+        self.reason = reason
+
+
+def describe(event: Event, limit: int = 160) -> str:
+    """Return the event as short text for messages."""
+    text = repr(event)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def total_slack(event: Event) -> float:
+    """Return the total variation distance that all ``Slack`` events of a composition may add up to."""
+    match event:
+        case Slack(total_variation=tv):
+            return tv
+        case Composed(parts=parts):
+            return math.fsum(total_slack(part) for part in parts)
+        case Parallel(parts=parts) | PerParty(parties=parts):
+            return max(total_slack(part) for part in parts)
+        case Repeated(inner=inner, count=count):
+            return count * total_slack(inner)
+        case RandomRound(inner=inner, law=law):
+            return math.fsum(weight * count for count, weight in law) * total_slack(inner)
+        case RepeatAndSelect(inner=inner, mean=mean):
+            return mean * total_slack(inner)
+        case Poisson(inner=inner) | FixedSize(inner=inner):
+            return total_slack(inner)
+    return 0.0
+
+
+def alternatives(event: Event) -> list[Event]:
+    """Return the choices of parts of ``event``, without slack: its ε is the largest of theirs.
+
+    An empty list means that nothing but slack was released. Raises ``CannotProve`` when there are too many
+    choices to try; the Rényi accountant takes such an event whole.
+    """
+    match event:
+        case Slack():
+            return []
+        case Composed(parts=parts):
+            lists = [choices for part in parts if (choices := alternatives(part))]
+            _check_number(event, math.prod(len(choices) for choices in lists))
+            return _distinct([composed(pick) for pick in product(*lists)]) if lists else []
+        case Parallel(parts=parts) | PerParty(parties=parts):
+            return _undominated(_distinct([choice for part in parts for choice in alternatives(part)]))
+        case Repeated(inner=inner, count=count):
+            choices = alternatives(inner)
+            if len(choices) < 2:
+                return [repeated(choice, count) for choice in choices]
+            _check_number(event, math.comb(count + len(choices) - 1, count))
+            return [
+                composed([repeated(c, pick.count(c)) for c in dict.fromkeys(pick)])
+                for pick in combinations_with_replacement(choices, count)
+            ]
+        case RandomRound(inner=inner, law=law):
+            choices = alternatives(inner)
+            if len(choices) > 1:
+                raise CannotProve(event, "random rounds of parallel parts have too many choices of parts")
+            return [RandomRound(choice, law) for choice in choices]
+        case Poisson(rate=rate, inner=inner):
+            choices = alternatives(inner)
+            return choices if rate == 1.0 else [Poisson(rate, choice) for choice in choices]
+        case FixedSize(n=n, batch_size=batch_size, inner=inner):
+            choices = alternatives(inner)
+            return choices if n == batch_size else [FixedSize(n, batch_size, choice) for choice in choices]
+        case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
+            choices = alternatives(inner)
+            if len(choices) > 1:
+                return [event]
+            return [RepeatAndSelect(choice, mean, shape) for choice in choices]
+    return [event]
+
+
+def _check_number(event: Event, number: int) -> None:
+    if number > _MOST_CHOICES:
+        raise CannotProve(event, f"its parallel parts combine in {number} ways, more than {_MOST_CHOICES}")
+
+
+def _distinct(events: list[Event]) -> list[Event]:
+    return list(dict.fromkeys(events))
+
+
+def _undominated(events: list[Event]) -> list[Event]:
+    """Drop what another choice covers: same kind of release, no less noise, no higher rate, no more often."""
+    keys = [_strength(event) for event in events]
+    kept = []
+    for i, (event, key) in enumerate(zip(events, keys, strict=True)):
+        covered = key is not None and any(
+            other is not None
+            and other[0] == key[0]
+            and all(a >= b for a, b in zip(other[1], key[1], strict=True))
+            and (other[1] != key[1] or j < i)
+            for j, other in enumerate(keys)
+            if j != i
+        )
+        if not covered:
+            kept.append(event)
+    return kept
+
+
+def _strength(event: Event) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
+    """(kind, numbers that make it more revealing) of a repeated simple release, else None."""
+    kinds: list[str] = []
+    count, rate = 1.0, 1.0
+    while isinstance(event, Repeated):
+        count, event = count * event.count, event.inner
+    if isinstance(event, (Poisson, FixedSize)):
+        kinds.append(event.kind)
+        rate, event = event.rate, event.inner
+    match event:
+        case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+            return (*kinds, event.kind), (count, rate, 1 / z)
+    return None
+
+
+def bag(event: Event) -> dict[Event, int]:
+    """Return a parallel-free composition as releases and how often each happens.
+
+    Un-sampled Gaussians become one: adaptive Gaussian releases are exactly one Gaussian with Σ 1/z² as its 1/z².
+
+    >>> bag(Composed((Gaussian(2.0), Repeated(Gaussian(2.0), 3))))
+    {Gaussian(noise_multiplier=1.0): 1}
+    """
+    counts: dict[Event, int] = {}
+    precision: list[float] = []
+
+    def walk(part: Event, times: int) -> None:
+        match part:
+            case Composed(parts=parts):
+                for inner in parts:
+                    walk(inner, times)
+            case Repeated(inner=inner, count=count):
+                walk(inner, times * count)
+            case Gaussian(noise_multiplier=z):
+                precision.append(times / z**2)
+            case _:
+                counts[part] = counts.get(part, 0) + times
+
+    walk(event, 1)
+    if precision:
+        counts[Gaussian(1 / math.sqrt(math.fsum(precision)))] = 1
+    return counts
+
+
+def rough_mu(event: Event, factor: float) -> float:
+    """Return about how many standard deviations apart neighbours look (a central limit, for starting points).
+
+    ``factor`` is Δ/C. Sampled Gaussians count q√(e^{μ²} − 1) each. The value may err to either side.
+    """
+    match event:
+        case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+            return factor / z
+        case Pure(epsilon=epsilon):
+            return epsilon
+        case ZCDP(rho=rho):
+            return math.sqrt(2 * rho)
+        case Poisson(rate=rate, inner=inner) | FixedSize(rate=rate, inner=inner):
+            mu = rough_mu(inner, factor)
+            return min(mu, rate * math.sqrt(math.expm1(min(mu**2, 600.0))))
+        case Repeated(inner=inner, count=count):
+            return math.sqrt(count) * rough_mu(inner, factor)
+        case Composed(parts=parts):
+            return math.hypot(*(rough_mu(part, factor) for part in parts))
+        case Parallel(parts=parts) | PerParty(parties=parts):
+            return max(rough_mu(part, factor) for part in parts)
+        case RandomRound(inner=inner, law=law):
+            return math.sqrt(max(count for count, _ in law)) * rough_mu(inner, factor)
+        case RepeatAndSelect(inner=inner):
+            return 2 * rough_mu(inner, factor)
+    return 0.0
+
+
+def root_search(function: Callable[[float], float], guess: float, rtol: float = 1e-12) -> float:
+    """Return the largest x > 0 (to ``rtol``) with ``function(x) ≤ 0``, for an increasing function."""
+    low = high = guess
+    while function(low) > 0:
+        high, low = low, low / 2
+    while function(high) <= 0:
+        low, high = high, high * 2
+    while high - low > rtol * high:
+        middle = (low + high) / 2
+        if function(middle) > 0:
+            high = middle
+        else:
+            low = middle
+    return low
