@@ -158,6 +158,8 @@ def add_scalar(
         total += weight
         weight *= factor
         shortened += weight
+        if weight == 0.0:
+            continue
         start, stop = _span(rows, i)
         if scale.size:
             for p in range(start, stop):

@@ -235,6 +235,8 @@ class LinearObjective(ABC):
         if indices is None:
             out += self._sum(records, params, previous, rule)
             return
+        if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
+            raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
         from quietgrad.objectives import kernels  # imports numba: only index batches pay for it
 
         if self.outputs == 1:

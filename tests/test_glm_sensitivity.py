@@ -1,0 +1,196 @@
+"""No record moves a noise-free release by more than its query's bound, whatever it holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import scipy.sparse as sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quietgrad.objectives.base import (
+    Batch,
+    Gradient,
+    GradientDifference,
+    JointMomentum,
+    Loss,
+    RecursiveMomentum,
+)
+from quietgrad.objectives.features import FeatureMean, FeatureMoments, SecondMoments
+from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.linear import LinearObjective
+from quietgrad.privacy.budget import Relation
+
+Floats = npt.NDArray[np.float64]
+D = 4
+OBJECTIVES: list[LinearObjective] = [
+    Logistic(),
+    Multinomial(3, intercept=True),
+    Huber(1e3, intercept=True),
+    Squared(),
+    Hinge(1e-3),
+]
+HUGE = st.sampled_from([0.0, 1e-300, 1e-8, 1.0, -1.0, 3.7, 1e8, -1e8, 1e100, 1e154, -1e200, 1e300, 1.7e308])
+NUMBERS = st.one_of(HUGE, st.floats(-10, 10))
+
+
+def released(objective: LinearObjective, query: Any, X: Floats, y: Floats, as_batch: bool) -> Floats:
+    matrix = sparse.csr_array(X) if as_batch and len(X) % 2 else X
+    records = objective.prepare((matrix, y))
+    out = np.zeros(query.dim(records))
+    query.sum_into(objective, Batch(records, np.arange(len(X)) if as_batch else None), out)
+    return out
+
+
+def queries(theta: Floats, previous: Floats) -> list[Any]:
+    return [
+        Gradient(theta, 0.7),
+        GradientDifference(theta, previous, 0.3),
+        RecursiveMomentum(theta, previous, 0.1, 1.0, 0.2),
+        JointMomentum(theta, previous, 0.1, 0.5),
+        Loss(theta, 2.0),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, len(OBJECTIVES) - 1),
+    st.lists(NUMBERS, min_size=3 * D, max_size=3 * D),
+    st.lists(NUMBERS, min_size=2 * 15, max_size=2 * 15),
+    st.lists(st.integers(0, 1), min_size=3, max_size=3),
+    st.booleans(),
+)
+def test_a_single_record_never_exceeds_the_bound(
+    which: int, rows: list[float], points: list[float], labels: list[int], as_batch: bool
+) -> None:
+    """A batch of one shows each record's own contribution exactly, free of the rounding of others."""
+    objective = OBJECTIVES[which]
+    X, y = np.array(rows).reshape(3, D), np.array(labels, dtype=float)
+    dim = objective.prepare((X, y)).dim
+    theta, previous = np.array(points[:dim]), np.array(points[15 : 15 + dim])
+    for query in queries(theta, previous):
+        for i in range(3):
+            contribution = released(objective, query, X[i : i + 1], y[i : i + 1], as_batch)
+            assert np.isfinite(contribution).all()
+            assert math.hypot(*contribution) <= query.bound * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, len(OBJECTIVES) - 1), st.integers(0, 10**6), st.booleans())
+def test_neighbours_by_brute_force(which: int, seed: int, as_batch: bool) -> None:
+    objective, rng = OBJECTIVES[which], np.random.default_rng(seed)
+    X = rng.normal(size=(5, D)) * 10.0 ** rng.integers(-2, 4, size=(5, 1))
+    y = rng.integers(0, 2, 5).astype(float)
+    dim = objective.prepare((X, y)).dim
+    theta = rng.normal(size=dim)
+    for query in queries(theta, theta + 0.1 * rng.normal(size=dim)):
+        full = released(objective, query, X, y, as_batch)
+        for i in range(5):
+            fewer = released(objective, query, np.delete(X, i, 0), np.delete(y, i), as_batch)
+            assert np.linalg.norm(full - fewer) <= query.bound * (1 + 1e-9)
+            X2, y2 = X.copy(), y.copy()
+            X2[i], y2[i] = -X[i], 1 - y[i]
+            other = released(objective, query, X2, y2, as_batch)
+            assert np.linalg.norm(full - other) <= 2 * query.bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_the_bound_is_attained(as_batch: bool) -> None:
+    """The other side: a clip tighter than it needs to be would also be a defect."""
+    X, y = np.array([[50.0, 0.0, 0.0, 0.0]]), np.array([1.0])
+    theta, previous = np.array([-1.0, 0, 0, 0]), np.array([1.0, 0, 0, 0])
+    for query in queries(theta, previous):
+        got = released(Logistic(), query, X, y, as_batch)
+        assert np.linalg.norm(got) == pytest.approx(query.bound, rel=1e-9)
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+@pytest.mark.parametrize("objective", [Logistic(), Multinomial(2), Squared()])
+def test_the_exact_clip_boundary(objective: LinearObjective, as_batch: bool) -> None:
+    """A gradient of length exactly C keeps its length to the documented slack."""
+    X, y = np.array([[1.0, 0.0]]), np.array([1.0])
+    dim = objective.prepare((X, y)).dim
+    length = {1: 1.0, 2: math.sqrt(0.5)}[objective.outputs] * (0.5 if isinstance(objective, Logistic) else 1.0)
+    got = released(objective, Gradient(np.zeros(dim), length), X, y, as_batch)
+    assert length * (1 - 1e-11) <= np.linalg.norm(got) <= length
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_a_broken_contribution_counts_as_zero(as_batch: bool) -> None:
+    """inf − inf in one record's score leaves the other record's sum as it was."""
+    X = np.array([[1e300, -1e300], [1.0, 2.0]])
+    theta = np.array([1e300, 1e300])
+    for objective in (Logistic(), Squared(), Multinomial(2)):
+        point = np.tile(theta[:, None], objective.outputs).ravel()
+        both = released(objective, Gradient(point, 1.0), X, np.array([1.0, 0.0]), as_batch)
+        alone = released(objective, Gradient(point, 1.0), X[1:], np.array([0.0]), as_batch)
+        np.testing.assert_array_equal(both, alone)
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_centring_close_to_a_huge_mean_keeps_the_bound(as_batch: bool) -> None:
+    """x ≈ m at 10⁸: the centred norm cancels, in the norm and in the sum, and must not be taken too small."""
+    rng = np.random.default_rng(0)
+    for exponent in range(-12, 3):
+        mean = 1e8 * rng.normal(size=D)
+        X = mean + 10.0**exponent * rng.normal(size=(1, D))
+        objective = Squared(intercept=True, intercept_scale=1e-6).transformed(mean, np.full(D, 1e3))
+        for layout in (X, sparse.csr_array(X)):
+            records = objective.prepare((layout, np.array([1e12])))
+            out = np.zeros(records.dim)
+            objective.add_gradients(records, np.array([0]) if as_batch else None, np.zeros(D + 1), 1.0, out)
+            assert np.linalg.norm(out) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_tiny_steps_keep_the_difference_clip(as_batch: bool) -> None:
+    rng = np.random.default_rng(4)
+    X, y = 1e6 * rng.normal(size=(1, D)), np.array([1.0])
+    for exponent in range(-17, -5):
+        theta = 1e-6 * rng.normal(size=D)
+        query = GradientDifference(theta, theta * (1 + 10.0**exponent), 1e-9)
+        assert np.linalg.norm(released(Logistic(), query, X, y, as_batch)) <= 1e-9 * (1 + 1e-9)
+
+
+FEATURES = [FeatureMean(0.8), SecondMoments(0.8), FeatureMoments(0.8, weight=2.0)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(NUMBERS, min_size=D, max_size=D), st.booleans(), st.sampled_from(FEATURES))
+def test_feature_sums_respect_their_bound(row: list[float], as_batch: bool, query: Any) -> None:
+    got = released(Squared(), query, np.array([row]), np.zeros(1), as_batch)
+    assert np.isfinite(got).all()
+    assert np.linalg.norm(got) <= query.bound * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(NUMBERS, min_size=2 * D, max_size=2 * D))
+def test_non_negative_features_are_closer_together(rows: list[float]) -> None:
+    pair = np.array(rows).reshape(2, D)
+    for kind in (FeatureMean, SecondMoments, FeatureMoments):
+        query = kind(1.3, nonnegative=True, relation=Relation.REPLACE_ONE)
+        one, two = (released(Squared(), query, row[None], np.zeros(1), False) for row in pair)
+        assert np.linalg.norm(one - two) <= 2 * query.bound * (1 + 1e-9)
+        assert 2 * query.bound == pytest.approx(math.sqrt(2) * 1.3)
+
+
+def test_non_negative_bound_is_attained_and_refuses_samples() -> None:
+    query = FeatureMean(1.0, nonnegative=True, relation=Relation.REPLACE_ONE)
+    one, two = (released(Squared(), query, 5.0 * row[None], np.zeros(1), False) for row in np.eye(D)[:2])
+    assert np.linalg.norm(one - two) == pytest.approx(2 * query.bound)
+    with pytest.raises(ValueError, match="FullBatch"):
+        released(Squared(), query, np.eye(D), np.zeros(D), True)
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_feature_sums_equal_the_naive_ones(as_batch: bool) -> None:
+    rng = np.random.default_rng(8)
+    X = rng.normal(size=(9, D)) * (rng.random((9, D)) < 0.7)
+    for query, pieces in zip(FEATURES, ([X], [X**2], [X, 2.0 * X**2]), strict=True):
+        v = np.hstack(pieces)
+        expected = sum(row * min(1.0, 0.8 / np.linalg.norm(row)) for row in v)
+        np.testing.assert_allclose(released(Squared(), query, X, np.zeros(9), as_batch), expected, atol=1e-10)
