@@ -26,8 +26,9 @@ from typing import Any, Protocol
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Budget, Relation, check_delta
 from quietgrad.privacy.composition import CannotProve, alternatives, bag, describe, total_slack
-from quietgrad.privacy.events import Composed, Event, Laplace, Pure, Repeated
+from quietgrad.privacy.events import Event
 from quietgrad.privacy.gaussian import gaussian_profile
+from quietgrad.privacy.pure import pure_profile
 
 ACCOUNTANTS = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
 
@@ -243,7 +244,7 @@ def _best(
 
     attempts: dict[str, Callable[[], Profile]] = {
         "gaussian-exact": lambda: gaussian_profile(event, factor),
-        "pure": lambda: _pure_profile(event, relation, factor),
+        "pure": lambda: pure_profile(event, relation, factor),
         "pld": pld,
         "zcdp": zcdp,
         "rdp": rdp,
@@ -275,46 +276,10 @@ def _settled(winner: str, event: Event) -> bool:
     return winner == "gaussian-exact" or (winner == "pure" and sum(bag(event).values()) == 1)
 
 
-@dataclass(frozen=True)
-class PureProfile:
-    """ε-DP: the same ε at every δ."""
-
-    total: float
-    name: str = "pure"
-
-    def epsilon(self, delta: float) -> float:
-        """ε, whatever δ."""
-        return self.total
-
-    def delta(self, epsilon: float) -> float:
-        """0 from the total ε on; below it, that of randomised response, the worst ε-DP release."""
-        below = max(0.0, self.total - epsilon)
-        return -math.expm1(-below) / (1 + math.exp(-self.total))
-
-
-def _pure_profile(event: Event, relation: Relation, factor: float) -> PureProfile:
-    def total(part: Event) -> float:
-        match part:
-            case Pure(epsilon=epsilon, relation=proved):
-                if proved is not relation:
-                    raise CannotProve(part, f"it was proved under {proved}, not under {relation}")
-                return epsilon
-            case Laplace(noise_multiplier=z):
-                return factor / z
-            case Composed(parts=parts):
-                return math.fsum(total(inner) for inner in parts)
-            case Repeated(inner=inner, count=count):
-                return count * total(inner)
-        raise CannotProve(part, f"a {part.kind} event is not pure DP")
-
-    return PureProfile(total(event))
-
-
 def _unprovable(relation: Relation, refusals: list[CannotProve]) -> UnprovableError:
-    """The error for a composition nobody can prove: the event that stopped the most capable accountants."""
-    last = refusals[-1]
-    reasons = [f"{describe(last.event)}: {last.reason}"]
-    before = refusals[-3] if len(refusals) >= 3 else last  # the PLD's refusal, if it was asked
-    if before.event != last.event or before.reason != last.reason:
-        reasons.insert(0, f"{describe(before.event)}: {before.reason}")
-    return UnprovableError(f"No accountant can prove a finite ε under {relation}: " + "; and ".join(reasons) + ".")
+    """The error for a composition nobody can prove: what stopped the most capable accountants, PLD and Rényi."""
+    asked = [refusals[-1]] if len(refusals) < 3 else [refusals[-3], refusals[-1]]
+    if asked[0].event == asked[-1].event:
+        asked = asked[:1]
+    reasons = "; and ".join(f"{describe(refusal.event)}: {refusal.reason}" for refusal in asked)
+    return UnprovableError(f"No accountant can prove a finite ε under {relation}. {reasons}.")

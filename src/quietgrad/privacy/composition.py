@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from itertools import combinations_with_replacement, product
 
+from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
@@ -42,6 +43,14 @@ class CannotProve(Exception):
         super().__init__(reason)
         self.event = event
         self.reason = reason
+
+
+def check_relation(event: Event, proved: Relation, asked: Relation) -> None:
+    """Refuse a result that was proved under another relation than the one asked for."""
+    if proved is not asked:
+        raise CannotProve(
+            event, f"it was proved under {proved}, not under {asked}; prove and record it under {asked}"
+        )
 
 
 def describe(event: Event, limit: int = 160) -> str:
@@ -95,7 +104,7 @@ def alternatives(event: Event) -> list[Event]:
                 for pick in combinations_with_replacement(choices, count)
             ]
         case RandomRound(inner=inner, law=law):
-            choices = alternatives(inner)
+            choices = alternatives(inner) if any(number for number, _ in law) else []
             if len(choices) > 1:
                 raise CannotProve(event, "random rounds of parallel parts have too many choices of parts")
             return [RandomRound(choice, law) for choice in choices]

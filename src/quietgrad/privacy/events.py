@@ -230,6 +230,8 @@ class RepeatAndSelect(Event, kind="repeat-and-select"):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", _positive("mean", self.mean))
+        if self.mean < 1.0:
+            raise ValueError(f"mean={self.mean!r}: must be ≥ 1; at least one run is made.")
         if not self.shape >= 0.0:
             raise ValueError(f"shape={self.shape!r}: must be ≥ 0 (1 is the geometric law).")
 

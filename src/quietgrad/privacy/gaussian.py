@@ -8,12 +8,17 @@ Adaptive releases of sums with multipliers z_t are, together, as revealing as on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from scipy.special import log_ndtr
 
 from quietgrad.privacy.composition import CannotProve, root_search
 from quietgrad.privacy.events import Composed, Event, Gaussian, RandomRound, Repeated
+
+Array = npt.NDArray[np.float64]
 
 # Mixtures of more Gaussians than this are left to the PLD accountant, which mixes them by Fourier transform.
 _MOST_COMPONENTS = 20_000
@@ -38,7 +43,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, 1e-5), 4)
     4.3772
     """
-    return mixture_epsilon([(1.0, mu)], delta)
+    return _smallest_epsilon(lambda epsilon: gaussian_delta(mu, epsilon), mu, delta)
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -54,21 +59,21 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     )
 
 
-def mixture_delta(components: list[tuple[float, float]], epsilon: float) -> float:
-    """Return Σ wᵢ δ(ε, μᵢ): a Gaussian pair drawn at random, its index seen."""
-    return math.fsum(weight * gaussian_delta(mu, epsilon) for weight, mu in components)
+def mixture_delta(weights: Array, mus: Array, epsilon: float) -> float:
+    """Return Σ wᵢ δ(ε, μᵢ), all μᵢ > 0: a Gaussian pair drawn at random, its index seen."""
+    above = log_ndtr(mus / 2 - epsilon / mus)
+    below = np.minimum(epsilon + log_ndtr(-mus / 2 - epsilon / mus), above)
+    return float(np.dot(weights, -np.exp(above) * np.expm1(below - above)))
 
 
-def mixture_epsilon(components: list[tuple[float, float]], delta: float) -> float:
-    """Return the smallest ε ≥ 0 with Σ wᵢ δ(ε, μᵢ) ≤ ``delta``; never below it by more than rounding."""
-    if mixture_delta(components, 0.0) <= delta:
+def _smallest_epsilon(delta_at: Callable[[float], float], mu: float, delta: float) -> float:
+    """The smallest ε ≥ 0 with δ(ε) ≤ ``delta`` for a profile that is at most that of ``mu``."""
+    if delta_at(0.0) <= delta:
         return 0.0
-    largest = max(mu for _, mu in components)
-    high = largest * (largest / 2 + math.sqrt(2 * math.log(1 / delta)))  # Chernoff: P(L > high) ≤ δ
-    low = 0.0
+    low, high = 0.0, mu * (mu / 2 + math.sqrt(2 * math.log(1 / delta)))  # Chernoff: P(L > high) ≤ δ
     while high - low > 1e-13 * max(high, 1e-3):
         middle = (low + high) / 2
-        if mixture_delta(components, middle) > delta:
+        if delta_at(middle) > delta:
             low = middle
         else:
             high = middle
@@ -79,16 +84,22 @@ def mixture_epsilon(components: list[tuple[float, float]], delta: float) -> floa
 class GaussianProfile:
     """The privacy profile of a mixture of Gaussian pairs; one component is plain μ-GDP."""
 
-    components: tuple[tuple[float, float], ...]
+    components: tuple[tuple[float, float], ...]  # (weight, μ)
     name: str = "gaussian-exact"
 
     def delta(self, epsilon: float) -> float:
         """δ at ``epsilon``."""
-        return min(1.0, mixture_delta(list(self.components), epsilon))
+        return self._delta_at()(epsilon)
 
     def epsilon(self, delta: float) -> float:
         """ε at ``delta``."""
-        return mixture_epsilon(list(self.components), delta)
+        return _smallest_epsilon(self._delta_at(), max(mu for _, mu in self.components), delta)
+
+    def _delta_at(self) -> Callable[[float], float]:
+        if len(self.components) == 1:
+            return lambda epsilon: gaussian_delta(self.components[0][1], epsilon)
+        weights, mus = np.array([pair for pair in self.components if pair[1] > 0.0]).T
+        return lambda epsilon: mixture_delta(weights, mus, epsilon)
 
 
 def gaussian_profile(event: Event, factor: float) -> GaussianProfile:

@@ -209,6 +209,8 @@ def loss_window(releases: Releases, grids: Grids, deviation: float, tail: float)
 
     ``deviation`` is about the standard deviation of the total loss; it only tells which orders are worth trying.
     """
+    if deviation == 0.0:  # too little noise: all losses are infinite
+        return 0.0, 0.0
     need = math.log(1 / tail)
     best = math.sqrt(2 * need) / deviation
     bounds = []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.composition import CannotProve, bag, rough_mu
+from quietgrad.privacy.composition import CannotProve, bag, check_relation, rough_mu
 from quietgrad.privacy.events import Event, FixedSize, Gaussian, Laplace, Poisson, Pure, RandomRound
 from quietgrad.privacy.gaussian import gaussian_epsilon
 from quietgrad.privacy.lossgrid import LARGEST_LOSS, LossGrid, compose, discretise, loss_window
@@ -147,10 +147,9 @@ def _base(event: Event, relation: Relation, factor: float) -> _Base:
         case Laplace(noise_multiplier=z):
             return LaplacePair(factor / z)
         case Pure(epsilon=epsilon, relation=proved):
-            if proved is not relation:
-                raise CannotProve(event, f"it was proved under {proved}, not under {relation}")
+            check_relation(event, proved, relation)
             return PurePair(epsilon)
-    raise CannotProve(event, f"a {event.kind} event has no dominating pair")
+    raise CannotProve(event, f"nothing is known about the losses of a {event.kind} event beyond its curve or parts")
 
 
 def _sampled_base(event: Event, inner: Event, relation: Relation, factor: float) -> _Base:

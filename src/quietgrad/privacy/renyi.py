@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.composition import CannotProve, bag, root_search
+from quietgrad.privacy.composition import CannotProve, bag, check_relation, root_search
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
@@ -81,14 +81,14 @@ def rdp_profile(event: Event, relation: Relation, factor: float) -> RenyiProfile
 def _rho(event: Event, relation: Relation, factor: float) -> float:
     match event:
         case ZCDP(rho=rho, relation=proved):
-            _check_relation(event, proved, relation)
+            check_relation(event, proved, relation)
             return rho
         case Gaussian(noise_multiplier=z):
             return (factor / z) ** 2 / 2
         case Laplace(noise_multiplier=z):
             return (factor / z) ** 2 / 2
         case Pure(epsilon=epsilon, relation=proved):
-            _check_relation(event, proved, relation)
+            check_relation(event, proved, relation)
             return epsilon**2 / 2
         case Repeated(inner=inner, count=count):
             return count * _rho(inner, relation, factor)
@@ -103,21 +103,16 @@ def _rho(event: Event, relation: Relation, factor: float) -> float:
     raise CannotProve(event, f"a {event.kind} event is not zCDP")
 
 
-def _check_relation(event: Event, proved: Relation, asked: Relation) -> None:
-    if proved is not asked:
-        raise CannotProve(event, f"it was proved under {proved}, not under {asked}")
-
-
 def _curve(event: Event, relation: Relation, factor: float) -> Array:
     a = _ORDERS
     match event:
         case Gaussian(noise_multiplier=z):
             return a * (factor / z) ** 2 / 2
         case ZCDP(rho=rho, relation=proved):
-            _check_relation(event, proved, relation)
+            check_relation(event, proved, relation)
             return a * rho
         case Pure(epsilon=e, relation=proved):
-            _check_relation(event, proved, relation)
+            check_relation(event, proved, relation)
             # randomised response: log[(e^{αε} + e^{(1−α)ε})/(1 + e^ε)]/(α − 1)
             return _array((np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1))
         case Laplace(noise_multiplier=z):
@@ -152,10 +147,10 @@ def _sampled_curve(event: Poisson | FixedSize, relation: Relation, factor: float
     if event.rate == 1.0:
         return _curve(event.inner, relation, factor)
     if len(releases) != 1 or not isinstance(releases[0], Gaussian):
-        raise CannotProve(event, "the Rényi accountant samples Gaussian releases only")
+        raise CannotProve(event, "Rényi curves are known for samples of Gaussian releases only")
     needed = Relation.ADD_REMOVE if isinstance(event, Poisson) else Relation.REPLACE_ONE
     if relation is not needed:
-        raise CannotProve(event, f"the Rényi accountant understands {event.kind} sampling under {needed} only")
+        raise CannotProve(event, f"Rényi curves of {event.kind} samples are known under {needed} only")
     size = (event.n, event.batch_size) if isinstance(event, FixedSize) else None
     return _dp_accounting_curve(event.rate, size, releases[0].noise_multiplier / factor)
 
