@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Registered data sets: list them, fetch them, find them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Registered data sets: list them, fetch them, find them.", no_args_is_help=True, add_completion=False
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Name = Annotated[str, typer.Argument(help="A registered name, such as a9a; see `quietgrad data list`.")]

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger
     from quietgrad.privacy.spending import Book
 
-app = typer.Typer(help="The record of what privacy was spent: show it, check it, cap it.", no_args_is_help=True)
+app = typer.Typer(
+    help="The record of what privacy was spent: show it, check it, cap it.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 File = Annotated[Path, typer.Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]

@@ -1,0 +1,135 @@
+"""The command line: one file per command, imported only when that command is run.
+
+Exit codes are 0 (fine), 1 (refused, or a check failed) and 2 (bad usage). An error is one sentence on stderr;
+``--debug`` anywhere on the line adds the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+COMMANDS: dict[str, str] = {
+    "demo": "train a first private model and leave a report",
+    "train": "train a model on a file or a registered data set",
+    "resume": "continue an interrupted training, bit for bit, without spending twice",
+    "predict": "score records with a trained model",
+    "plan": "say what a run would release and cost, before it touches data",
+    "account": "ε of a described run",
+    "calibrate": "noise, steps or batch size for a budget",
+    "ledger": "what was spent, by account; check the file; set caps",
+    "report": "one self-contained page: curves, comparison, privacy certificate",
+    "audit": "empirical lower bounds on ε against what is claimed",
+    "federate": "many parties who do not trust each other",
+    "reproduce": "a paper's table or figure beside ours",
+    "data": "registered data sets: list, fetch, find",
+}
+"""Command and one line of help. A command is offered when ``cli/NAME.py`` exists; its ``app`` is a typer app."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    >>> main(["--version"])
+    quietgrad 0.1.0
+    0
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    if debug:
+        args.remove("--debug")
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if args[0] in ("-V", "--version"):
+        from quietgrad import __version__
+
+        print(f"quietgrad {__version__}")
+        return 0
+    if args[0] not in available():
+        return _unknown(args[0])
+    try:
+        return _run(args[0], args[1:])
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        return _refuse(args[0], error)
+
+
+def available() -> dict[str, str]:
+    """The commands that exist in this installation, with their one-line help."""
+    return {name: line for name, line in COMMANDS.items() if find_spec(f"{__name__}.{name}")}
+
+
+def _run(name: str, args: list[str]) -> int:
+    import warnings
+
+    from typer.main import get_command
+
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
+    command = get_command(import_module(f"{__name__}.{name}").app)
+    code = command.main(args, prog_name=f"quietgrad {name}", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(name: str, error: Exception) -> int:
+    """Say what went wrong in one sentence; 2 if the command was given wrongly, else 1."""
+    from quietgrad.errors import QuietgradError
+
+    if hasattr(error, "format_message"):  # the argument parser's own errors carry their exit code
+        context = getattr(error, "ctx", None)
+        path = getattr(context, "command_path", f"quietgrad {name}")
+        text = " ".join(str(error.format_message()).split())
+        print(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)", file=sys.stderr)
+        return int(getattr(error, "exit_code", 2))
+    if isinstance(error, QuietgradError | ValueError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+    else:
+        text = f"{type(error).__name__}: {error} (run again with --debug to see where.)"
+    print(f"quietgrad {name}: {' '.join(text.split())}", file=sys.stderr)
+    return 1
+
+
+def _unknown(name: str) -> int:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, available(), n=1)
+    advice = f"did you mean `quietgrad {near[0]}`?" if near else "see `quietgrad --help`."
+    what = "option" if name.startswith("-") else "command"
+    print(f"quietgrad: {name!r} is no {what}; {advice}", file=sys.stderr)
+    return 2
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _help() -> str:
+    commands = available()
+    width = max(map(len, [*commands, "--version"])) + 2
+    return "\n".join(
+        [
+            "Usage: quietgrad COMMAND [OPTIONS]",
+            "",
+            "Differentially private optimisation that proves what privacy it spent.",
+            "",
+            "Commands:",
+            *(f"  {name:<{width}}{line}" for name, line in commands.items()),
+            "",
+            "Options:",
+            f"  {'--help':<{width}}this page; `quietgrad COMMAND --help` for a command's own",
+            f"  {'--version':<{width}}the version",
+            f"  {'--debug':<{width}}show the traceback of an error",
+            "",
+            "Example: quietgrad train a9a --algorithm dp-srm --epsilon 1 --delta 1e-5 --out runs/a9a",
+        ]
+    )

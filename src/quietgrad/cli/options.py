@@ -1,0 +1,79 @@
+"""Options that several commands share, and how their mistakes become usage errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.budget import Budget
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Epsilon = Annotated[float | None, typer.Option(help="ε of the promise.", show_default=False)]
+Delta = Annotated[float, typer.Option(help="δ of the promise: well below 1/n.")]
+RelationName = Annotated[str, typer.Option("--relation", help="Neighbouring data sets: add-remove or replace-one.")]
+Algorithm = Annotated[
+    str, typer.Option(help="Such as dp-srm, dp-sgd, dp-gd; `quietgrad plan --list` shows all with their settings.")
+]
+Steps = Annotated[int | None, typer.Option(help="Number of steps.", show_default=False)]
+BatchSize = Annotated[int | None, typer.Option(help="(Expected) records per step.", show_default=False)]
+LearningRate = Annotated[
+    str | None, typer.Option(help="A number or a schedule such as cosine:0.5.", show_default=False)
+]
+Clip = Annotated[float | None, typer.Option(help="L2 bound on one record's gradient.", show_default=False)]
+Gamma = Annotated[float | None, typer.Option(help="DP-SRM: weight of the fresh gradient.", show_default=False)]
+Sampling = Annotated[str | None, typer.Option(help="poisson, fixed-size or full.", show_default=False)]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting of the algorithm, as KEY=VALUE; may be repeated."),
+]
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Inside, a ``ValueError`` is a mistake on the command line: exit code 2.
+
+    Errors that the product raises on purpose (an ε that nobody can prove, a cap) stay refusals: exit code 1.
+    """
+    from quietgrad.errors import QuietgradError
+
+    try:
+        yield
+    except QuietgradError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def budget(epsilon: float | None, delta: float, relation: str) -> Budget:
+    """The promise that the options state."""
+    from quietgrad.privacy.budget import Budget, Relation
+
+    if epsilon is None:
+        raise typer.BadParameter("it is missing: say how much may be revealed, e.g. 1.", param_hint="--epsilon")
+    with usage():
+        return Budget(epsilon, delta, Relation.parse(relation))
+
+
+def show_json(value: Any) -> None:
+    """Print ``value`` as JSON; numbers that JSON has no word for become text."""
+    typer.echo(json.dumps(value, indent=2, default=str, allow_nan=False))
+
+
+def show_rows(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print two columns for people: what, and its value."""
+    typer.echo(title)
+    width = max(len(name) for name, _ in rows) + 2
+    for name, value in rows:
+        typer.echo(f"  {name:<{width}}{value}")
+
+
+def writable(path: Path) -> Path:
+    """``path`` with its folder made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

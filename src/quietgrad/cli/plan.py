@@ -1,0 +1,132 @@
+"""`quietgrad plan`: what a run would release and cost, in words and a table, before it touches any data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quietgrad.cli.options import (
+    BatchSize,
+    Clip,
+    Delta,
+    Epsilon,
+    Gamma,
+    Json,
+    LearningRate,
+    RelationName,
+    Sampling,
+    Settings,
+    Steps,
+    budget,
+    show_json,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from quietgrad.schedule import Plan
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    epilog="Example: quietgrad plan dp-srm --n 32561 --steps 1500 --batch-size 100 --epsilon 1 --delta 1e-5"
+)
+def plan(
+    algorithm: Annotated[str, typer.Argument(help="Such as dp-srm, dp-sgd, dp-gd, dp-agd.")] = "dp-gd",
+    n: Annotated[int | None, typer.Option("--n", help="Number of records (public).", show_default=False)] = None,
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    relation: RelationName = "add-remove",
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Fix the noise; ε is then what it proves to be.", show_default=False)
+    ] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    learning_rate: LearningRate = None,
+    clip: Clip = None,
+    gamma: Gamma = None,
+    sampling: Sampling = None,
+    settings: Settings = None,
+    show_list: Annotated[bool, typer.Option("--list", help="List the algorithms and their settings.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Price a run: each release, its sensitivity and noise, and the ε of them all."""
+    if show_list:
+        _list(as_json)
+        return
+    if n is None:
+        raise typer.BadParameter("it is missing: how many records are there?", param_hint="--n")
+    from quietgrad.cli.settings import algorithm_from
+    from quietgrad.training import plan as make_plan
+
+    flags = {
+        "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip, "gamma": gamma,
+        "sampling": sampling,
+    }  # fmt: skip
+    method = algorithm_from(algorithm, flags, settings or ())
+    if noise_multiplier is not None and epsilon is None:
+        epsilon = 1.0  # not used: the noise is fixed, and the ε printed is what it proves
+    promise = budget(epsilon, delta, relation) if method.private else None
+    with usage():
+        the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier)
+    if as_json:
+        proof = None if promise is None else the_plan.proof.to_json()
+        show_json({**the_plan.to_json(), "proof": proof})
+        return
+    typer.echo(the_plan.explain())
+    if the_plan.is_private:
+        show_slots(the_plan)
+
+
+def show_slots(the_plan: Plan) -> None:
+    """Print the plan's releases as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from quietgrad.privacy.accounting import sensitivity_factor
+
+    assert the_plan.budget is not None
+    factor = sensitivity_factor(the_plan.budget.relation)
+    table = Table("release", "at most", "sampling", "sensitivity", "noise σ")
+    for slot in the_plan.schedule.slots:
+        scale = the_plan.noise_multiplier * slot.noise
+        noise = "within the filter" if the_plan.schedule.composition == "filter" else f"{scale:.4g}·C"
+        table.add_row(slot.name, str(slot.count), brief(slot.sampling.to_json()), f"{factor:g}·C", noise)
+    Console(markup=False, highlight=False).print(table)
+
+
+def brief(sampling: dict[str, Any]) -> str:
+    """A sampling scheme in a few words.
+
+    >>> brief({"sampling": "poisson", "rate": 0.01})
+    'poisson, rate 0.01'
+    """
+    kind = str(sampling["sampling"])
+    if kind == "poisson":
+        return f"poisson, rate {sampling['rate']:.4g}"
+    if kind == "fixed-size":
+        return f"{sampling['batch_size']} of {sampling['n']}"
+    return "all records" if kind == "full" else kind
+
+
+def _list(as_json: bool) -> None:
+    import dataclasses
+
+    from quietgrad.algorithms import HOMES, __getattr__
+
+    rows = []
+    for name in HOMES:
+        kind = __getattr__(name)
+        settings = {
+            f.name: "required" if f.default is dataclasses.MISSING else str(f.default)
+            for f in dataclasses.fields(kind)
+        }
+        summary = (kind.__doc__ or "").strip().splitlines()[0]
+        rows.append({"name": kind.name, "private": kind.private, "settings": settings, "summary": summary})
+    if as_json:
+        show_json(rows)
+        return
+    for row in rows:
+        typer.echo(f"{row['name']}: {row['summary']}")
+        typer.echo("    " + "  ".join(f"{key}={value}" for key, value in row["settings"].items()))
