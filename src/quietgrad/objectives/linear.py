@@ -266,7 +266,7 @@ class LinearObjective(ABC):
                 raw += block.T @ residuals
         if records.transform is not None:
             raw -= np.outer(records.transform.shift, shortened)
-            raw *= records.transform.scale[:, None]
+            raw = records.transform.apply(raw)
         if records.intercept:
             raw = np.concatenate([raw, records.intercept * total[None]])
         return raw.ravel()
@@ -324,7 +324,7 @@ class LinearObjective(ABC):
         bias = np.zeros(self.outputs) if bias is None else bias
         if self.transform is None:
             return weights.copy(), bias
-        weights = weights * self.transform.scale[:, None]
+        weights = self.transform.apply(weights)
         return weights, bias - self.transform.shift @ weights
 
 
@@ -340,7 +340,7 @@ def _lift(records: Table, params: Floats) -> _Lifted:
     constant = records.intercept * matrix[-1] if records.intercept else np.zeros(records.outputs)
     if records.transform is None:
         return weights, np.zeros(records.outputs), constant
-    weights = weights * records.transform.scale[:, None]
+    weights = records.transform.apply(weights)
     return weights, -(records.transform.shift @ weights), constant
 
 

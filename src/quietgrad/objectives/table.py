@@ -29,7 +29,10 @@ _NO_FLOATS: Floats = np.zeros(0)
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """The public feature transform x ↦ s∘(x−m).
+    """The public feature transform x ↦ s∘(x−m), or x ↦ S(x−m) with a symmetric matrix S in place of s.
+
+    A matrix whitens correlated features. It is applied to sums and weights, never to the table; index batches
+    do not support it.
 
     >>> Affine(shift=np.array([1.0, 0.0]), scale=np.array([2.0, 2.0])).shift
     array([1., 0.])
@@ -39,13 +42,26 @@ class Affine:
     scale: Floats
 
     def __post_init__(self) -> None:
-        for name in ("shift", "scale"):
-            vector = np.array(getattr(self, name), dtype=np.float64)
-            if vector.ndim != 1 or not np.isfinite(vector).all():
+        for name, dimensions in (("shift", (1,)), ("scale", (1, 2))):
+            value = np.array(getattr(self, name), dtype=np.float64)
+            if value.ndim not in dimensions or not np.isfinite(value).all():
                 raise ValueError(f"{name}: must be a vector of finite numbers, one per feature.")
-            object.__setattr__(self, name, vector)
-        if self.shift.shape != self.scale.shape:
-            raise ValueError(f"shift has {self.shift.size} numbers and scale {self.scale.size}: one per feature.")
+            object.__setattr__(self, name, value)
+        if any(size != self.shift.size for size in self.scale.shape):
+            raise ValueError(
+                f"shift has {self.shift.size} numbers and scale {self.scale.shape[0]}: one per feature."
+            )
+        if self.is_matrix and not np.array_equal(self.scale, self.scale.T):
+            raise ValueError("scale: as a matrix it must be symmetric.")
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether features are mixed, not only scaled."""
+        return self.scale.ndim == 2
+
+    def apply(self, matrix: Floats) -> Floats:
+        """S times ``matrix``, one row per feature."""
+        return self.scale @ matrix if self.is_matrix else self.scale[:, None] * matrix
 
 
 def lay_out(X: Any) -> Any:
@@ -176,6 +192,10 @@ class Table:
 
         Read-only views throughout: one compiled version then serves every caller's arrays.
         """
+        if self.transform is not None and self.transform.is_matrix:
+            raise ValueError(
+                "a matrix transform works on the full batch only: use DPGD, or scale features one by one."
+            )
         rows = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
         shift = self.transform.shift if self.transform else _NO_FLOATS
         scale = self.transform.scale if self.transform else _NO_FLOATS
@@ -229,6 +249,8 @@ class Table:
         are off by up to eps·(‖s∘x‖² + ‖s∘m‖²), whether they cancel here or in the gradient sum, so that much is
         added; it also covers the rounding of rᵢxᵢ − rᵢm when xᵢ is close to m.
         """
+        if self.transform is not None and self.transform.is_matrix:
+            return self._whitened_norms(self.transform)
         norms = np.empty(len(self))
         slack = (32 + self.features) * _EPS
         shift, scale = (self.transform.shift, self.transform.scale) if self.transform else (None, None)
@@ -239,6 +261,23 @@ class Table:
                 raw = _row_sums(block, squared_scale, None)
                 squares = raw if shift is None else _row_sums(block, squared_scale, shift) + shift_square
                 norms[which] = np.sqrt(np.maximum(squares, 0.0) + slack * (raw + shift_square))
+        norms[np.isnan(norms)] = math.inf
+        return norms
+
+    def _whitened_norms(self, transform: Affine) -> Floats:
+        """Upper bounds on ‖S(xᵢ−m)‖; the slack is that of :meth:`_feature_norms` times ‖S‖²."""
+        norms = np.empty(len(self))
+        slack = (32 + self.features) * _EPS * float(np.linalg.norm(transform.scale, 2)) ** 2
+        shift_square = float(transform.shift @ transform.shift)
+        step = max(1, _BLOCK // self.features)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start in range(0, len(self), step):
+                block = self.X[start : start + step]
+                dense = np.asarray(block.todense() if self.is_sparse else block, dtype=np.float64)
+                raw = np.einsum("ij,ij->i", dense, dense)
+                moved = (dense - transform.shift) @ transform.scale
+                squares = np.einsum("ij,ij->i", moved, moved)
+                norms[start : start + step] = np.sqrt(squares + slack * (raw + shift_square))
         norms[np.isnan(norms)] = math.inf
         return norms
 
