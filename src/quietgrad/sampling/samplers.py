@@ -126,6 +126,8 @@ class KeyedSampler:
         ids = np.asarray(record_ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError(f"record_ids of shape {ids.shape} and type {ids.dtype}: must be a list of integers.")
+        if ids.size and ids.min() < 0:
+            raise ValueError(f"record_ids: {ids.min()} is negative; ids must be ≥ 0.")
         if np.unique(ids).size != ids.size:
             raise ValueError("record_ids: two records have the same id; they would always be drawn together.")
         self._ids = ids.astype(np.uint64)
