@@ -101,7 +101,8 @@ def minimize(
         cap: a budget that the account as a whole must not exceed.
         n_public: the public number of records. Under add-remove the true number is private: declare one here, or
             the length of the data is taken and thereby declared public.
-        folder: keep checkpoints here so that :func:`resume` can continue after an interruption.
+        folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
+            result is saved here.
         seed: fixed randomness for tests; the result is then not private.
 
     >>> import numpy as np
@@ -113,21 +114,30 @@ def minimize(
     ((1,), True)
     """
     name = uuid.uuid4().hex
-    curator = CentralCurator(
-        objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed, key=_key(name, folder, seed)
-    )
-    declared = len(curator.records) if n_public is None else n_public
-    the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
-    notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
-    saver = None if folder is None else _Saver(Path(folder), name, the_plan, checkpoint_seconds)
-    session = curator.open(the_plan)
-    x0 = curator.initial() if start is None else _check_start(start, curator.initial())
+    if folder is not None and (Path(folder) / _Saver.FILE).exists():
+        raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
+    key = _key(name, folder, seed)
+    saver = None
+    try:
+        curator = CentralCurator(
+            objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed, key=key
+        )
+        declared = len(curator.records) if n_public is None else n_public
+        the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+        notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
+        x0 = curator.initial() if start is None else _check_start(start, curator.initial())
+        if folder is not None:
+            # Before the reservation, so that a crash at any moment after it finds something to resume.
+            saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes)
+            saver.write(algorithm.init(x0), {}, None)
+        session = curator.open(the_plan)
+    except Exception:
+        _discard(name, key, saver)
+        raise
     result = run(
         algorithm, session, x0, callback=callback, saver=saver, account=account, seeded=curator.seeded, notes=notes
     )
-    if saver is not None:
-        saver.finish()
-    return result
+    return result if saver is None else saver.finish(result)
 
 
 def resume(
@@ -162,18 +172,20 @@ def resume(
     name = meta["run"] if same else uuid.uuid4().hex
     key = KeyFile.load(meta["run"]) if same else KeyFile.create(name)
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, key=key)
-    notes = () if same else ("resumed in another environment: fresh noise was drawn and charged again",)
+    notes = tuple(meta["notes"])
+    if not same:
+        notes = (*notes, "resumed in another environment: fresh noise was drawn and charged again")
     session = curator.open(the_plan, used=saved.used if same else None, rho_left=saved.rho_left if same else None)
     if not same:
         KeyFile.destroy(meta["run"])
         session.advance(saved.used, saved.rho_left)
-    saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds)
+    saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes)
+    saver.history, saver.seconds_before = meta["history"], meta["seconds"]
     result = run(
         algorithm, session, curator.initial(), state=saved.state, callback=callback, saver=saver, account=account,
         notes=notes,
     )  # fmt: skip
-    saver.finish()
-    return result
+    return saver.finish(result)
 
 
 def run(
@@ -191,20 +203,26 @@ def run(
     """Step ``algorithm`` through an open ``session`` until it is done, close, and state what was proved."""
     started = time.perf_counter()
     state = algorithm.init(x0) if state is None else state
-    history: list[dict[str, float]] = []
-    every = max(1, session.plan.schedule.releases // _HISTORY)
+    history: list[dict[str, float]] = [] if saver is None else saver.history
+    every = int(history[1]["step"] - history[0]["step"]) if len(history) > 1 else 1
     if saver is not None:
         saver.save(state, session, now=True)
     while not state.done:
         state = algorithm.step(state, session)
         if state.step % every == 0 or state.done:
             history.append(_record(state))
+            if len(history) > _HISTORY:  # a long run keeps every second point
+                every *= 2
+                history[:] = [record for record in history if record["step"] % every == 0 or state.done]
         if callback is not None:
             callback(state, session)
         if saver is not None:
             saver.save(state, session)
+    if saver is not None:
+        saver.save(state, session, now=True)  # a crash between closing and saving the result costs nothing
     data_dependent = state.stopped_by not in ("steps", "budget")
     spent = session.close(state.stopped_by, data_dependent=data_dependent)
+    slots = session.plan.to_json()["slots"]
     return Result(
         params=algorithm.output(state),
         privacy=_privacy(session, spent, account, seeded, notes),
@@ -213,9 +231,13 @@ def run(
         n_public=session.plan.n_public,
         history=history,
         stopped_by=state.stopped_by,
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - started + (0.0 if saver is None else saver.seconds_before),
         versions=checkpoints.versions(),
-        details={key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool))},
+        details={
+            **{key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool))},
+            "composition": session.plan.schedule.composition,
+            "slots": slots,
+        },
     )
 
 
@@ -224,12 +246,16 @@ class _Saver:
 
     FILE = "checkpoint.safetensors"
 
-    def __init__(self, folder: Path, name: str, the_plan: Plan, seconds: float) -> None:
+    def __init__(
+        self, folder: Path, name: str, the_plan: Plan, seconds: float, notes: tuple[str, ...] = ()
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.FILE
         self.name = name
         self.seconds = seconds
-        self.last = 0.0
+        self.seconds_before = 0.0
+        self.history: list[dict[str, float]] = []
+        self.started = self.last = time.monotonic()
         self.meta = {
             "run": name,
             "algorithm": the_plan.algorithm,
@@ -238,6 +264,7 @@ class _Saver:
             "budget": None if the_plan.budget is None else the_plan.budget.to_json(),
             "noise_multiplier": the_plan.noise_multiplier,
             "environment": checkpoints.environment(),
+            "notes": list(notes),
         }
 
     def save(self, state: State, session: Session, *, now: bool = False) -> None:
@@ -246,15 +273,23 @@ class _Saver:
         if not now and clock - self.last < self.seconds:
             return
         rho = session.rho_left if session.plan.schedule.composition == "filter" else None
-        checkpoints.save(self.path, checkpoints.Checkpoint(state, session.used, rho, self.meta))
+        self.write(state, session.used, rho)
         self.last = clock
 
-    def finish(self) -> None:
-        """The run is closed: its key must not outlive it, and its checkpoint says nothing more."""
+    def write(self, state: State, used: dict[str, int], rho_left: float | None) -> None:
+        """Write a checkpoint now."""
+        seconds = time.monotonic() - self.started + self.seconds_before
+        meta = {**self.meta, "history": self.history, "seconds": seconds}
+        checkpoints.save(self.path, checkpoints.Checkpoint(state, used, rho_left, meta))
+
+    def finish(self, result: Result) -> Result:
+        """The run is closed: once its result is safe, its key must not outlive it."""
         from quietgrad.privacy.keys import KeyFile
 
+        result.save(self.path.parent)
         KeyFile.destroy(self.name)
         self.path.unlink(missing_ok=True)
+        return result
 
 
 def _key(name: str, folder: str | Path | None, seed: int | None) -> bytes | None:
@@ -263,6 +298,16 @@ def _key(name: str, folder: str | Path | None, seed: int | None) -> bytes | None
     from quietgrad.privacy.keys import KeyFile
 
     return KeyFile.create(name)
+
+
+def _discard(name: str, key: bytes | None, saver: _Saver | None) -> None:
+    """Nothing was reserved: leave neither a key nor a checkpoint behind."""
+    if key is not None:
+        from quietgrad.privacy.keys import KeyFile
+
+        KeyFile.destroy(name)
+    if saver is not None:
+        saver.path.unlink(missing_ok=True)
 
 
 def _json(config: Any) -> Any:

@@ -102,8 +102,11 @@ class CentralCurator:
         from quietgrad.privacy.ledger import Ledger
 
         ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
-        if resumed and self.run is not None and (found := ledger.find(self.run)) is not None:
-            return ledger, found
+        if resumed and self.run is not None:
+            if (found := ledger.find(self.run)) is not None:
+                return ledger, found
+            if any(held.reservation.run == self.run for held in ledger.book().held.values()):
+                return None, None  # the run was closed before its result was saved: it is paid, and only replays
         return ledger, ledger.reserve(
             self.account,
             plan.event,
@@ -145,7 +148,8 @@ class _Source:
         if block != self._block:
             self._units = self.stream.normal(block, (self._rows, dim))
             self._block = block
-        return self._units[row]
+        numbers: npt.NDArray[np.float64] = self._units[row]
+        return numbers
 
 
 class CentralSession:
