@@ -3,7 +3,7 @@
 >>> import quietgrad as qg
 >>> budget = qg.Budget(epsilon=1.0, delta=1e-5)
 >>> plan = qg.plan(qg.DPGD(steps=30), n=32561, budget=budget)
->>> round(plan.epsilon(1e-5), 3)
+>>> round(plan.epsilon(1e-5), 2)
 1.0
 """
 

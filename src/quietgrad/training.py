@@ -45,8 +45,8 @@ def plan(
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
     >>> p = plan(DPGD(steps=30), n=10000, budget=Budget(1.0, 1e-5))
-    >>> round(p.noise_multiplier, 2), round(p.epsilon(), 3)
-    (20.43, 1.0)
+    >>> round(p.noise_multiplier, 1), round(p.epsilon(), 2)
+    (20.4, 1.0)
     """
     if isinstance(n, bool) or int(n) != n or n < 1:
         raise ValueError(f"n={n!r}: must be a whole number ≥ 1.")
