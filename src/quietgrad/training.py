@@ -128,7 +128,8 @@ def minimize(
         x0 = curator.initial() if start is None else _check_start(start, curator.initial())
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes)
+            identity = _identity(curator, key)
+            saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity)
             saver.write(algorithm.init(x0), {}, None)
         session = curator.open(the_plan)
     except Exception:
@@ -172,6 +173,11 @@ def resume(
     name = meta["run"] if same else uuid.uuid4().hex
     key = KeyFile.load(meta["run"]) if same else KeyFile.create(name)
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, key=key)
+    if same and meta["identity"] != _identity(curator, key):
+        raise DataError(
+            f"{folder}: the data or the objective are not those that the run was interrupted on; its noise on "
+            "others would expose them. Resume with the same, or start a new run in another folder."
+        )
     notes = tuple(meta["notes"])
     if not same:
         notes = (*notes, "resumed in another environment: fresh noise was drawn and charged again")
@@ -179,7 +185,7 @@ def resume(
     if not same:
         KeyFile.destroy(meta["run"])
         session.advance(saved.used, saved.rho_left)
-    saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes)
+    saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, _identity(curator, key))
     saver.history, saver.seconds_before = meta["history"], meta["seconds"]
     result = run(
         algorithm, session, curator.initial(), state=saved.state, callback=callback, saver=saver, account=account,
@@ -247,7 +253,13 @@ class _Saver:
     FILE = "checkpoint.safetensors"
 
     def __init__(
-        self, folder: Path, name: str, the_plan: Plan, seconds: float, notes: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        name: str,
+        the_plan: Plan,
+        seconds: float,
+        notes: tuple[str, ...],
+        identity: str | None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.FILE
@@ -265,6 +277,7 @@ class _Saver:
             "noise_multiplier": the_plan.noise_multiplier,
             "environment": checkpoints.environment(),
             "notes": list(notes),
+            "identity": identity,
         }
 
     def save(self, state: State, session: Session, *, now: bool = False) -> None:
@@ -298,6 +311,19 @@ def _key(name: str, folder: str | Path | None, seed: int | None) -> bytes | None
     from quietgrad.privacy.keys import KeyFile
 
     return KeyFile.create(name)
+
+
+def _identity(curator: CentralCurator, key: bytes | None) -> str | None:
+    """A hash of records and objective under the run's own key, which tells nobody else anything."""
+    contents = getattr(curator.records, "contents", None)
+    if key is None or contents is None:
+        return None
+    import hmac
+
+    mac = hmac.new(key, repr(curator.objective).encode(), "sha256")
+    for part in contents():
+        mac.update(part)
+    return mac.hexdigest()
 
 
 def _discard(name: str, key: bytes | None, saver: _Saver | None) -> None:

@@ -164,6 +164,7 @@ class Table:
         self.intercept = intercept
         self.transform = transform
         self.row_bound = row_bound
+        self.views: dict[int, Table] = {}  # the same rows under other transforms; shares their memory
         self.features = int(X.shape[1])
         self.is_sparse = not isinstance(X, np.ndarray)
         if transform is not None and transform.shift.size != self.features:
@@ -185,6 +186,15 @@ class Table:
     def dim(self) -> int:
         """Number of parameters: (features + intercept) × outputs."""
         return (self.features + (self.intercept != 0.0)) * self.outputs
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """Everything a sum over these records depends on, as bytes: a resumed run checks that nothing changed."""
+        parts = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
+        yield f"{self.X.shape} {self.outputs} {self.intercept} {self.row_bound}".encode()
+        for array in (*parts, self.y, self.norms, self.factors):
+            if array is not None:
+                yield f"{array.dtype} {array.shape}".encode()
+                yield memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b""
 
     @cached_property
     def packed(self) -> tuple[Any, ...]:
