@@ -27,7 +27,8 @@ class State:
     """Where a run stands; every field is a vector, a number, a text or an :class:`Estimate`.
 
     ``velocity`` and ``second`` are momentum buffers, ``average`` the running average that may be returned,
-    ``stop_at`` a random round drawn before the first release.
+    ``stop_at`` a random round drawn before the first release. ``extra`` is an algorithm's own state; ``memo`` holds
+    what can be computed from the rest again and is never saved.
     """
 
     params: Vector
@@ -41,6 +42,7 @@ class State:
     stop_at: int | None = None
     stopped_by: str = "steps"
     extra: dict[str, Any] = field(default_factory=dict)
+    memo: dict[str, Any] = field(default_factory=dict)
 
 
 class Algorithm(Protocol):
