@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quietgrad.algorithms.output_perturbation import OutputPerturbation
     from quietgrad.algorithms.rrpsgd import RRPSGD
     from quietgrad.algorithms.stagewise import StagewiseDPSGD
+    from quietgrad.algorithms.whitened_gd import WhitenedGD
     from quietgrad.privacy import events
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.budget import Budget, Relation
@@ -59,6 +60,7 @@ _HOMES = {
     "OutputPerturbation": "algorithms.output_perturbation",
     "RRPSGD": "algorithms.rrpsgd",
     "BassilySGD": "algorithms.bassily_sgd",
+    "WhitenedGD": "algorithms.whitened_gd",
 }
 _MODULES = {"audit": "audit", "events": "privacy.events", "objectives": "objectives"}
 
@@ -87,6 +89,7 @@ __all__ = [
     "OutputPerturbation",
     "RRPSGD",
     "BassilySGD",
+    "WhitenedGD",
     "audit",
     "events",
     "objectives",

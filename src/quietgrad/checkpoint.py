@@ -121,9 +121,8 @@ def load(path: Path) -> Checkpoint:
 
 def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            f.name: _pack(getattr(value, f.name), f"{name}.{f.name}", tensors) for f in dataclasses.fields(value)
-        }
+        names = [field.name for field in dataclasses.fields(value) if field.name != "memo"]
+        fields = {key: _pack(getattr(value, key), f"{name}.{key}", tensors) for key in names}
         return {"kind": type(value).__name__, "fields": fields}
     if isinstance(value, Mapping):
         return {"kind": "dict", "fields": {k: _pack(v, f"{name}.{k}", tensors) for k, v in value.items()}}

@@ -66,13 +66,13 @@ class OutputPerturbation:
     def step(self, state: State, door: Session) -> State:
         from quietgrad.objectives.local_fit import local_fit
 
-        query = local_fit(
-            door.objective,
-            n=door.plan.n_public,
-            steps=self.steps,
-            step_size=self.learning_rate,
-            start=state.params,
-        )
+        step_size = self.learning_rate
+        if step_size is None:
+            constants = door.objective.constants()
+            mu, beta = constants.strong_convexity, constants.smoothness + constants.regularizer_smoothness
+            step_size = 2.0 / (mu + beta) if mu else 1.0 / beta
+        n = door.plan.n_public
+        query = local_fit(door.objective, n=n, steps=self.steps, step_size=step_size, start=state.params)
         state.params = door.release("model", query)
         state.step = 1
         state.done = True
