@@ -194,7 +194,7 @@ class Table:
         for array in (*parts, self.y, self.norms, self.factors):
             if array is not None:
                 yield f"{array.dtype} {array.shape}".encode()
-                yield memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b""
+                yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
     @cached_property
     def packed(self) -> tuple[Any, ...]:
