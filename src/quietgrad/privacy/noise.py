@@ -5,7 +5,7 @@ whole units of a public power of two, the noise is rounded to whole units, and t
 exactly. Since rint(x + N) = x + rint(N) for an integer x, that is post-processing of the Gaussian (or
 Laplace) mechanism on the rounded sum; the only price is the rounding of the sum itself, which may move two
 neighbouring sums apart by one unit per coordinate, √dim units in norm, under either relation. With
-σ ≥ 2²⁰ units that is a few parts per million, and it is paid: see :func:`grid_bound`.
+σ ≥ 2²⁰ units that is at most z·√dim·2⁻²⁰ of a record's bound, and it is paid: see :func:`grid_bound`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ KEY_BYTES = 32
 # Words turned into normals at a time: input, output and scratch then stay in the second-level cache.
 _CHUNK = 1 << 14
 _ZEROS = memoryview(bytes(8 * _CHUNK))
-# Both halves of a draw need room in one counter: 2^64 AES blocks per (label, block) never run over.
+# A probability of fewer than _COARSE steps of 2^-64 gets more bits, from counters no draw itself reaches.
+_COARSE, _UPPER = np.uint64(1 << 48), 1 << 63
 _BLOCKS = 1 << 64
 
 
@@ -123,23 +124,19 @@ class SecureStream:
         return words.astype(np.uint64).reshape(points.shape)
 
     def normal(self, block: int, shape: int | tuple[int, ...]) -> npt.NDArray[np.float64]:
-        """Return independent N(0, 1) numbers by inversion, in constant time per number.
+        """Return independent N(0, 1) numbers by inversion: no rejection whose duration would tell their size.
 
-        Each takes one 64-bit word: one bit is the sign, the other 63 are k, and the number is
-        ±Φ⁻¹(p) with p = (k + ½)·2⁻⁶⁴ in (0, ½). Working in the lower tail keeps p, and so the number,
-        to full relative precision out to Φ⁻¹(2⁻⁶⁵) ≈ −9.1.
+        Each takes one 64-bit word: one bit is the sign, the other 63 are k, and the number is ±Φ⁻¹(p) with
+        p = (k + ½)·2⁻⁶⁴ in (0, ½), the lower tail, where floats keep p to full relative precision. Of 64
+        bits alone the far tail would be porous: beyond 7.6 the possible outputs are further apart than the
+        grid they are rounded to, and with 10⁸ draws a hole would be met. So for k < 2⁴⁸ (one draw in
+        32768) a second word continues k, and outputs reach 13.
 
-        How far this is from a Gaussian once it is rounded to a grid of σ = s units (s < 2²¹, see
-        :mod:`quietgrad.privacy.noise`), per number:
-
-        * 2⁶⁴ equally likely inputs: a cell of the grid gets its mass up to 2⁻⁶⁴; beyond |x| ≈ 7.6 the
-          outputs are further apart than the grid (a porous tail, of mass 3·10⁻¹⁴). Together, as total
-          variation, at most 9.2·s·2⁻⁶⁴ + 3·10⁻¹⁴ ≤ 1.1·10⁻¹².
-        * rounding in Φ⁻¹ moves the cells' edges by e ≤ 10⁻¹⁵(|x| + ⅕), which changes a cell's mass by a
-          *factor* within 1 ± η, η = 2e·s ≤ 4.2·10⁻⁹(|x| + ⅕). The factors' logarithms have mean ≤ η² and
-          add up like independent bounded terms: N numbers cost ε at most
-          √(2N ln(1/δ'))·5·10⁻⁹ with probability 1 − δ': 2·10⁻⁴ for N = 5·10⁷ and δ' = 10⁻¹². This worst
-          case is below the tolerance that calibration keeps on the safe side.
+        What is left is float64 rounding. It moves an output by e ≤ 10⁻¹⁵(|x| + ⅕), hence the edges of the
+        grid's cells: with σ = s < 2²¹ units (:mod:`quietgrad.privacy.noise`) a cell's probability is off by
+        a *factor* within 1 ± η, η = 2e·s ≤ 4.2·10⁻⁹(|x| + ⅕). The factors' logarithms have mean at most η²
+        and add up as independent terms do: N numbers cost at most about 5·10⁻⁹·√(2N ln(1/δ')) in ε, except
+        with probability δ'. For N = 5·10⁷ and δ' = 10⁻¹² that is 3·10⁻⁴, in the worst case.
 
         >>> x = SecureStream(seed_key(0), "noise").normal(0, (1000, 3))
         >>> x.shape, bool(abs(x.std() - 1) < 0.1)
@@ -159,6 +156,10 @@ class SecureStream:
             np.left_shift(u, 63, out=s)
             np.right_shift(u, 1, out=u)
             np.add(u.view("<i8"), 0.5, out=x)  # signed: its conversion to float is the fast one
+            coarse = np.flatnonzero(u < _COARSE)
+            if coarse.size:
+                more = self.at(block, coarse.astype(np.uint64) + np.uint64(_UPPER + start))
+                x[coarse] = u[coarse] + (more + 0.5) * 2.0**-64
             x *= 2.0**-64
             ndtri(x, out=x)
             bits = x.view(np.uint64)
