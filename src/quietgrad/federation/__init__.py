@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quietgrad.federation.secure import SecureSession, secure_sum
     from quietgrad.federation.servers import SharingParty, SumServer
     from quietgrad.federation.terms import Terms, slack
-    from quietgrad.federation.threat_model import ThreatModel, threat_model
+    from quietgrad.federation.threat_model import ThreatModel, threats
 
 # Where each public name lives; modules are imported when a name is first used.
 _HOMES = {
@@ -41,7 +41,7 @@ _HOMES = {
     "ProtocolError": "faults",
     "DropoutError": "faults",
     "ThreatModel": "threat_model",
-    "threat_model": "threat_model",
+    "threats": "threat_model",
 }
 
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
     "ProtocolError",
     "DropoutError",
     "ThreatModel",
-    "threat_model",
+    "threats",
 ]
 
 

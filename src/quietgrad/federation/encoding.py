@@ -37,11 +37,13 @@ def encode(vector: npt.ArrayLike, *, dimension: int, bound: float, step: float) 
         raise DataError(f"vector of shape {x.shape}: must have shape ({dimension},), as agreed at the start.")
     if not np.isfinite(x).all():
         raise DataError("vector: has a NaN or an infinity. Count such contributions as zero before summing.")
-    # Scaled first, so that the square of a huge or tiny entry neither overflows nor vanishes.
-    largest = float(np.abs(x).max(initial=0.0))
-    norm = largest * float(np.linalg.norm(x / largest)) if largest > 0.0 else 0.0
-    if norm > bound:
-        x = (x / largest) * (bound / (norm / largest))
+    # Scaled by the largest entry, so that no square overflows or vanishes.
+    largest = float(np.abs(x).max())
+    if largest > 0.0:
+        direction = x / largest
+        length = float(np.linalg.norm(direction))
+        if largest > bound / length:
+            x = direction * (bound / length)
     return np.rint(x / step).astype(np.int64).view(np.uint64)
 
 

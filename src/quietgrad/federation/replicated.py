@@ -137,10 +137,10 @@ class Replicated:
             raise ProtocolError(self._next_name, f"sent {len(received)} bytes of shares, not {expected}")
         if self.position == 1:
             r, b = self._own.uint64(block, shape[0] * size).reshape(shape), _unpack(bits[1], size)
-            out = weights @ (np.where(b == 1, np.uint64(0) - r, r) + b)
+            out = weights @ (_times_sign(r, b) + b)
         elif self.position == 2:
             rest = np.frombuffer(received, "<u8").astype(np.uint64, copy=False).reshape(shape)
-            out = weights @ np.where(_unpack(bits[0], size) == 1, np.uint64(0) - rest, rest)
+            out = weights @ _times_sign(rest, _unpack(bits[0], size))
         # A fresh sharing of zero: a server's share then says nothing beyond the sum.
         block = self._next_block()
         return out + self._own.uint64(block, size) - self._following.uint64(block, size)
@@ -150,6 +150,11 @@ class Replicated:
             raise RuntimeError("a round of the three-server computation has used all its blocks")
         block, self._block = self._block, self._block + 1
         return block
+
+
+def _times_sign(values: Words, bits: Words) -> Words:
+    """values·(1 − 2·bits) mod 2^64."""
+    return np.where(bits == 1, np.negative(values), values)
 
 
 def _join(a: Words, b: Words) -> Words:

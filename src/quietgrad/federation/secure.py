@@ -80,7 +80,7 @@ class SecureSession:
         elif self.terms.mode == "mpc":
             run_together([s.prepare(t) for s in self._sum_servers if isinstance(s, NoiseServer)])
 
-    def sum(self, vectors: Sequence[npt.ArrayLike | None]) -> Vector:
+    def sum(self, vectors: Sequence[npt.ArrayLike | None] | npt.NDArray[np.float64]) -> Vector:
         """The noisy sum of one vector per party; ``None`` stands for a party who drops out of this round.
 
         Every call is a new round and a new release, also after an aborted one.
@@ -116,7 +116,7 @@ class SecureSession:
 
 
 def secure_sum(
-    vectors: Sequence[npt.ArrayLike],
+    vectors: Sequence[npt.ArrayLike] | npt.NDArray[np.float64],
     clip: float = 1.0,
     noise_multiplier: float = 0.0,
     mode: Mode = "masks",

@@ -12,7 +12,7 @@ class ThreatModel:
     """The security of a run of secure sums, as (question, answer) rows.
 
     >>> terms = Terms("servers", parties=5, dimension=123, bound=1.0, sigma=1.0)
-    >>> "variance" in threat_model(terms).text()
+    >>> "variance" in threats(terms).text()
     True
     """
 
@@ -32,10 +32,10 @@ class ThreatModel:
         return "\n".join(lines)
 
 
-def threat_model(terms: Terms) -> ThreatModel:
+def threats(terms: Terms) -> ThreatModel:
     """Describe what a run with these terms protects, against whom, and at what price.
 
-    >>> threat_model(Terms("mpc", parties=3, dimension=9, bound=1.0, sigma=1.0)).rows[0]
+    >>> threats(Terms("mpc", parties=3, dimension=9, bound=1.0, sigma=1.0)).rows[0]
     ('setting', 'three servers, noise sampled inside replicated secret sharing; nobody knows it')
     """
     rows = {"masks": _masks, "servers": _servers, "mpc": _mpc}[terms.mode](terms)

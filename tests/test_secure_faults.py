@@ -1,0 +1,389 @@
+"""What goes wrong between parties: every fault is refused by name, dropouts are recovered or abort cleanly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quietgrad.federation import (
+    DropoutError,
+    Identity,
+    MaskingParty,
+    MaskingServer,
+    NoiseServer,
+    ProtocolError,
+    Roster,
+    SecureSession,
+    SharingParty,
+    SumServer,
+    Terms,
+)
+from quietgrad.federation.channel import Channel, Kind
+from quietgrad.federation.identity import read_hello, write_hello
+from quietgrad.federation.masking import pack_members
+from quietgrad.federation.mpc import run_together
+from quietgrad.federation.shamir import join, split
+
+D = 6
+
+
+class Masked:
+    """Five parties and a server, driven message by message."""
+
+    def __init__(self, honest: int = 2, sigma: float = 0.0, parties: int = 5) -> None:
+        self.terms = Terms("masks", parties=parties, dimension=D, bound=10.0, sigma=sigma, honest=honest)
+        people = [Identity(f"clinic-{i}") for i in range(parties)] + [Identity("server")]
+        roster, run = Roster.of(people), os.urandom(16)
+        self.parties = [MaskingParty(p, roster, self.terms, run) for p in people[:-1]]
+        self.server = MaskingServer(people[-1], roster, self.terms, run)
+        hellos = [r.hello for r in (*self.parties, self.server)]
+        for role in (*self.parties, self.server):
+            role.meet(hellos)
+        self.vectors = np.random.default_rng(0).normal(size=(parties, D))
+
+    def run(self, t: int, at_prepare: set[int], at_submit: set[int], at_reveal: set[int]) -> None:
+        """One round in which the given parties go silent at the given phase; checks the sum of the rest."""
+        live = [p for p in self.parties if p.me not in at_prepare]
+        delivery = self.server.relay(t, {p.me: p.prepare(t) for p in live})
+        for p in live:
+            p.deliver(t, delivery[p.me])
+        live = [p for p in live if p.me not in at_submit]
+        ask = self.server.survivors(t, {p.me: p.submit(t, self.vectors[p.me]) for p in live})
+        answers = {p.me: p.reveal(t, ask[p.me]) for p in live if p.me not in at_reveal}
+        total = self.server.finish(t, answers)
+        np.testing.assert_allclose(total, self.vectors[[p.me for p in live]].sum(0), atol=1e-9)
+        frames = self.server.results(t, list(answers))
+        for i, frame in frames.items():
+            np.testing.assert_array_equal(self.parties[i].result(t, frame), total)
+
+
+@pytest.mark.parametrize(
+    ("at_prepare", "at_submit", "at_reveal"),
+    [
+        (set(), set(), set()),
+        ({0}, set(), set()),
+        (set(), {4}, set()),
+        (set(), set(), {2}),
+        (set(), {1}, set()),
+        ({3}, set(), set()),
+    ],
+)
+def test_masks_recover_a_party_that_drops_in_any_phase(
+    at_prepare: set[int], at_submit: set[int], at_reveal: set[int]
+) -> None:
+    world = Masked(honest=3)
+    world.run(0, at_prepare, at_submit, at_reveal)
+    world.run(1, set(), set(), set())  # and everyone may come back in the next round
+
+
+def test_masks_recover_several_dropouts_when_the_terms_allow_it() -> None:
+    # m = 9, h = 4, one colluder: up to four may drop and six shares open a secret.
+    world = Masked(honest=4, parties=9)
+    world.run(0, {0}, {5, 8}, set())
+    world.run(1, set(), {1, 2}, {3})
+
+
+@pytest.mark.parametrize("phase", ["prepare", "submit", "reveal"])
+def test_masks_abort_by_name_when_too_many_drop(phase: str) -> None:
+    world = Masked(honest=4)
+    silent = {"prepare": ({1}, set(), set()), "submit": (set(), {1}, set()), "reveal": (set(), set(), {1, 2})}
+    with pytest.raises(DropoutError, match="clinic-1") as caught:
+        world.run(0, *silent[phase])
+    assert "clinic-1" in caught.value.missing
+
+
+def test_a_party_refuses_a_sum_with_too_few_others() -> None:
+    """A server that claims most of the others dropped, to read one vector, gets nothing."""
+    world = Masked(honest=4)
+    delivery = world.server.relay(0, {p.me: p.prepare(0) for p in world.parties})
+    for p in world.parties:
+        p.deliver(0, delivery[p.me])
+    world.server.survivors(0, {p.me: p.submit(0, world.vectors[p.me]) for p in world.parties})
+    question = world.server._seal(0, Kind.SURVIVORS, 0, pack_members((0, 1)))
+    with pytest.raises(DropoutError, match="noise needs 5"):
+        world.parties[0].reveal(0, question)
+
+
+def test_a_party_answers_once_and_never_gives_both_secrets() -> None:
+    world = Masked(honest=2)
+    delivery = world.server.relay(0, {p.me: p.prepare(0) for p in world.parties})
+    for p in world.parties:
+        p.deliver(0, delivery[p.me])
+    ask = world.server.survivors(0, {p.me: p.submit(0, world.vectors[p.me]) for p in world.parties})
+    world.parties[0].reveal(0, ask[0])
+    second = world.server._seal(0, Kind.SURVIVORS, 0, pack_members((0, 1, 2, 3)))
+    with pytest.raises(ProtocolError, match="round 0 was not prepared, or is over"):
+        world.parties[0].reveal(0, second)
+
+
+def test_rounds_never_go_back() -> None:
+    world = Masked(honest=2)
+    world.run(3, set(), set(), set())
+    for t in (3, 2):
+        with pytest.raises(ProtocolError, match="already prepared"):
+            world.parties[0].prepare(t)
+
+
+def test_false_shares_are_noticed() -> None:
+    world = Masked(honest=2)
+    delivery = world.server.relay(0, {p.me: p.prepare(0) for p in world.parties})
+    for p in world.parties:
+        p.deliver(0, delivery[p.me])
+    ask = world.server.survivors(0, {p.me: p.submit(0, world.vectors[p.me]) for p in world.parties})
+    world.parties[2]._rounds[0].self_shares[1] = bytes(33)
+    with pytest.raises(ProtocolError, match=r"clinic-1.*false shares"):
+        world.server.finish(0, {p.me: p.reveal(0, ask[p.me]) for p in world.parties})
+
+
+Frames = dict[int, bytes]
+
+
+def flip(frame: bytes, position: int) -> bytes:
+    out = bytearray(frame)
+    out[position] ^= 1
+    return bytes(out)
+
+
+@pytest.mark.parametrize("position", [0, 4, 5, 21, 29, 31, 33, 41, 45, 60, -1])
+def test_a_flipped_bit_anywhere_aborts_and_names_the_sender(position: int) -> None:
+    world = Masked()
+    frames = {p.me: p.prepare(0) for p in world.parties}
+    frames[2] = flip(frames[2], position)
+    with pytest.raises(ProtocolError, match="clinic-2"):
+        world.server.relay(0, frames)
+
+
+def test_a_bit_flipped_by_the_relay_inside_an_envelope_is_noticed() -> None:
+    world = Masked()
+    server = world.server
+    frames = {p.me: p.prepare(0) for p in world.parties}
+    payload = bytearray(server._open(1, Kind.PREPARE, 0, frames[1]))
+    payload[32 + 100] ^= 1  # in the envelope from clinic-1 to clinic-0
+    frames[1] = world.parties[1]._seal(5, Kind.PREPARE, 0, bytes(payload))
+    delivery = server.relay(0, frames)
+    with pytest.raises(ProtocolError, match="clinic-1"):
+        world.parties[0].deliver(0, delivery[0])
+
+
+def channels(limit: int = 64) -> tuple[Channel, Channel]:
+    run = bytes(16)
+    return (
+        Channel(b"k" * 32, run, 0, 1, "bob", limit=limit),
+        Channel(b"k" * 32, run, 1, 0, "alice", limit=limit),
+    )
+
+
+def test_replay_reorder_and_reflection_are_refused() -> None:
+    alice, bob = channels()
+    first, second = alice.seal(Kind.SHARE, 1, b"one"), alice.seal(Kind.SHARE, 1, b"two")
+    assert bob.open(Kind.SHARE, 1, second) == b"two"
+    for frame in (second, first):
+        with pytest.raises(ProtocolError, match=r"alice: frame \d is a replay or out of order"):
+            bob.open(Kind.SHARE, 1, frame)
+    with pytest.raises(ProtocolError, match="from or for someone else"):
+        alice.open(Kind.SHARE, 1, alice.seal(Kind.SHARE, 1, b"mine"))
+
+
+def other_run() -> Channel:
+    return Channel(b"k" * 32, b"r" * 16, 0, 1, "bob", limit=64)
+
+
+def other_key() -> Channel:
+    return Channel(b"x" * 32, bytes(16), 0, 1, "bob", limit=64)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "t", "match"),
+    [
+        (other_run, Kind.SHARE, 1, "another run"),
+        (other_key, Kind.SHARE, 1, "another key"),
+        (lambda: channels()[0], Kind.SHARE, 2, "round 2"),
+        (lambda: channels()[0], Kind.RESULT, 1, "kind 11"),
+    ],
+)
+def test_frames_are_bound_to_run_key_round_and_kind(
+    make: Callable[[], Channel], kind: Kind, t: int, match: str
+) -> None:
+    _, bob = channels()
+    with pytest.raises(ProtocolError, match=f"alice: .*{match}"):
+        bob.open(Kind.SHARE, 1, make().seal(kind, t, b"text"))
+
+
+def test_a_forked_channel_refuses_to_reuse_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    alice, _ = channels()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="forked"):
+        alice.seal(Kind.SHARE, 1, b"text")
+
+
+def test_hellos_with_other_terms_keys_or_names_are_refused() -> None:
+    people = [Identity("a"), Identity("b"), Identity("server")]
+    roster, run = Roster.of(people), os.urandom(16)
+    terms = Terms("masks", parties=2, dimension=3, bound=1.0, sigma=1.0)
+    weaker = Terms("masks", parties=2, dimension=3, bound=1.0, sigma=0.1)
+    a = MaskingParty(people[0], roster, terms, run)
+    for their_terms, their_run in ((weaker, run), (terms, os.urandom(16))):
+        with pytest.raises(ProtocolError, match="b: hello is for another run, other terms"):
+            a.meet([MaskingParty(people[1], roster, their_terms, their_run).hello])
+    impostor = Identity("b")
+    forged = write_hello(impostor, roster, a.context, bytes(32))
+    with pytest.raises(ProtocolError, match="b: hello is not signed"):
+        a.meet([forged])
+    with pytest.raises(ValueError, match="another key under this name"):
+        MaskingParty(impostor, roster, terms, run)
+    with pytest.raises(ProtocolError, match="degenerate"):
+        a.meet([write_hello(people[1], roster, a.context, bytes(32))])
+    good = MaskingParty(people[1], roster, terms, run).hello
+    a.meet([good, a.hello])
+    with pytest.raises(ProtocolError, match="twice"):
+        a.meet([good])
+    with pytest.raises(ProtocolError, match="server: has not said hello"):
+        a.prepare(0)
+    with pytest.raises(ProtocolError, match="bytes"):
+        read_hello(good[:-1], roster, a.context)
+
+
+class Shared:
+    """Three parties and their servers, driven message by message."""
+
+    def __init__(self, kind: type[SumServer], quorum: int = 2) -> None:
+        mode = "mpc" if kind is NoiseServer else "servers"
+        self.terms = Terms(mode, parties=3, dimension=D, bound=10.0, sigma=0.5, quorum=quorum)  # type: ignore[arg-type]
+        count = self.terms.server_count
+        people = [Identity(f"clinic-{i}") for i in range(3)] + [Identity(f"server-{k}") for k in range(count)]
+        roster, run = Roster.of(people), os.urandom(16)
+        self.parties = [SharingParty(p, roster, self.terms, run) for p in people[:3]]
+        self.servers = [kind(p, roster, self.terms, run, seed=1) for p in people[3:]]
+        hellos = [r.hello for r in (*self.parties, *self.servers)]
+        for role in (*self.parties, *self.servers):
+            role.meet(hellos)
+
+    def prepare(self, t: int) -> None:
+        if self.terms.mode == "mpc":
+            run_together([s.prepare(t) for s in self.servers if isinstance(s, NoiseServer)])
+
+    def receive(self, t: int, frames: dict[int, Frames]) -> dict[int, Frames]:
+        return {s.me: s.receive(t, {i: f[s.me] for i, f in frames.items() if s.me in f}) for s in self.servers}
+
+    def partial(self, t: int, present: dict[int, Frames]) -> Frames:
+        out = {}
+        for s in self.servers:
+            frame = s.partial(t, {k: f[s.me] for k, f in present.items() if k != s.me})
+            if frame is not None:
+                out[s.me] = frame
+        return out
+
+
+KINDS = pytest.mark.parametrize("kind", [SumServer, NoiseServer])
+
+
+@KINDS
+def test_a_party_that_reached_only_some_servers_is_left_out(kind: type[SumServer]) -> None:
+    world = Shared(kind)
+    world.prepare(0)
+    frames = {p.me: p.share(0, np.full(D, 1.0 + p.me)) for p in world.parties}
+    del frames[1][world.servers[0].me]
+    total = world.servers[0].finish(0, world.partial(0, world.receive(0, frames)))
+    np.testing.assert_allclose(total, np.full(D, 4.0), atol=8 * 0.5 * 1.5)
+
+
+@KINDS
+def test_servers_abort_below_the_quorum_and_without_a_server(kind: type[SumServer]) -> None:
+    world = Shared(kind, quorum=3)
+    world.prepare(0)
+    present = world.receive(0, {p.me: p.share(0, np.zeros(D)) for p in world.parties[:2]})
+    with pytest.raises(DropoutError, match="clinic-2: missing; 2 present, 3 needed"):
+        world.partial(0, present)
+    world.prepare(1)
+    present = world.receive(1, {p.me: p.share(1, np.zeros(D)) for p in world.parties})
+    with pytest.raises(DropoutError, match="server-1"):
+        world.servers[0].partial(1, {})
+
+
+@KINDS
+def test_a_server_gives_one_partial_sum_per_round(kind: type[SumServer]) -> None:
+    world = Shared(kind)
+    world.prepare(0)
+    shares = {p.me: p.share(0, np.zeros(D)) for p in world.parties}
+    present = world.receive(0, shares)
+    world.partial(0, present)
+    with pytest.raises(ProtocolError, match="already given"):
+        world.partial(0, present)
+    with pytest.raises(ProtocolError, match="already taken"):
+        world.servers[0].receive(0, {})
+    with pytest.raises(ProtocolError, match="already shared"):
+        world.parties[0].share(0, np.zeros(D))
+
+
+@KINDS
+def test_a_tampered_share_or_partial_names_its_sender(kind: type[SumServer]) -> None:
+    world = Shared(kind)
+    world.prepare(0)
+    shares = {p.me: p.share(0, np.zeros(D)) for p in world.parties}
+    bad = {i: {k: flip(f, -1) if i == 1 else f for k, f in frames.items()} for i, frames in shares.items()}
+    with pytest.raises(ProtocolError, match="clinic-1"):
+        world.receive(0, bad)
+    world.prepare(1)
+    partials = world.partial(1, world.receive(1, {p.me: p.share(1, np.zeros(D)) for p in world.parties}))
+    last = world.servers[-1]
+    with pytest.raises(ProtocolError, match=last.name):
+        world.servers[0].finish(1, partials | {last.me: flip(partials[last.me], 50)})
+
+
+def test_a_tampered_message_of_the_noise_computation_names_its_sender() -> None:
+    world = Shared(NoiseServer)
+    servers = [s for s in world.servers if isinstance(s, NoiseServer)]
+    computations = [s.prepare(0) for s in servers]
+    frames = [next(c) for c in computations]
+    with pytest.raises(ProtocolError, match="server-1"):
+        computations[0].send(flip(frames[1], -1))
+
+
+def test_noise_must_be_prepared_before_a_sum_and_only_once() -> None:
+    world = Shared(NoiseServer)
+    with pytest.raises(ProtocolError, match="not prepared"):
+        world.partial(0, world.receive(0, {p.me: p.share(0, np.zeros(D)) for p in world.parties}))
+    world.prepare(1)
+    with pytest.raises(ProtocolError, match="already prepared"):
+        world.prepare(1)
+
+
+@pytest.mark.parametrize(("mode", "extra"), [("masks", {"honest": 1}), ("servers", {"quorum": 2})])
+def test_a_session_goes_on_after_an_aborted_round(mode: str, extra: dict[str, int]) -> None:
+    terms = Terms(mode, parties=4, dimension=2, bound=1.0, sigma=0.0, **extra)  # type: ignore[arg-type]
+    session = SecureSession(terms)
+    with pytest.raises(DropoutError):
+        session.sum([[0.5, 0.0], None, None, None])
+    np.testing.assert_allclose(session.sum([[0.5, 0.0], [0.0, 0.5], [0.1, 0.1], None]), [0.6, 0.6], atol=1e-9)
+    assert session.round == 1
+
+
+@pytest.mark.parametrize(("threshold", "holders"), [(1, 1), (1, 4), (3, 5), (20, 20)])
+def test_shamir_opens_with_any_threshold_of_shares(threshold: int, holders: int) -> None:
+    secret = b"\xff" * 32
+    shares = split(secret, threshold, holders)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        chosen = rng.permutation(holders)[:threshold].tolist()
+        assert join({k: shares[k] for k in chosen}, threshold) == secret
+    with pytest.raises(ValueError, match="at least"):
+        join(dict(enumerate(shares[: threshold - 1])), threshold)
+
+
+def test_shamir_shares_below_the_threshold_are_uniform() -> None:
+    # The top byte of a share of a fixed secret: 256 equally likely values; χ² at a false alarm of 1e-6.
+    from scipy.special import chdtrc
+
+    tops = [split(bytes(32), 2, 2)[0][1] for _ in range(5000)]
+    observed = np.bincount(tops, minlength=256)
+    expected = 5000 / 256
+    assert float(chdtrc(255, ((observed - expected) ** 2 / expected).sum())) > 1e-6
+
+
+@pytest.mark.parametrize(("secret", "threshold"), [(b"short", 1), (bytes(32), 0), (bytes(32), 3)])
+def test_shamir_refuses_bad_requests(secret: bytes, threshold: int) -> None:
+    with pytest.raises(ValueError, match="must"):
+        split(secret, threshold, 2)

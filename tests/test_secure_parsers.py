@@ -1,0 +1,298 @@
+"""Bytes from the network: whatever they are, a role refuses them by name or goes on; it never crashes.
+
+Two kinds of fuzzing: raw bytes (an outsider), and arbitrary payloads in authentic frames (a malicious peer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quietgrad.federation import (
+    DropoutError,
+    Identity,
+    MaskingParty,
+    MaskingServer,
+    NoiseServer,
+    ProtocolError,
+    Roster,
+    SharingParty,
+    SumServer,
+    Terms,
+)
+from quietgrad.federation.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
+from quietgrad.federation.identity import read_hello
+from quietgrad.federation.link import Link
+from quietgrad.federation.masking import pack_members, unpack_members
+from quietgrad.federation.mpc import run_over
+from quietgrad.federation.shamir import SHARE_BYTES, join
+
+D = 4
+PAYLOADS = st.one_of(
+    st.binary(max_size=600),
+    st.integers(0, 600).map(bytes),
+    st.lists(st.integers(0, 65_535), max_size=8).map(lambda ids: pack_members(tuple(ids))),
+    st.tuples(st.sampled_from([(0, 1, 2), (0, 1), (0,), (1, 2)]), st.binary(max_size=400)).map(
+        lambda p: pack_members(p[0]) + p[1]
+    ),
+)
+FUZZ = settings(max_examples=60, deadline=None)
+
+
+def acquainted(*roles: Endpoint) -> None:
+    hellos = [role.hello for role in roles]
+    for role in roles:
+        role.meet(hellos)
+
+
+def masked(honest: int = 1) -> tuple[list[MaskingParty], MaskingServer]:
+    terms = Terms("masks", parties=3, dimension=D, bound=1.0, sigma=0.0, honest=honest)
+    people = [Identity(f"clinic-{i}") for i in range(3)] + [Identity("server")]
+    roster, run = Roster.of(people), os.urandom(16)
+    parties = [MaskingParty(p, roster, terms, run) for p in people[:3]]
+    server = MaskingServer(people[3], roster, terms, run)
+    acquainted(*parties, server)
+    return parties, server
+
+
+@given(st.binary(max_size=400))
+def test_raw_bytes_are_refused_by_a_channel(data: bytes) -> None:
+    channel = Channel(b"k" * 32, bytes(16), 0, 1, "peer", limit=200)
+    with pytest.raises(ProtocolError, match="peer"):
+        channel.open(Kind.SHARE, 0, data)
+
+
+@given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 255))
+def test_mutated_frames_are_refused_by_a_channel(payload: bytes, position: int, value: int) -> None:
+    sender = Channel(b"k" * 32, bytes(16), 1, 0, "us", limit=200)
+    receiver = Channel(b"k" * 32, bytes(16), 0, 1, "peer", limit=200)
+    frame = bytearray(sender.seal(Kind.SHARE, 3, payload))
+    position %= len(frame)
+    if frame[position] == value:
+        assert receiver.open(Kind.SHARE, 3, bytes(frame)) == payload
+        return
+    frame[position] = value
+    with pytest.raises(ProtocolError, match="peer"):
+        receiver.open(Kind.SHARE, 3, bytes(frame))
+
+
+def test_oversized_frames_are_refused_before_they_are_opened() -> None:
+    channel = Channel(b"k" * 32, bytes(16), 0, 1, "peer", limit=10)
+    with pytest.raises(ProtocolError, match="outside the agreed size"):
+        channel.open(Kind.SHARE, 0, bytes(FRAME_OVERHEAD + 11))
+
+
+@given(st.one_of(st.binary(max_size=200), st.binary(min_size=128, max_size=128).map(lambda b: b"QGH1\0\0" + b)))
+def test_raw_bytes_are_refused_as_a_hello(data: bytes) -> None:
+    roster = Roster.of([Identity("a", bytes(31) + b"\1")])
+    with pytest.raises(ProtocolError):
+        read_hello(data, roster, bytes(32))
+
+
+@given(st.binary(max_size=100))
+def test_member_lists_are_increasing_or_empty(data: bytes) -> None:
+    members, rest = unpack_members(data)
+    assert list(members) == sorted(set(members))
+    if members:
+        assert pack_members(members) + rest == data
+
+
+@given(st.dictionaries(st.integers(0, 5), st.binary(min_size=SHARE_BYTES, max_size=SHARE_BYTES), min_size=2))
+def test_any_shares_open_to_32_bytes_or_nothing(shares: dict[int, bytes]) -> None:
+    secret = join(shares, 2)
+    assert secret is None or len(secret) == 32
+
+
+@FUZZ
+@given(PAYLOADS)
+def test_a_malicious_server_cannot_crash_a_party(payload: bytes) -> None:
+    parties, server = masked()
+    frames = {p.me: p.prepare(0) for p in parties}
+    with pytest.raises(ProtocolError):
+        parties[0].deliver(0, server._seal(0, Kind.DELIVER, 0, payload))
+    delivery = server.relay(0, frames)
+    for p in parties:
+        p.deliver(0, delivery[p.me])
+    server.survivors(0, {p.me: p.submit(0, np.zeros(D)) for p in parties})
+    with contextlib.suppress(ProtocolError):
+        answer = parties[0].reveal(0, server._seal(0, Kind.SURVIVORS, 0, payload))
+        assert len(server._open(0, Kind.REVEAL, 0, answer)) == 3 * SHARE_BYTES
+    if len(payload) != 8 * D:
+        with pytest.raises(ProtocolError, match="server"):
+            parties[1].result(0, server._seal(1, Kind.RESULT, 0, payload))
+
+
+@FUZZ
+@given(PAYLOADS, st.sampled_from(["prepare", "masked", "reveal"]))
+def test_a_malicious_party_cannot_crash_the_server(payload: bytes, phase: str) -> None:
+    parties, server = masked()
+    frames = {p.me: p.prepare(0) for p in parties}
+    if phase == "prepare":
+        frames[1] = parties[1]._seal(3, Kind.PREPARE, 0, payload)
+        with pytest.raises(ProtocolError, match="clinic-1"):
+            server.relay(0, frames)
+        return
+    delivery = server.relay(0, frames)
+    for p in parties:
+        p.deliver(0, delivery[p.me])
+    submitted = {p.me: p.submit(0, np.zeros(D)) for p in parties}
+    if phase == "masked":
+        submitted[1] = parties[1]._seal(3, Kind.MASKED, 0, payload)
+        if len(payload) != 32 + 8 * D:
+            with pytest.raises(ProtocolError, match="clinic-1"):
+                server.survivors(0, submitted)
+        return
+    ask = server.survivors(0, submitted)
+    answers = {p.me: p.reveal(0, ask[p.me]) for p in parties}
+    answers[1] = parties[1]._seal(3, Kind.REVEAL, 0, payload)
+    with pytest.raises(ProtocolError, match="clinic"):
+        server.finish(0, answers)
+
+
+@FUZZ
+@given(st.one_of(st.just(bytes(32)), st.binary(min_size=32, max_size=32)), st.binary(max_size=80))
+def test_a_malicious_envelope_is_refused_by_the_name_of_its_author(key: bytes, shares: bytes) -> None:
+    parties, server = masked()
+    frames = {p.me: p.prepare(0) for p in parties}
+    payload = server._open(1, Kind.PREPARE, 0, frames[1])
+    size = 32 + 2 * SHARE_BYTES
+    evil = parties[1]._seal(0, Kind.ENVELOPE, 0, (key + shares + bytes(size))[:size])
+    frames[1] = parties[1]._seal(3, Kind.PREPARE, 0, payload[:32] + evil + payload[32 + len(evil) :])
+    delivery = server.relay(0, frames)
+    if key == bytes(32):  # a point of low order: the "shared" secret would be known to everyone
+        with pytest.raises(ProtocolError, match="clinic-1: round key is degenerate"):
+            parties[0].deliver(0, delivery[0])
+    else:
+        with contextlib.suppress(ProtocolError):
+            parties[0].deliver(0, delivery[0])
+
+
+def shared(kind: type[SumServer]) -> tuple[list[SharingParty], list[SumServer]]:
+    mode = "mpc" if kind is NoiseServer else "servers"
+    terms = Terms(mode, parties=2, dimension=D, bound=1.0, sigma=1.0)  # type: ignore[arg-type]
+    names = ["clinic-0", "clinic-1", *(f"server-{k}" for k in range(terms.server_count))]
+    people = [Identity(name) for name in names]
+    roster, run = Roster.of(people), os.urandom(16)
+    parties = [SharingParty(p, roster, terms, run) for p in people[:2]]
+    servers = [kind(p, roster, terms, run) for p in people[2:]]
+    acquainted(*parties, *servers)
+    return parties, servers
+
+
+@FUZZ
+@given(PAYLOADS)
+def test_malicious_shares_lists_and_partials_cannot_crash_a_server(payload: bytes) -> None:
+    parties, (first, last) = shared(SumServer)
+
+    def receive(t: int) -> None:
+        shares = [p.share(t, np.zeros(D)) for p in parties]
+        first.receive(t, {i: s[first.me] for i, s in enumerate(shares)})
+
+    for server, right in ((first, 32), (last, 8 * D)):
+        if len(payload) != right:
+            with pytest.raises(ProtocolError, match="clinic-1"):
+                server.receive(0, {1: parties[1]._seal(server.me, Kind.SHARE, 0, payload)})
+    receive(1)
+    if payload != bytes([1, 1]):
+        with pytest.raises(ProtocolError):
+            first.partial(1, {last.me: last._seal(first.me, Kind.PRESENT, 1, payload)})
+    receive(2)
+    first.partial(2, {last.me: last._seal(first.me, Kind.PRESENT, 2, bytes([1, 1]))})
+    if len(payload) != 8 * D:
+        with pytest.raises(ProtocolError, match="server-1"):
+            first.finish(2, {last.me: last._seal(first.me, Kind.PARTIAL, 2, payload)})
+
+
+@FUZZ
+@given(PAYLOADS)
+def test_a_malicious_neighbour_cannot_crash_the_noise_computation(payload: bytes) -> None:
+    _, servers = shared(NoiseServer)
+    first, second = servers[0], servers[1]
+    assert isinstance(first, NoiseServer)
+    computation = first.prepare(0)
+    next(computation)
+    with contextlib.suppress(ProtocolError):
+        frame = computation.send(second._seal(first.me, Kind.NOISE, 0, payload))
+        assert len(payload) == 8 * 2 * 2
+        assert frame
+
+
+def links(limit: int = 1000) -> tuple[Link, socket.socket]:
+    a, b = socket.socketpair()
+    return Link(a, "peer", limit=limit), b
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=300))
+def test_a_link_reads_any_bytes_without_crashing(data: bytes) -> None:
+    link, raw = links(limit=200)
+    with link, raw:
+        raw.sendall(data)
+        raw.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ProtocolError):
+            while True:
+                assert len(link.receive(timeout=5.0)) <= 200
+
+
+def test_a_link_takes_no_memory_for_an_absurd_length() -> None:
+    link, raw = links()
+    with link, raw:
+        raw.sendall(struct.pack("<I", 2**32 - 1))
+        tracemalloc.start()
+        try:
+            with pytest.raises(ProtocolError, match="peer: announces a frame of 4294967295 bytes"):
+                link.receive(timeout=5.0)
+            assert tracemalloc.get_traced_memory()[1] < 100_000
+        finally:
+            tracemalloc.stop()
+        with pytest.raises(ValueError, match="at most 1000"):
+            link.send(bytes(1001))
+
+
+def test_a_dead_or_silent_peer_is_named_within_the_timeout() -> None:
+    link, raw = links()
+    with link:
+        raw.sendall(struct.pack("<I", 10) + b"half")
+        with pytest.raises(DropoutError, match=r"peer: sent nothing for 0\.2 s"):
+            link.receive(timeout=0.2)
+        raw.close()
+        with pytest.raises(DropoutError, match=r"peer: (hung up|cannot be reached)"):
+            link.receive(timeout=5.0)
+
+
+def test_three_servers_over_sockets_agree_and_do_not_deadlock() -> None:
+    """Everybody sends megabytes before anybody reads: without sender threads the ring would stop."""
+    d = 200_000
+    terms = Terms("mpc", parties=1, dimension=d, bound=1.0, sigma=1.0)
+    people = [Identity(name) for name in ("clinic", "server-0", "server-1", "server-2")]
+    roster, run = Roster.of(people), os.urandom(16)
+    servers = [NoiseServer(p, roster, terms, run, seed=4) for p in people[1:]]
+    acquainted(SharingParty(people[0], roster, terms, run), *servers)
+    limit = 10 * 8 * d
+    pairs = [socket.socketpair() for _ in range(3)]  # pairs[i]: from server i to server i − 1
+    out = [Link(pairs[i][0], f"server-{(i - 1) % 3}", limit=limit) for i in range(3)]
+    into = [Link(pairs[(i + 1) % 3][1], f"server-{(i + 1) % 3}", limit=limit) for i in range(3)]
+    threads = [
+        threading.Thread(
+            target=run_over, args=(s.prepare(0), out[i].send, lambda i=i: into[i].receive(timeout=60.0))
+        )
+        for i, s in enumerate(servers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60.0)
+        assert not thread.is_alive()
+    for link in (*out, *into):
+        link.close()
+    total = np.sum([s._noise(0) for s in servers], axis=0).view(np.int64)
+    assert abs(float(total.std()) / terms.noise_units - terms.variance_factor**0.5) < 0.01

@@ -1,0 +1,170 @@
+"""Secure sums from end to end: exact without noise, the right variance with it, for every mode."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from quietgrad.errors import DataError
+from quietgrad.federation import SecureSession, Terms, secure_sum, threats
+from quietgrad.federation.encoding import encode
+from quietgrad.federation.terms import Mode
+
+MODES: tuple[Mode, ...] = ("masks", "servers", "mpc")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("m", range(2, 21))
+def test_sum_without_noise_is_exact(mode: Mode, m: int) -> None:
+    rng = np.random.default_rng(m)
+    vectors = rng.normal(size=(m, 37)) * 0.05
+    terms = Terms(mode, parties=m, dimension=37, bound=1.0, sigma=0.0)
+    words = [encode(v, dimension=37, bound=1.0, step=terms.step).view(np.int64) for v in vectors]
+    whole = [sum(int(w[k]) for w in words) for k in range(37)]
+    session = SecureSession(terms)
+    for _ in range(2):
+        total = session.sum(vectors)
+        assert (total / terms.step).astype(np.int64).tolist() == whole
+        np.testing.assert_allclose(total, vectors.sum(0), atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sigma", [0.0, 1.0])
+def test_edges_of_the_bound_do_not_wrap(mode: Mode, sigma: float) -> None:
+    bound = 2.0**20
+    vectors = [[s * bound, 0.0] for s in (1, 1, 1, -1, 1)]
+    session = SecureSession(Terms(mode, parties=5, dimension=2, bound=bound, sigma=sigma), seed=1)
+    np.testing.assert_allclose(session.sum(vectors), [3 * bound, 0.0], atol=10.0 * sigma + 1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_vectors_are_clipped(mode: Mode) -> None:
+    total = secure_sum([[300.0, 400.0], [0.0, 1e300]], clip=0.5, mode=mode)
+    np.testing.assert_allclose(total, [0.3, 0.9], atol=1e-12)
+
+
+def relative_deviation(mode: Mode, parties: int, seed: int, **extra: int) -> tuple[float, float]:
+    """Observed variance ÷ stated variance, and the bound it must keep at a false alarm of 1e-6 (4.9 s.e.)."""
+    d = 40_000
+    terms = Terms(mode, parties=parties, dimension=d, bound=1.0, sigma=3.0, **extra)
+    noise = SecureSession(terms, seed=seed).sum([np.zeros(d)] * parties)
+    assert abs(noise.mean()) < 4.9 * 3.0 * math.sqrt(terms.variance_factor / d)
+    return float((noise**2).mean()) / (9.0 * terms.variance_factor), 4.9 * math.sqrt(2.0 / d)
+
+
+@pytest.mark.parametrize(("m", "h"), [(2, 1), (2, 2), (3, 2), (5, 1), (5, 3), (5, 4), (10, 7), (20, 19)])
+def test_variance_with_masks_is_m_over_h(m: int, h: int) -> None:
+    ratio, tolerance = relative_deviation("masks", m, seed=m * 100 + h, honest=h, colluders=min(1, m - h))
+    assert abs(ratio - 1) < tolerance
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_variance_with_servers_is_k(k: int) -> None:
+    ratio, tolerance = relative_deviation("servers", 3, seed=k, servers=k)
+    assert abs(ratio - 1) < tolerance
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_variance_inside_the_computation_is_one(m: int) -> None:
+    ratio, tolerance = relative_deviation("mpc", m, seed=m)
+    assert abs(ratio - 1) < tolerance
+    assert Terms("mpc", parties=m, dimension=1, bound=1.0, sigma=1.0).variance_factor < 1.003
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_seeded_noise_repeats_and_fresh_noise_does_not(mode: Mode) -> None:
+    def run(seed: int | None) -> list[float]:
+        return secure_sum(np.zeros((3, 20)), noise_multiplier=1.0, mode=mode, seed=seed).tolist()  # type: ignore[no-any-return]
+
+    assert run(5) == run(5)
+    assert run(5) != run(6)
+    assert run(None) != run(None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_noise_is_added_to_the_sum_and_nothing_else(mode: Mode) -> None:
+    vectors = np.random.default_rng(0).normal(size=(4, 50)) * 0.1
+    with_data = secure_sum(vectors, noise_multiplier=0.7, mode=mode, seed=3)
+    noise = secure_sum(np.zeros((4, 50)), noise_multiplier=0.7, mode=mode, seed=3)
+    exact = secure_sum(vectors, mode=mode)
+    np.testing.assert_allclose(with_data - noise, exact, atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rounds_have_fresh_noise_and_may_be_prepared_ahead(mode: Mode) -> None:
+    session = SecureSession(Terms(mode, parties=3, dimension=8, bound=1.0, sigma=1.0), seed=1)
+    first = session.sum(np.zeros((3, 8)))
+    session.prepare()
+    session.prepare()
+    second = session.sum(np.zeros((3, 8)))
+    assert not np.isclose(first, second).any()
+    assert session.round == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_large_vector_passes(mode: Mode) -> None:
+    d = 10**6
+    vectors = [np.full(d, 1e-4), np.full(d, 2e-4)]
+    total = secure_sum(vectors, clip=1.0, noise_multiplier=1e-4, mode=mode)
+    assert abs(total.mean() - 3e-4) < 1e-6
+
+
+def test_servers_tolerate_missing_parties_down_to_the_quorum() -> None:
+    for mode in ("servers", "mpc"):
+        terms = Terms(mode, parties=4, dimension=2, bound=1.0, sigma=0.0, quorum=2)
+        total = SecureSession(terms).sum([[0.25, 0.0], None, [0.5, 0.5], None])
+        np.testing.assert_allclose(total, [0.75, 0.5], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "extra", "error", "match"),
+    [
+        ([], {}, DataError, "non-empty"),
+        ([[]], {}, DataError, "non-empty"),
+        ([[[1.0]]], {}, DataError, "one-dimensional"),
+        ([[1.0, 2.0], [1.0]], {}, DataError, "vector 1 has shape"),
+        ([[1.0], [math.nan]], {}, DataError, "vector 1"),
+        ([[1.0], [1.0]], {"noise_multiplier": -1.0}, ValueError, "noise_multiplier=-1.0"),
+        ([[1.0], [1.0]], {"noise_multiplier": math.nan}, ValueError, "noise_multiplier=nan"),
+        ([[1.0], [1.0]], {"clip": 0.0}, ValueError, "bound=0.0"),
+        ([[1.0], [1.0]], {"mode": "yao"}, ValueError, "mode='yao'"),
+        ([[1.0]], {}, ValueError, "between 2 and 1000"),
+    ],
+)
+def test_bad_requests_are_refused(
+    vectors: list[list[float]], extra: dict[str, object], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        secure_sum(vectors, **extra)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_threat_model_states_the_numbers_of_the_terms(mode: Mode) -> None:
+    terms = Terms(mode, parties=7, dimension=123, bound=1.0, sigma=1.0)
+    text = threats(terms).text()
+    assert f"variance {terms.variance_factor:.4g} times" in text
+    assert ("semi-honest" in text.lower()) == (mode == "mpc")
+    silent = threats(Terms(mode, parties=7, dimension=123, bound=1.0, sigma=0.0)).text()
+    assert "not differentially private" in silent
+
+
+def test_threat_model_tells_what_dropouts_cost() -> None:
+    strict = dict(threats(Terms("masks", parties=5, dimension=1, bound=1.0, sigma=1.0)).rows)
+    loose = dict(threats(Terms("masks", parties=5, dimension=1, bound=1.0, sigma=1.0, honest=2)).rows)
+    assert strict["parties that drop"].startswith("up to 0")
+    assert loose["parties that drop"].startswith("up to 2")
+    assert "semi-honest" in loose["server"]
+    assert "semi-honest" not in strict["server"]
+
+
+def test_importing_the_room_is_light() -> None:
+    code = (
+        "import sys, quietgrad.federation as f; f.secure_sum; "
+        "print({'scipy', 'torch', 'sklearn'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

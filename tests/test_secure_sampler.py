@@ -1,0 +1,244 @@
+"""The noise of secure sums: tables are exact, draws follow the mass function, secure equals plain.
+
+Statistical tests use fixed seeds; each has a false-alarm rate of at most 1e-6 over the choice of seed.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, localcontext
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy.special import chdtrc, ndtr
+
+from quietgrad.federation.encoding import rounded_gaussian_distance
+from quietgrad.federation.mpc import sample
+from quietgrad.federation.replicated import Exchange, Replicated
+from quietgrad.federation.sampler import (
+    AliasTable,
+    DiscreteGaussian,
+    alias_table,
+    discrete_gaussian,
+    gaussian_masses,
+    smoothing_error,
+)
+from quietgrad.federation.terms import (
+    COARSE_SIGMA,
+    COARSE_STEP,
+    COARSE_TOP,
+    COARSE_WORD_BITS,
+    Mode,
+    Terms,
+    coarse_error,
+    slack,
+)
+from quietgrad.privacy.rng import SecureStream, seed_key
+
+FALSE_ALARM = 1e-6
+
+
+def mass_function(sigma: float, top: int) -> npt.NDArray[np.float64]:
+    """The discrete Gaussian's probabilities for −top…top."""
+    k = np.arange(-top, top + 1, dtype=np.float64)
+    weights = np.exp(-(k**2) / (2 * sigma**2))
+    return np.asarray(weights / weights.sum(), np.float64)
+
+
+def chi_square_p(draws: npt.NDArray[np.int64], sigma: float) -> float:
+    """p-value of Pearson's χ² of draws against N_Z(σ²), cells with fewer than 10 expected pooled at each end."""
+    top = math.ceil(12 * sigma)
+    expected = mass_function(sigma, top) * draws.size
+    observed = np.bincount(draws + top, minlength=2 * top + 1).astype(np.float64)
+    inside = np.flatnonzero(expected >= 10)
+    low, high = inside[0], inside[-1] + 1
+    e = np.concatenate([[expected[:low].sum()], expected[low:high], [expected[high:].sum()]])
+    o = np.concatenate([[observed[:low].sum()], observed[low:high], [observed[high:].sum()]])
+    if min(e[0], e[-1]) < 5:
+        e = np.concatenate([[e[0] + e[1]], e[2:-2], [e[-2] + e[-1]]])
+        o = np.concatenate([[o[0] + o[1]], o[2:-2], [o[-2] + o[-1]]])
+    return float(chdtrc(e.size - 1, ((o - e) ** 2 / e).sum()))
+
+
+def stream(seed: int) -> SecureStream:
+    return SecureStream(seed_key(seed), "test")
+
+
+@pytest.mark.parametrize(("sigma", "magnitudes"), [(0.3, False), (2.0, True), (24.0, True), (100.5, False)])
+def test_table_holds_the_masses_exactly_and_they_are_gaussian(sigma: float, magnitudes: bool) -> None:
+    bits = 8 if magnitudes else 11
+    top = (1 << bits) - 1 if magnitudes else (1 << (bits - 1)) - 1
+    masses = gaussian_masses(sigma, top, 1 << (bits + 56), magnitudes=magnitudes)
+    table = alias_table(masses if magnitudes else [*masses, 0], 56)
+    assert table.masses()[: len(masses)] == masses
+    with localcontext() as context:
+        context.prec = 60
+        values = range(top + 1) if magnitudes else range(-top, top + 1)
+        weights = [(-(Decimal(k) ** 2) / (2 * Decimal(sigma) ** 2)).exp() for k in values]
+        if magnitudes:
+            weights = [w if k == 0 else 2 * w for k, w in enumerate(weights)]
+        norm, total = sum(weights), Decimal(1 << (bits + 56))
+        distance = sum(abs(w / norm - m / total) for w, m in zip(weights, masses, strict=True)) / 2
+    assert distance <= Decimal(2) ** -56
+
+
+def test_alias_table_refuses_masses_that_do_not_fill_it() -> None:
+    for masses in ([1, 1], [2, 2, 2], [5, -1]):
+        with pytest.raises(ValueError, match="add up"):
+            alias_table(masses, 1)
+
+
+def test_choose_reads_column_then_alias() -> None:
+    table = AliasTable(8, np.array([0, 256 - 56], np.uint64), np.array([0, 0], np.int64))
+    out = table.choose(np.array([0, 1, 1]), np.array([0, 199, 200], np.uint64))
+    assert out.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("sigma", [0.5, 3.0, 24.0, 400.0, 1599.0])
+def test_single_table_draws_follow_the_mass_function(sigma: float) -> None:
+    draws = DiscreteGaussian(sigma).sample(stream(1), 0, 400_000)
+    assert chi_square_p(draws, sigma) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("sigma", [1601.0, 2500.0])
+def test_convolved_draws_follow_the_mass_function(sigma: float) -> None:
+    noise = DiscreteGaussian(sigma)
+    assert len(noise.parts) == 2
+    assert chi_square_p(noise.sample(stream(2), 0, 1_000_000), sigma) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("wrong", [0.98, 1.02])
+def test_the_chi_square_test_would_notice_two_percent(wrong: float) -> None:
+    assert chi_square_p(DiscreteGaussian(24.0 * wrong).sample(stream(3), 0, 400_000), 24.0) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("sigma", [2.0**20, 2.0**28 / math.sqrt(3)])
+def test_wide_noise_is_gaussian_down_to_the_last_bits(sigma: float) -> None:
+    draws = DiscreteGaussian(sigma).sample(stream(4), 0, 400_000)
+    # Coarse shape: 64 equally likely cells of the Gaussian; fine shape: the low eight bits are uniform.
+    cells = np.floor(ndtr(draws / sigma) * 64).astype(np.int64)
+    for values in (cells, draws & 0xFF):
+        observed = np.bincount(values, minlength=int(values.max()) + 1)
+        expected = draws.size / observed.size
+        assert float(chdtrc(observed.size - 1, ((observed - expected) ** 2 / expected).sum())) > FALSE_ALARM
+
+
+def test_draws_match_opendp() -> None:
+    import opendp.prelude as dp  # type: ignore[import-untyped, unused-ignore]
+
+    dp.enable_features("contrib")
+    space = dp.vector_domain(dp.atom_domain(T=int)), dp.l2_distance(T=float)
+    theirs = np.array(dp.m.make_gaussian(*space, scale=8.0)([0] * 20_000))
+    ours = DiscreteGaussian(8.0).sample(stream(5), 0, 20_000)
+    edges = np.array([-100, *range(-20, 21, 2), 100])
+    a, b = np.histogram(ours, edges)[0], np.histogram(theirs, edges)[0]
+    # Two samples of one size: χ² = Σ (a − b)²/(a + b). OpenDP cannot be seeded: alarms once in 10^6 runs.
+    statistic = ((a - b) ** 2 / (a + b)).sum()
+    assert float(chdtrc(a.size - 1, statistic)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(("ratio", "c", "sigma_2"), [(1.75, 8, 4.0), (1.0, 8, 4.0), (0.6, 16, 3.0)])
+def test_smoothing_error_bounds_the_true_distance(ratio: float, c: int, sigma_2: float) -> None:
+    sigma_1 = ratio * c
+    top = 400
+    a, b = mass_function(sigma_1, top), mass_function(sigma_2, 60)
+    spread = np.zeros(2 * 60 * c + 1)
+    spread[::c] = b
+    total = np.convolve(a, spread)
+    half = total.size // 2
+    true = 0.5 * np.abs(total - mass_function(math.hypot(sigma_1, c * sigma_2), half)).sum()
+    bound = smoothing_error(sigma_1, c, sigma_2)
+    assert true <= bound + 1e-14
+    assert true >= bound / 20 - 1e-14, "the bound should not be vacuous"
+
+
+@pytest.mark.parametrize("sigma", [4.0, 16.0, 100.0])
+def test_distance_of_discrete_from_rounded_gaussian(sigma: float) -> None:
+    top = math.ceil(12 * sigma)
+    edges = np.arange(-top, top + 2) - 0.5
+    rounded = np.diff(ndtr(edges / sigma))
+    true = 0.5 * np.abs(mass_function(sigma, top) - rounded).sum()
+    assert 0.9 * rounded_gaussian_distance(sigma) < true < rounded_gaussian_distance(sigma)
+
+
+def together(computations: list[Exchange[npt.NDArray[np.uint64]]]) -> list[npt.NDArray[np.uint64]]:
+    """Run three servers' computations in step and return what they return."""
+    frames = [next(c) for c in computations]
+    out: list[npt.NDArray[np.uint64]] = []
+    while not out:
+        inbound = [frames[(i + 1) % 3] for i in range(3)]
+        frames = []
+        for c, frame in zip(computations, inbound, strict=True):
+            try:
+                frames.append(c.send(frame))
+            except StopIteration as done:
+                out.append(done.value)
+    return out
+
+
+def replicated(seed: int, t: int) -> list[Replicated]:
+    streams = [SecureStream(seed_key(seed + k), "replicated") for k in range(3)]
+    return [Replicated(i, streams[i], streams[(i + 1) % 3], t, f"server-{i}") for i in range(3)]
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+def test_noise_inside_the_computation_equals_the_plain_alias_method(size: int) -> None:
+    total = np.sum(together([sample(s, size) for s in replicated(10, 7)]), axis=0).view(np.int64)
+    # Open the random bits that the servers used: x = x_0 ⊕ x_1 ⊕ x_2, in the order the sampler draws them.
+    width = (size + 63) // 64
+    shadow = replicated(10, 7)
+
+    def opened(*shape: int) -> npt.NDArray[np.uint8]:
+        words = np.bitwise_xor.reduce([s.random(*shape)[0] for s in shadow])
+        return np.unpackbits(words.reshape(-1, width).view(np.uint8), axis=1, bitorder="little")[:, :size]
+
+    weights = 1 << np.arange(63, -1, -1, dtype=np.uint64)
+    columns = (opened(2, 4, width).T @ weights[-8:]).astype(np.int64)
+    words = (opened(COARSE_WORD_BITS, width).T.astype(np.uint64) @ weights[-COARSE_WORD_BITS:]).astype(np.uint64)
+    sign = opened(1, width)[0].astype(np.int64)
+    masses = gaussian_masses(COARSE_SIGMA, COARSE_TOP, 1 << (8 + COARSE_WORD_BITS), magnitudes=True)
+    plain = alias_table(masses, COARSE_WORD_BITS).choose(columns, words) * (1 - 2 * sign)
+    assert (total == plain).all()
+
+
+def test_noise_inside_the_computation_follows_the_mass_function() -> None:
+    draws = np.sum(together([sample(s, 400_000) for s in replicated(20, 1)]), axis=0).view(np.int64)
+    assert chi_square_p(draws, COARSE_SIGMA) > FALSE_ALARM
+
+
+def test_coarse_table_is_as_close_as_stated() -> None:
+    tail = 2 * math.fsum(np.exp(-(np.arange(256, 600.0) ** 2) / (2 * COARSE_SIGMA**2)))
+    assert tail / (COARSE_SIGMA * math.sqrt(2 * math.pi)) + 2.0**-57 < coarse_error() < 2.0**-55
+
+
+def test_mpc_noise_meets_the_smoothing_condition() -> None:
+    terms = Terms("mpc", parties=3, dimension=10, bound=1.0, sigma=1.0)
+    two_honest_servers = math.sqrt(2) * terms.share_sigma
+    assert two_honest_servers >= 1.75 * COARSE_STEP * (1 - 1e-15)
+    assert smoothing_error(two_honest_servers, COARSE_STEP, COARSE_SIGMA) < 2.0**-80
+    assert terms.noise_units == pytest.approx(math.hypot(two_honest_servers, COARSE_STEP * COARSE_SIGMA))
+
+
+@pytest.mark.parametrize(("mode", "most"), [("masks", 1e-11), ("servers", 1e-11), ("mpc", 1e-10)])
+def test_slack_is_stated_and_grows_with_the_dimension(mode: Mode, most: float) -> None:
+    one = slack(mode, dimension=1, parties=5)
+    assert one > 0
+    assert slack(mode, dimension=10**6, parties=5) == pytest.approx(one * 1e6)
+    assert one * 1e6 < most
+
+
+def test_slack_grows_with_the_number_of_shares() -> None:
+    few, many = (slack("masks", dimension=10, parties=50, honest=h) for h in (1, 40))
+    assert few < many
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf])
+def test_sampler_refuses_a_bad_sigma(sigma: float) -> None:
+    with pytest.raises(ValueError, match="sigma"):
+        discrete_gaussian(sigma)
+
+
+def test_draws_never_leave_the_support() -> None:
+    noise = DiscreteGaussian(5.0)
+    assert abs(noise.sample(stream(6), 0, 200_000)).max() <= noise.support == 63
