@@ -130,7 +130,6 @@ def test_csv_without_schema_keeps_numbers_and_refuses_categories(tmp_path: Path)
         (CSV.replace(b"25", b"inf"), "NaN or infinite"),
         (CSV.replace(b"smith", b"secret-word"), "outside its declared categories"),
         (CSV.replace(b",yes", b",secret-word"), "not among the declared classes"),
-        (CSV.replace(b"yes", b"no"), "all training labels are equal"),
         (CSV.replace(b"25", b"secret-word"), "'age' is not numeric"),
         (CSV.replace(b"id,age", b"age,age"), "twice"),
         (CSV.replace(b"gain", b"loss"), "no column 'gain'"),
@@ -143,6 +142,13 @@ def test_csv_refuses(text: bytes, message: str) -> None:
         parse_csv(text, read_schema(SCHEMA), name="people.csv")
     assert "secret-word" not in str(refused.value)
     assert refused.value.__cause__ is None  # no chained error that quotes the value
+
+
+def test_one_class_is_refused_for_training_only(tmp_path: Path) -> None:
+    (tmp_path / "people.csv").write_bytes(CSV.replace(b"yes", b"no"))
+    with pytest.raises(DataError, match="all training labels are equal"):
+        load(tmp_path / "people.csv", schema=SCHEMA)
+    assert load(tmp_path / "people.csv", schema=SCHEMA, train=False).n == 3
 
 
 def test_csv_without_schema_refuses_gaps_and_headerless_files() -> None:

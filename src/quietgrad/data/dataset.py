@@ -67,7 +67,7 @@ class Dataset:
 
 
 def check(data: Dataset) -> Dataset:
-    """Refuse a data set that no private fit can use: empty, non-finite, mismatched, one class, wrong labels.
+    """Refuse a data set that no private fit can use: empty, non-finite, mismatched, wrong labels.
 
     Messages name what is wrong, never a record's value.
 
@@ -100,8 +100,19 @@ def check(data: Dataset) -> Dataset:
         for part, y in (("", data.y), ("test ", data.y_test)):
             if y is not None and not np.isin(y, data.classes).all():
                 raise DataError(f"{data.name}: the {part}labels hold values outside the classes {data.classes}.")
-        if data.y.min() == data.y.max():
-            raise DataError(f"{data.name}: all training labels are equal; a classifier needs two classes at least.")
+    return data
+
+
+def check_trainable(data: Dataset) -> Dataset:
+    """Refuse training labels that are all equal; records that are only scored may be.
+
+    >>> import numpy as np
+    >>> check_trainable(Dataset("toy", np.eye(2), np.array([1, 1]), classes=(0, 1)))
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: toy: all training labels are equal; a classifier needs two classes at least.
+    """
+    if data.task != "regression" and data.y.min() == data.y.max():
+        raise DataError(f"{data.name}: all training labels are equal; a classifier needs two classes at least.")
     return data
 
 
