@@ -1,8 +1,8 @@
 """Full-batch descent on privately whitened features: the default for linear models.
 
 A part of the budget buys a feature mean and a second-moment matrix; the rest buys a few full-batch gradient steps
-in whitened coordinates, where one public step size suits all directions. Every release is an un-sampled Gaussian,
-so the composition is exact, and every choice follows from public numbers: n, d, ε, δ, the row bound, and the releases.
+in whitened coordinates, where one public step size suits all directions. Every release is an un-sampled
+Gaussian, so the composition is exact, and every choice follows from public numbers and the releases.
 """
 
 from __future__ import annotations

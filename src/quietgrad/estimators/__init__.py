@@ -1,1 +1,44 @@
+"""scikit-learn estimators: give a table and an ε, get a model and a ledger entry.
 
+>>> import numpy as np
+>>> from quietgrad.estimators import PrivateLogisticRegression
+>>> X = np.random.default_rng(0).standard_normal((4000, 3))
+>>> model = PrivateLogisticRegression(epsilon=1.0, delta=1e-6, classes=[0, 1], row_bound=4.0).fit(X, X[:, 0] > 0)
+>>> bool(model.score(X, X[:, 0] > 0) > 0.9), model.privacy_.is_private
+(True, True)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quietgrad.estimators.base import spent
+    from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
+    from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.search import PrivateSearch
+
+_HOMES = {
+    "PrivateLogisticRegression": "classifiers",
+    "PrivateSVC": "classifiers",
+    "PrivateHuberRegressor": "regressors",
+    "PrivateLinearRegression": "regressors",
+    "PrivateSearch": "search",
+    "spent": "base",
+}
+
+__all__ = [
+    "PrivateHuberRegressor",
+    "PrivateLinearRegression",
+    "PrivateLogisticRegression",
+    "PrivateSVC",
+    "PrivateSearch",
+    "spent",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"quietgrad.estimators.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
