@@ -119,16 +119,25 @@ def test_the_exact_clip_boundary(objective: LinearObjective, as_batch: bool) -> 
     assert length * (1 - 1e-11) <= np.linalg.norm(got) <= length
 
 
+BROKEN: list[tuple[LinearObjective, list[float], list[float]]] = [
+    (Squared(), [1e150, 0.0], [1e300, 0.0]),  # an infinite residual
+    (Logistic(intercept=True, intercept_scale=1e10), [1e150, 0.0], [1e300, 0.0, -1e308]),  # ∞ − ∞
+    (Logistic(), [1e300, -1e300], [1e300, 1e300]),  # an infinite norm
+    (Multinomial(2), [1e300, -1e300], [1e300, 0.0, 1e300, 0.0]),
+]
+
+
 @pytest.mark.parametrize("as_batch", [False, True])
-def test_a_broken_contribution_counts_as_zero(as_batch: bool) -> None:
-    """inf − inf in one record's score leaves the other record's sum as it was."""
-    X = np.array([[1e300, -1e300], [1.0, 2.0]])
-    theta = np.array([1e300, 1e300])
-    for objective in (Logistic(), Squared(), Multinomial(2)):
-        point = np.tile(theta[:, None], objective.outputs).ravel()
-        both = released(objective, Gradient(point, 1.0), X, np.array([1.0, 0.0]), as_batch)
-        alone = released(objective, Gradient(point, 1.0), X[1:], np.array([0.0]), as_batch)
-        np.testing.assert_array_equal(both, alone)
+@pytest.mark.parametrize(("objective", "row", "point"), BROKEN)
+def test_a_broken_contribution_counts_as_zero(
+    objective: LinearObjective, row: list[float], point: list[float], as_batch: bool
+) -> None:
+    """It is not an error, which would tell on the record, and leaves the others' sum as it was."""
+    X, query = np.array([row, [1.0, 2.0]]), Gradient(np.array(point), 1.0)
+    both = released(objective, query, X, np.array([1.0, 1.0]), as_batch)
+    alone = released(objective, query, X[1:], np.array([1.0]), as_batch)
+    np.testing.assert_array_equal(both, alone)
+    assert np.isfinite(alone).all()
 
 
 @pytest.mark.parametrize("as_batch", [False, True])
@@ -194,3 +203,26 @@ def test_feature_sums_equal_the_naive_ones(as_batch: bool) -> None:
         v = np.hstack(pieces)
         expected = sum(row * min(1.0, 0.8 / np.linalg.norm(row)) for row in v)
         np.testing.assert_allclose(released(Squared(), query, X, np.zeros(9), as_batch), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", [np.asarray, sparse.csr_array])
+def test_whitening_equals_mixed_features_and_keeps_the_bound(layout: Any) -> None:
+    """S(x−m) with a symmetric matrix S: the naive sum on mixed rows, and x ≈ m at 10⁸ for the bound."""
+    rng = np.random.default_rng(6)
+    half = rng.normal(size=(D, D))
+    S, mean, X = half + half.T, rng.normal(size=D), rng.normal(size=(7, D))
+    theta, y = rng.normal(size=D), rng.normal(size=7)
+    mixed, plain = Squared().transformed(mean, S), Squared()
+    got, expected = np.zeros(D), np.zeros(D)
+    mixed.add_gradients(mixed.prepare((layout(X), y)), None, theta, 0.5, got)
+    plain.add_gradients(plain.prepare(((X - mean) @ S, y)), None, theta, 0.5, expected)
+    np.testing.assert_allclose(got, expected, atol=1e-10)
+    for exponent in range(-12, 3):
+        far = 1e8 * rng.normal(size=D)
+        objective = Squared().transformed(far, S)
+        records = objective.prepare((layout(far + 10.0**exponent * rng.normal(size=(1, D))), np.array([1e12])))
+        out = np.zeros(D)
+        objective.add_gradients(records, None, np.zeros(D), 1.0, out)
+        assert np.linalg.norm(out) <= 1 + 1e-9
+    with pytest.raises(ValueError, match="full batch only"):
+        mixed.add_gradients(mixed.prepare((layout(X), y)), np.array([0]), theta, 0.5, got)

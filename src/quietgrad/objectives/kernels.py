@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from numba import njit
-from numba.extending import overload
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic, overload
 
 LOGISTIC, HUBER, SQUARED, HINGE = 1, 2, 3, 4
+_TILE = 32  # rows asked for ahead: random rows of a sparse table are cache misses, and waiting for each costs most
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Decorator = Callable[[_Function], _Function]
@@ -25,6 +27,7 @@ _Decorator = Callable[[_Function], _Function]
 _SUM: _Decorator[Any] = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 _EXACT: _Decorator[Any] = njit(cache=True, nogil=True, error_model="numpy")
 _means: Callable[[Any], _Decorator[Any]] = partial(overload, strict=False)  # lambdas carry no annotations
+_emits: _Decorator[Any] = intrinsic
 
 # A dense table is the tuple (X,), a sparse one (indptr, indices, data). These three say what an entry is; all
 # that follows is written once and compiled for whichever it meets.
@@ -59,26 +62,62 @@ def _value_of(rows: Any, i: Any, p: Any) -> Any:
     return (lambda rows, i, p: rows[0][i, p]) if len(rows) == 1 else (lambda rows, i, p: rows[2][p])
 
 
+@_emits
+def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of array[index] without waiting for it."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array_type, index_type = signature.args
+        view = context.make_array(array_type)(context, builder, arguments[0])
+        position = context.cast(builder, arguments[1], index_type, types.intp)
+        pointer = builder.bitcast(builder.gep(view.data, [position]), ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", (), ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        )
+        builder.call(prefetch, [pointer, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), emit
+
+
+def _fetch_span(rows: Any, i: int) -> Any:
+    """Start loading what says where row i lies."""
+
+
+def _fetch_row(rows: Any, i: int) -> Any:
+    """Start loading row i."""
+
+
+@_means(_fetch_span)
+def _fetch_span_of(rows: Any, i: Any) -> Any:
+    return (lambda rows, i: None) if len(rows) == 1 else (lambda rows, i: _prefetch(rows[0], i))
+
+
+@_means(_fetch_row)
+def _fetch_row_of(rows: Any, i: Any) -> Any:
+    def sparse(rows: Any, i: Any) -> Any:
+        for p in range(rows[0][i], rows[0][i + 1] + 7, 8):
+            _prefetch(rows[1], p)
+            _prefetch(rows[2], p)
+
+    return (lambda rows, i: None) if len(rows) == 1 else sparse  # dense rows need no hint
+
+
 @_EXACT
 def _clipped(r: float, limit: float) -> float:
     """r brought into [−limit, limit]; zero if it is not finite."""
     if not abs(r) < math.inf:
         return 0.0
-    if r > limit:
-        return limit
-    if r < -limit:
-        return -limit
-    return r
+    return limit if r > limit else (-limit if r < -limit else r)
 
 
 @_EXACT
 def _residual(code: int, knob: float, score: float, y: float) -> float:
     """∂f/∂score for one record."""
     if code == LOGISTIC:
-        if score >= 0.0:
-            return 1.0 / (1.0 + math.exp(-score)) - y
-        e = math.exp(score)
-        return e / (1.0 + e) - y
+        e = math.exp(-abs(score))
+        return (1.0 if score >= 0.0 else e) / (1.0 + e) - y
     if code == HUBER:
         r = score - y
         return knob if r > knob else (-knob if r < -knob else r)
@@ -140,34 +179,49 @@ def add_scalar(
         other_constant = column * previous[-1] if column != 0.0 else 0.0
     total = 0.0
     shortened = 0.0
-    for k in range(batch.size):
-        i = batch[k]
-        if i < 0 or i >= y.size:
-            raise IndexError("batch: an index lies outside the table")
-        factor = factors[i] if factors.size else 1.0
+    now = np.empty(_TILE)
+    before = np.empty(_TILE)
+    for begin in range(0, batch.size, _TILE):
+        tile = batch[begin : begin + _TILE]
+        for i in tile:
+            if i < 0 or i >= y.size:
+                raise IndexError("batch: an index lies outside the table")
+            _fetch_span(rows, i)
+            _prefetch(y, i)
+            _prefetch(norms, i)
+        for i in tile:
+            _fetch_row(rows, i)
         if beta != 0.0:
-            now, before = _two_scores(rows, i, u, v)
-            r = _residual(code, knob, factor * (now + offset) + constant, y[i])
-            moved = r - beta * _residual(code, knob, factor * (before + other_offset) + other_constant, y[i])
+            for k in range(tile.size):
+                now[k], before[k] = _two_scores(rows, tile[k], u, v)
         else:
-            r = _residual(code, knob, factor * (_score(rows, i, u) + offset) + constant, y[i])
+            for k in range(tile.size):
+                now[k] = _score(rows, tile[k], u)
+        for k in range(tile.size):
+            i = tile[k]
+            factor = factors[i] if factors.size else 1.0
+            r = _residual(code, knob, factor * (now[k] + offset) + constant, y[i])
             moved = r
-        weight = alpha * _clipped(moved, first / norms[i])
-        if gamma != 0.0:
-            weight += gamma * _clipped(r, second / norms[i])
-        total += weight
-        weight *= factor
-        shortened += weight
-        if weight == 0.0:
-            continue
-        start, stop = _span(rows, i)
-        if scale.size:
-            for p in range(start, stop):
-                j = _column(rows, p)
-                out[j] += weight * _value(rows, i, p) * scale[j]
-        else:
-            for p in range(start, stop):
-                out[_column(rows, p)] += weight * _value(rows, i, p)
+            if beta != 0.0:
+                moved = r - beta * _residual(code, knob, factor * (before[k] + other_offset) + other_constant, y[i])
+            weight = alpha * _clipped(moved, first / norms[i])
+            if gamma != 0.0:
+                weight += gamma * _clipped(r, second / norms[i])
+            total += weight
+            now[k] = weight * factor
+            shortened += now[k]
+        for k in range(tile.size):
+            weight = now[k]
+            if weight == 0.0:
+                continue
+            start, stop = _span(rows, tile[k])
+            if scale.size:
+                for p in range(start, stop):
+                    j = _column(rows, p)
+                    out[j] += weight * _value(rows, tile[k], p) * scale[j]
+            else:
+                for p in range(start, stop):
+                    out[_column(rows, p)] += weight * _value(rows, tile[k], p)
     for j in range(shift.size):
         out[j] -= shortened * shift[j] * scale[j]
     if column != 0.0:

@@ -244,6 +244,7 @@ class LinearObjective(ABC):
         else:
             kernels.add_classes(records.packed, indices, self.outputs, params, previous, rule, out)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def _sum(self, records: Table, params: Floats, previous: Floats, rule: Rule | None) -> Floats:
         """Σ over all records of the rule's contributions; without a rule, of the plain gradients."""
         weights, offset, constant = _lift(records, params)
@@ -251,19 +252,18 @@ class LinearObjective(ABC):
         raw = np.zeros((records.features, self.outputs))
         shortened, total = np.zeros(self.outputs), np.zeros(self.outputs)
         assert records.y is not None
-        with np.errstate(over="ignore", invalid="ignore"):
-            for which, block in records.blocks():
-                y = records.y[which]
-                factors = records.factors[which, None] if records.factors.size else None
-                residuals = self._residuals(_scores(block, weights, offset, constant, factors), y)
-                if rule is not None:
-                    before = None if other is None else self._residuals(_scores(block, *other, factors), y)
-                    residuals = _contributions(residuals, before, records.norms[which], rule)
-                total += residuals.sum(axis=0)
-                if factors is not None:
-                    residuals = residuals * factors
-                shortened += residuals.sum(axis=0)
-                raw += block.T @ residuals
+        for which, block in records.blocks():
+            y = records.y[which]
+            factors = records.factors[which, None] if records.factors.size else None
+            residuals = self._residuals(_scores(block, weights, offset, constant, factors), y)
+            if rule is not None:
+                before = None if other is None else self._residuals(_scores(block, *other, factors), y)
+                residuals = _contributions(residuals, before, records.norms[which], rule)
+            total += residuals.sum(axis=0)
+            if factors is not None:
+                residuals = residuals * factors
+            shortened += residuals.sum(axis=0)
+            raw += block.T @ residuals
         if records.transform is not None:
             raw -= np.outer(records.transform.shift, shortened)
             raw = records.transform.apply(raw)
@@ -287,17 +287,17 @@ class LinearObjective(ABC):
         gradient += self.regularizer.gradient(params)
         return gradient
 
+    @np.errstate(over="ignore", invalid="ignore")
     def _loss_total(self, records: Table, indices: Indices | None, params: Floats, bound: float) -> float:
         lifted = _lift(records, params)
         total = 0.0
         assert records.y is not None
-        with np.errstate(over="ignore", invalid="ignore"):
-            for which, block in records.blocks(indices):
-                factors = records.factors[which, None] if records.factors.size else None
-                losses = self._losses(_scores(block, *lifted, factors), records.y[which])
-                if bound < math.inf:
-                    losses = np.minimum(np.where(np.isnan(losses), 0.0, losses), bound)
-                total += float(losses.sum())
+        for which, block in records.blocks(indices):
+            factors = records.factors[which, None] if records.factors.size else None
+            losses = self._losses(_scores(block, *lifted, factors), records.y[which])
+            if bound < math.inf:
+                losses = np.minimum(np.where(np.isnan(losses), 0.0, losses), bound)
+            total += float(losses.sum())
         return total
 
     def decision(self, data: Any, params: Floats) -> Floats:
