@@ -1,9 +1,8 @@
 """Which labels a table has, found privately: a count per label with noise, and only the frequent ones leave.
 
 For labels that both of two neighbouring tables have, the counts are a Gaussian release. A label that only one of
-them has occurs there once, and passes the threshold with probability at most β; but for total variation β (2β under
-replace-one, where two labels may differ) it might as well not be there. The event is therefore a Gaussian release
-plus that slack.
+them has occurs there once, and passes the threshold with probability at most β, independently of the other counts;
+otherwise it might as well not be there. The event is therefore a Gaussian release with that probability of failure.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quietgrad.privacy.rng import SecureStream
 
 @dataclass(frozen=True)
 class LabelDiscovery:
-    """A plan to find labels: noise on counts of bound C = 1 (add-remove) or 1/√2 (replace-one), and the slack β.
+    """A plan to find labels: noise on counts of bound C = 1 (add-remove) or 1/√2 (replace-one), and β.
 
     >>> LabelDiscovery(10.0, Relation.ADD_REMOVE, 1e-9).threshold > 50
     True
@@ -30,7 +29,7 @@ class LabelDiscovery:
 
     noise_multiplier: float
     relation: Relation
-    slack: float
+    failure: float
 
     @property
     def bound(self) -> float:
@@ -40,16 +39,15 @@ class LabelDiscovery:
     @property
     def event(self) -> events.Event:
         """What looking for labels costs."""
-        sides = 1.0 if self.relation is Relation.ADD_REMOVE else 2.0
-        return events.Composed((events.Gaussian(self.noise_multiplier), events.Slack(sides * self.slack)))
+        return events.Composed((events.Gaussian(self.noise_multiplier), events.Failure(self.failure)))
 
     @property
     def threshold(self) -> float:
-        """The noisy count a label must pass: one record does with probability at most ``slack``."""
+        """The noisy count a label must pass: one record does with probability at most ``failure``."""
         from scipy.special import ndtri
 
         # Two counts to spare for the rounding of count and noise to the grid.
-        return float(1.0 + 1e-3 - self.noise_multiplier * self.bound * 1.001 * ndtri(self.slack))
+        return float(1.0 + 1e-3 - self.noise_multiplier * self.bound * 1.001 * ndtri(self.failure))
 
     def run(self, labels: Any, key: bytes) -> Any:
         """The labels that pass, sorted; everything else about ``labels`` stays here."""

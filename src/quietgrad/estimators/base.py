@@ -2,7 +2,7 @@
 
 A fit may need a private look at the labels or targets before it can train. Its whole cost, looking and training, is
 planned from public numbers, reserved in the ledger at once, and stated in ``privacy_``. Clones made by a grid
-search or a cross-validation carry the same ledger and account, so every one of their fits is charged to the same people.
+search or a cross-validation carry the same ledger and account, so each of their fits is charged to the same people.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
     with _tally_lock:
         parts = list(_tally.get(account, []))
     return price(events.composed(parts), delta=delta, relation=relation) if parts else 0.0
+
+
+def tally(account: str, event: events.Event) -> None:
+    """Add ``event`` to what this process spent on ``account`` without a ledger."""
+    with _tally_lock:
+        _tally.setdefault(account, []).append(event)
 
 
 class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
@@ -109,8 +115,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         """Charge the whole fit before anything is released; returns a function that closes the entry."""
         assert plan.budget is not None
         if self.ledger is None:
-            with _tally_lock:
-                _tally.setdefault(self.account, []).append(plan.event)
+            tally(self.account, plan.event)
             return lambda: None
         from quietgrad.privacy.ledger import Ledger
 
@@ -145,7 +150,6 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
-        tags.non_deterministic = True  # secret noise: two fits differ
         return tags
 
 

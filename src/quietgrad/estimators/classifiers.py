@@ -18,7 +18,7 @@ from quietgrad.estimators.base import LOOK_SHARE, PrivateLinearModel, refuse_wei
 from quietgrad.objectives.glm import Hinge, Logistic, Multinomial
 from quietgrad.privacy.budget import Budget
 
-_SLACK_PART = 1e-3  # of δ, for a rare label that passes the threshold
+_FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
 
 
 class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
@@ -42,7 +42,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             self.classes_ = discovery.run(y, key)
             if len(self.classes_) < 2:
                 raise DataError(
-                    "y: fewer than two classes are frequent enough to be found privately. "
+                    "y: at most one class is frequent enough to be found privately. "
                     "Declare them as public: classes=[...]."
                 )
         codes = np.searchsorted(self.classes_, y)
@@ -62,7 +62,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         whole = calibrate(
             epsilon=budget.epsilon, delta=budget.delta, steps=1, sampling="full", relation=budget.relation
         )
-        return LabelDiscovery(whole / math.sqrt(LOOK_SHARE), budget.relation, _SLACK_PART * budget.delta)
+        return LabelDiscovery(whole / math.sqrt(LOOK_SHARE), budget.relation, _FAILURE_PART * budget.delta)
 
     def _loss(self, classes: int) -> Any:
         raise NotImplementedError

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Budget, Relation, check_delta
-from quietgrad.privacy.composition import CannotProve, alternatives, bag, describe, total_slack
+from quietgrad.privacy.composition import CannotProve, alternatives, bag, describe, total_failure, total_slack
 from quietgrad.privacy.events import Event
 from quietgrad.privacy.gaussian import gaussian_profile
 from quietgrad.privacy.pure import pure_profile
@@ -108,7 +108,7 @@ def noise_multiplier_for_rho(rho: float, relation: str | Relation) -> float:
 def mu_of(event: Event, *, relation: str | Relation) -> float:
     """Return μ of un-sampled Gaussian releases, which together are exactly μ-GDP: μ² = Σ (Δ/σ)².
 
-    >>> from quietgrad.privacy.events import Gaussian
+    >>> from quietgrad.privacy.events import Gaussian, Repeated
     >>> mu_of(Repeated(Gaussian(10.0), 25), relation="add-remove")
     0.5
     """
@@ -154,8 +154,8 @@ def prove(event: Event, *, delta: float, relation: str | Relation, accountant: s
     if math.isinf(proof.epsilon):
         slack = total_slack(event)
         cause = (
-            f"its outputs may be {slack:g} away in total variation, too much for this δ"
-            if 2 * slack >= delta
+            f"its outputs may be {slack:g} away in total variation, too much for this δ and this noise"
+            if slack > 0.0
             else "its noise is too small for any accountant to give a finite ε; use a larger noise multiplier"
         )
         raise UnprovableError(f"{describe(event)}, δ={delta:g}, {relation}: no finite ε, because {cause}.")
@@ -164,12 +164,16 @@ def prove(event: Event, *, delta: float, relation: str | Relation, accountant: s
 
 def bound(event: Event, delta: float, relation: Relation, accountant: str = "best") -> Proof:
     """``prove`` for inputs already checked, with ε = ∞ where it raises for too little noise."""
-    slack = total_slack(event)
-    worst = Proof(0.0 if 2 * slack <= delta else math.inf, delta, relation, "none")
+    slack, failure = total_slack(event), total_failure(event)
+    rest = delta - failure
+    worst = Proof(0.0 if 2 * slack <= rest else math.inf, delta, relation, "none")
+    if rest <= 0.0:
+        return worst
     for core in _cores(event):
         epsilon, name = _best(
-            core, relation, accountant, lambda profile: _epsilon_with_slack(profile, delta, slack), delta=delta
+            core, relation, accountant, lambda profile: _epsilon_with_slack(profile, rest, slack), delta=rest
         )
+        epsilon -= math.log1p(-failure)
         if epsilon >= worst.epsilon:
             worst = Proof(epsilon, delta, relation, name)
     return worst
@@ -185,11 +189,13 @@ def delta_of(event: Event, *, epsilon: float, relation: str | Relation, accounta
     if not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon < math.inf:
         raise ValueError(f"epsilon={epsilon!r}: must be ≥ 0 and finite.")
     relation = Relation.parse(relation)
+    failure = total_failure(event)
+    epsilon = max(0.0, epsilon + math.log1p(-failure))
     worst = 0.0
     for core in _cores(event):
         value, _ = _best(core, relation, accountant, lambda profile: profile.delta(epsilon), epsilon=epsilon)
         worst = max(worst, value)
-    return min(1.0, worst + (1 + math.exp(min(epsilon, 700.0))) * total_slack(event))
+    return min(1.0, worst + failure + (1 + math.exp(min(epsilon, 700.0))) * total_slack(event))
 
 
 def _cores(event: Event) -> list[Event]:

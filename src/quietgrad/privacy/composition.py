@@ -2,7 +2,7 @@
 
 * ``alternatives``: under ``Parallel`` and ``PerParty`` a record lies in one part, so a composition costs what its
   worst choice of parts costs; an event becomes the list of its choices, none of which is parallel any more.
-* ``total_slack``: the total variation distances collected from ``Slack`` events.
+* ``total_slack``, ``total_failure``: what ``Slack`` and ``Failure`` events of a composition add up to.
 * ``bag``: a composition as a multiset of releases, un-sampled Gaussians merged into one.
 * ``rough_mu``: an asymptotic size of the privacy loss. A starting point for searches, never a guarantee.
 """
@@ -18,6 +18,7 @@ from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
+    Failure,
     FixedSize,
     Gaussian,
     Laplace,
@@ -61,32 +62,39 @@ def describe(event: Event, limit: int = 160) -> str:
 
 def total_slack(event: Event) -> float:
     """Return the total variation distance that all ``Slack`` events of a composition may add up to."""
+    return _total(event, lambda part: part.total_variation if isinstance(part, Slack) else 0.0)
+
+
+def total_failure(event: Event) -> float:
+    """Return the probability that any ``Failure`` of a composition happens, by the union bound."""
+    return _total(event, lambda part: part.probability if isinstance(part, Failure) else 0.0)
+
+
+def _total(event: Event, measure: Callable[[Event], float]) -> float:
     match event:
-        case Slack(total_variation=tv):
-            return tv
         case Composed(parts=parts):
-            return math.fsum(total_slack(part) for part in parts)
+            return math.fsum(_total(part, measure) for part in parts)
         case Parallel(parts=parts) | PerParty(parties=parts):
-            return max(total_slack(part) for part in parts)
+            return max(_total(part, measure) for part in parts)
         case Repeated(inner=inner, count=count):
-            return count * total_slack(inner)
+            return count * _total(inner, measure)
         case RandomRound(inner=inner, law=law):
-            return math.fsum(weight * count for count, weight in law) * total_slack(inner)
+            return math.fsum(weight * count for count, weight in law) * _total(inner, measure)
         case RepeatAndSelect(inner=inner, mean=mean):
-            return mean * total_slack(inner)
+            return mean * _total(inner, measure)
         case Poisson(inner=inner) | FixedSize(inner=inner):
-            return total_slack(inner)
-    return 0.0
+            return _total(inner, measure)
+    return measure(event)
 
 
 def alternatives(event: Event) -> list[Event]:
-    """Return the choices of parts of ``event``, without slack: its ε is the largest of theirs.
+    """Return the choices of parts of ``event``, without slack and failures: its ε is the largest of theirs.
 
     An empty list means that nothing but slack was released. Raises ``CannotProve`` when there are too many
     choices to try; the Rényi accountant takes such an event whole.
     """
     match event:
-        case Slack():
+        case Slack() | Failure():
             return []
         case Composed(parts=parts):
             lists = [choices for part in parts if (choices := alternatives(part))]

@@ -251,6 +251,21 @@ class Slack(Event, kind="slack"):
             raise ValueError(f"total_variation={self.total_variation!r}: must be in [0, 1).")
 
 
+@dataclass(frozen=True)
+class Failure(Event, kind="failure"):
+    """With ``probability`` at most p, and independently of the rest, something else was released as well.
+
+    The other events describe what is released otherwise. An (ε, δ) mechanism that fails so is
+    (ε + log(1/(1−p)), δ + p): a rare label that passes a threshold enters the guarantee here.
+    """
+
+    probability: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.probability < 1.0:
+            raise ValueError(f"probability={self.probability!r}: must be in [0, 1).")
+
+
 def gaussian(noise_multiplier: float, steps: int = 1) -> Event:
     """Full-batch Gaussian releases, ``steps`` of them.
 

@@ -23,6 +23,7 @@ from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
+    Failure,
     FixedSize,
     Gaussian,
     Laplace,
@@ -98,7 +99,7 @@ def _rho(event: Event, relation: Relation, factor: float) -> float:
             return max(_rho(part, relation, factor) for part in parts)
         case RandomRound(inner=inner, law=law):
             return max(number for number, _ in law) * _rho(inner, relation, factor)
-        case Slack():
+        case Slack() | Failure():
             return 0.0
     raise CannotProve(event, f"a {event.kind} event is not zCDP")
 
@@ -133,7 +134,7 @@ def _curve(event: Event, relation: Relation, factor: float) -> Array:
             return _array(np.logaddexp.reduce(logs, axis=0) / (a - 1))
         case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
             return _select(_curve(inner, relation, factor), mean, shape)
-        case Slack():
+        case Slack() | Failure():
             return np.zeros_like(a)
     raise CannotProve(event, f"a {event.kind} event has no Rényi curve")
 

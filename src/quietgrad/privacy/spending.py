@@ -194,7 +194,7 @@ def _in_order(wanted: Sequence[events.Event], whole: Sequence[events.Event]) -> 
     for part in whole:
         if found < len(wanted) and is_part(wanted[found], part):
             found += 1
-        elif isinstance(part, events.Slack):
+        elif isinstance(part, (events.Slack, events.Failure)):
             return False
     return found == len(wanted)
 

@@ -1,0 +1,197 @@
+"""scikit-learn's own checks, and what they do not know: budgets, ledgers, clones, looks, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sparse
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_digits
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import quietgrad as qg
+from quietgrad.errors import BudgetError, DataError
+from quietgrad.estimators import (
+    PrivateHuberRegressor,
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateSearch,
+    PrivateSVC,
+    spent,
+)
+
+# The checks fit tables of ten to a few hundred rows; at ε = 1 no honest method could find their classes.
+LOOSE: dict[str, Any] = {"epsilon": 1e4, "delta": 0.1}
+
+
+@parametrize_with_checks(  # type: ignore[untyped-decorator]
+    [
+        PrivateLogisticRegression(**LOOSE),
+        PrivateSVC(**LOOSE),
+        PrivateHuberRegressor(**LOOSE),
+        PrivateLinearRegression(**LOOSE),
+    ]
+)
+@pytest.mark.filterwarnings("ignore:random_state")
+def test_scikit_learn_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def separable(n: int = 4000, d: int = 4, seed: int = 0) -> tuple[Any, Any]:
+    X = np.random.default_rng(seed).standard_normal((n, d))
+    return X, (X[:, 0] + 0.5 * X[:, 1] > 0).astype(int)
+
+
+def test_every_look_is_inside_the_budget() -> None:
+    X, y = separable()
+    model = PrivateLogisticRegression(epsilon=1.0, delta=1e-6).fit(X, y)
+    assert model.privacy_.epsilon is not None
+    assert 0.99 < model.privacy_.epsilon <= 1.0
+    whole = qg.account(model.privacy_.events, delta=1e-6, relation="replace-one")
+    assert whole == pytest.approx(model.privacy_.epsilon)
+    assert set(model.classes_) == {0, 1}
+    assert model.score(X, y) > 0.9
+
+
+def test_rare_labels_stay_unknown_and_common_ones_are_found() -> None:
+    X, y = separable()
+    y[:3] = 7
+    assert 7 not in PrivateLogisticRegression(epsilon=1.0, delta=1e-6).fit(X, y).classes_
+
+
+def test_too_few_records_to_find_classes_is_said() -> None:
+    X, y = separable(40)
+    with pytest.raises(DataError, match="Declare them as public"):
+        PrivateLogisticRegression(epsilon=0.1, delta=1e-6).fit(X, y)
+
+
+def test_clones_and_folds_are_charged_to_one_account(tmp_path: Path) -> None:
+    X, y = separable(2000)
+    path = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], row_bound=4.0, ledger=path, account="people")
+    GridSearchCV(model, {"regularization": [0.0, 0.1]}, cv=3, refit=True).fit(X, y)
+    book = qg.Ledger(path)
+    assert len(book.book().of("people")) == 2 * 3 + 1
+    assert book.spent("people", delta=1e-5, relation="replace-one").epsilon > 2.0
+
+
+def test_cap_stops_the_fit_before_anything_is_spent(tmp_path: Path) -> None:
+    X, y = separable(1000)
+    path = tmp_path / "ledger.jsonl"
+    cap = qg.Budget(1.2, 1e-5, qg.Relation.REPLACE_ONE)
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], row_bound=4.0, ledger=path, cap=cap)
+    model.fit(X, y)
+    with pytest.raises(BudgetError):
+        clone(model).fit(X, y)
+    assert len(qg.Ledger(path).book().of("default")) == 1
+
+
+def test_fits_without_a_ledger_are_added_up_in_the_process() -> None:
+    X, y = separable(1000)
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], row_bound=4.0, account="tally")
+    model.fit(X, y)
+    one = spent("tally")
+    clone(model).fit(X, y)
+    assert one == pytest.approx(1.0, rel=2e-3)
+    assert spent("tally") > 1.3
+
+
+def test_pipeline_sparse_and_strings() -> None:
+    X, y = separable()
+    names = np.array(["no", "yes"])[y]
+    model = PrivateLogisticRegression(epsilon=2.0, classes=["no", "yes"], row_bound=4.0)
+    piped = make_pipeline(FunctionTransformer(), model).fit(sparse.csr_matrix(X), names)
+    assert set(piped.predict(X[:50])) <= {"no", "yes"}
+    assert piped.score(X, names) > 0.9
+
+
+def test_multinomial_on_digits() -> None:
+    X, y = load_digits(return_X_y=True)
+    model = PrivateLogisticRegression(epsilon=8.0, delta=1e-4, classes=range(10), row_bound=80.0).fit(X, y)
+    assert model.predict_proba(X).sum(axis=1) == pytest.approx(np.ones(len(y)))
+    assert model.score(X, y) > 0.8
+
+
+def test_small_real_table() -> None:
+    X, y = load_breast_cancer(return_X_y=True)
+    X = X / X.max(axis=0)
+    scores = [
+        PrivateLogisticRegression(epsilon=4.0, delta=1e-4, classes=[0, 1]).fit(X, y).score(X, y) for _ in range(5)
+    ]
+    assert np.median(scores) > 0.85
+
+
+def test_regressors_with_private_scale() -> None:
+    X, _ = separable(6000)
+    y = 100.0 + 10.0 * X[:, 0] - 5.0 * X[:, 2]
+    for model in (PrivateHuberRegressor(epsilon=2.0), PrivateLinearRegression(epsilon=2.0)):
+        assert model.fit(X, y).score(X, y) > 0.8
+        assert model.privacy_.epsilon is not None
+        assert model.privacy_.epsilon <= 2.0
+
+
+def test_other_algorithms_and_add_remove() -> None:
+    X, y = separable()
+    method = qg.DPSGD(steps=200, batch_size=200, learning_rate=1.0)
+    model = PrivateLogisticRegression(
+        epsilon=2.0, relation="add-remove", classes=[0, 1], n_public=4000, algorithm=method
+    ).fit(X, y)
+    assert model.privacy_.accountant == "pld-poisson"
+    assert model.score(X, y) > 0.9
+
+
+def test_seeded_fits_are_equal_and_not_private() -> None:
+    X, y = separable(1000)
+    models = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="not private"):
+            models.append(PrivateLogisticRegression(classes=[0, 1], row_bound=4.0, random_state=3).fit(X, y))
+    assert np.array_equal(models[0].coef_, models[1].coef_)
+    assert not models[0].privacy_.is_private
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon=0.0"),
+        ({"delta": 1.0}, "delta=1.0"),
+        ({"relation": "nearby"}, "relation='nearby'"),
+        ({"classes": [0]}, "at least two"),
+        ({"classes": [0, 2]}, "not among the declared"),
+        ({"row_bound": -1.0}, "row_bound"),
+        ({"random_state": "x"}, "random_state"),
+    ],
+)
+def test_bad_settings_are_refused_and_nothing_is_spent(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    X, y = separable(100)
+    path = tmp_path / "ledger.jsonl"
+    settings: dict[str, Any] = {"classes": [0, 1], "row_bound": 4.0, **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        PrivateLogisticRegression(ledger=path, **settings).fit(X, y)
+    assert not path.exists()
+
+
+def test_sample_weight_is_refused_with_the_reason() -> None:
+    X, y = separable(100)
+    with pytest.raises(ValueError, match="w times the privacy"):
+        PrivateLogisticRegression(classes=[0, 1]).fit(X, y, sample_weight=np.ones(100))
+
+
+def test_private_search_is_charged_once(tmp_path: Path) -> None:
+    X, y = separable(5000)
+    path = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=4.0)
+    search = PrivateSearch(model, {"regularization": [0.0, 10.0]}, epsilon=4.0, ledger=path).fit(X, y)
+    assert search.score(X, y) > 0.85
+    assert len(qg.Ledger(path).book().of("default")) == 1
+    assert 3.9 < search.privacy_epsilon_ <= 4.0
+    with pytest.raises(DataError, match="declare its classes"):
+        PrivateSearch(PrivateLogisticRegression(), {"regularization": [0.0]}).fit(X, y)
