@@ -1,0 +1,102 @@
+"""`quietgrad demo`: a first private model from nothing, in well under two minutes, online or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quietgrad.cli.options import Json, show_json
+from quietgrad.cli.runs import RunSpec
+
+if TYPE_CHECKING:
+    from quietgrad.data import Dataset
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Example: quietgrad demo --out runs/demo")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for models, ledger and report.")] = Path("runs/demo"),
+    epsilon: Annotated[float, typer.Option(help="ε of each of the two runs.")] = 1.0,
+    delta: Annotated[float, typer.Option(help="δ of each of the two runs.")] = 1e-5,
+    as_json: Json = False,
+) -> None:
+    """Plan, explain and train two private models on a real data set, and leave a report that compares them."""
+    from quietgrad.cli.train import run
+    from quietgrad.data import demo_dataset
+    from quietgrad.privacy.ledger import Ledger
+    from quietgrad.training import plan
+
+    def say(text: str) -> None:
+        if not as_json:
+            typer.echo(text)
+
+    data = demo_dataset()
+    say(f"Data: {data.name}, {data.n} records of {data.d} features. {'; '.join(data.notes)}.")
+    ledger = out / "ledger.jsonl"
+    specs = _specs(data, epsilon, delta, ledger)
+    method = specs["dp-srm"].make_algorithm(data)
+    budget = specs["dp-srm"].budget()
+    say("\nBefore anything is released, the plan:\n")
+    say(plan(method, n=data.n, budget=budget).explain())
+    say("")
+    results = {}
+    for name, spec in specs.items():
+        folder = out / name
+        _abandon(folder)
+        say(f"Training {name} …")
+        results[name] = run(spec, folder, quiet=as_json)
+    page = _compare([out / name for name in specs], out / "report.html")
+    total = Ledger(ledger).spent("demo", delta=delta, relation="add-remove")
+    if as_json:
+        runs = {
+            name: {"epsilon": r.privacy.epsilon, "metrics": dict(r.metrics), "seconds": r.seconds}
+            for name, r in results.items()
+        }
+        show_json({"data": data.name, "runs": runs, "account": total.to_json(), "report": page and str(page)})
+        return
+    say(f"\n{'run':<10}{'ε':>8}{'test accuracy':>16}{'test loss':>12}{'seconds':>10}")
+    for name, result in results.items():
+        scores = result.metrics
+        figures = f"{scores['test_accuracy']:>16.4f}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
+        say(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
+    say(f"\nBoth runs are about the same people: together, ε = {total.epsilon:.4g} at δ = {delta:g} ({ledger}).")
+    if page is not None:
+        say(f"Report: {page.resolve()}")
+    say(f"Next: quietgrad ledger show {ledger}  ·  quietgrad train --help")
+
+
+def _specs(data: Dataset, epsilon: float, delta: float, ledger: Path) -> dict[str, RunSpec]:
+    shared = RunSpec(epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo")
+    small = {"batch_size": max(1, min(256, data.n // 8))}
+    return {"dp-srm": replace(shared, algorithm="dp-srm", flags=small), "default": shared}
+
+
+def _abandon(folder: Path) -> None:
+    """Forget an interrupted demo in ``folder``: its reservation stays charged, its key goes."""
+    from quietgrad.checkpoint import load
+    from quietgrad.errors import DataError
+    from quietgrad.privacy.keys import KeyFile
+
+    path = folder / "checkpoint.safetensors"
+    if not path.exists():
+        return
+    try:
+        KeyFile.destroy(load(path).meta["run"])
+    except DataError:
+        typer.echo(f"{path} cannot be read; it is replaced.", err=True)
+    path.unlink()
+
+
+def _compare(folders: list[Path], target: Path) -> Path | None:
+    try:
+        from quietgrad.report.page import write_report
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "markupsafe"):
+            raise
+        typer.echo("no report: it needs `pip install 'quietgrad[report]'`.", err=True)
+        return None
+    return write_report(folders, target)

@@ -1,0 +1,48 @@
+"""Scores of a model. They look at records without noise, so every one of them is data and is marked so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from quietgrad.data import Dataset
+
+HELD_OUT = "held-out records, without noise"
+TRAINING = "private training records, without noise"
+
+
+def evaluate(objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, train: bool) -> dict[str, Any]:
+    """Scores on the held-out part, if there is one, and on the training part if ``train`` says so.
+
+    ``"private": false`` marks them all; ``"computed_on"`` says whose records each was computed on.
+    """
+    metrics: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    if data.X_test is not None and data.y_test is not None:
+        scores = _scores(objective, params, (data.X_test, data.y_test), data.task)
+        metrics |= {f"test_{name}": value for name, value in scores.items()}
+        where |= {f"test_{name}": HELD_OUT for name in scores}
+    if train:
+        scores = _scores(objective, params, (data.X, data.y), data.task)
+        records = objective.prepare((data.X, data.y))
+        gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
+        metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
+        where |= {name: TRAINING for name in metrics if not name.startswith("test_")}
+    return {**metrics, "private": False, "computed_on": where} if metrics else {}
+
+
+def _scores(objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str) -> dict[str, float]:
+    if objective.rows == "refuse":  # the bound protects training records; others may be longer
+        objective = dataclasses.replace(objective, row_bound=None)
+    records = objective.prepare(part)
+    answers = objective.predict(records, params)
+    scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}
+    if task == "regression":
+        scores["rmse"] = float(np.sqrt(np.mean((answers - part[1]) ** 2)))
+    else:
+        scores["accuracy"] = float(np.mean(answers == part[1]))
+    return scores

@@ -1,0 +1,119 @@
+"""`quietgrad predict`: what a trained model says of records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quietgrad.cli.options import Json, show_json, writable
+from quietgrad.cli.runs import RunSpec, objective_from
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Example: quietgrad predict runs/a9a new.csv -o predictions.csv")
+def predict(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Records, in a file like the one trained on (its label column is needed and only used for scores), "
+            "or a registered name, whose test part is taken.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write here (.csv or .json) instead of printing.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
+    from quietgrad.errors import DataError
+    from quietgrad.result import load
+
+    result = load(folder)
+    facts = result.details.get("model")
+    if facts is None:
+        raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
+    objective = objective_from(facts)
+    X, y = _records(folder, data, facts)
+    answers = objective.predict(X, result.params)
+    names = facts["class_names"]
+    columns: dict[str, list[Any]] = {
+        "prediction": [names[int(a)] for a in answers] if names else [float(a) for a in answers]
+    }
+    if hasattr(objective, "probabilities"):
+        chances = objective.probabilities(X, result.params)
+        chosen = chances if chances.ndim == 1 else chances.max(axis=1)
+        columns["probability_of_" + str(names[1]) if chances.ndim == 1 and names else "probability"] = [
+            round(float(p), 6) for p in chosen
+        ]
+    scores = {} if y is None else _scores(answers, y, facts["task"])
+    if output is not None:
+        _write(writable(output), columns)
+        typer.echo(f"{len(answers)} predictions written to {output}.", err=as_json)
+    if as_json:
+        show_json({"records": len(answers), "scores": scores, **({} if output else columns)})
+    elif output is None:
+        typer.echo(_csv(columns), nl=False)
+    for name, value in scores.items() if not as_json else ():
+        typer.echo(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
+
+
+def _records(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
+    from quietgrad.data import load
+    from quietgrad.errors import DataError
+
+    if not Path(data).is_file():
+        loaded = load(data)
+        X, y = (loaded.X, loaded.y) if loaded.X_test is None else (loaded.X_test, loaded.y_test)
+    else:
+        spec = RunSpec.load(folder)
+        reading = {**spec.reading, "task": facts["task"]}
+        if "schema" not in reading and facts["task"] != "regression":
+            names = facts["class_names"]
+            reading.setdefault("classes", [float(c) if _is_number(c) else c for c in names])
+        if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
+            reading["n_features"] = facts["features"]
+        loaded = load(data, train=False, **reading)
+        X, y = loaded.X, loaded.y
+    if X.shape[1] != facts["features"]:
+        raise DataError(f"{data}: has {X.shape[1]} features, the model was trained on {facts['features']}.")
+    return X, y
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _scores(answers: Any, y: Any, task: str) -> dict[str, float]:
+    import numpy as np
+
+    if task == "regression":
+        return {"rmse": float(np.sqrt(np.mean((answers - y) ** 2)))}
+    return {"accuracy": float(np.mean(answers == y))}
+
+
+def _csv(columns: dict[str, list[Any]]) -> str:
+    import csv
+    import io
+
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(columns)
+    rows.writerows(zip(*columns.values(), strict=True))
+    return text.getvalue()
+
+
+def _write(path: Path, columns: dict[str, list[Any]]) -> None:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(columns))
+    else:
+        path.write_text(_csv(columns))

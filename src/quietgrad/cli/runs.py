@@ -1,0 +1,181 @@
+"""A training run as its options describe it: written to ``run.json`` first, so that it can be resumed and explained.
+
+A :class:`RunSpec` is plain values; from them come the data, the objective, the algorithm and the budget, the same in
+``train``, ``resume`` and ``demo``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from quietgrad.errors import DataError
+
+if TYPE_CHECKING:
+    from quietgrad.data import Dataset
+    from quietgrad.privacy.budget import Budget
+
+RUN_FILE = "run.json"
+_MOST_WHITENED = 1000  # features: a second-moment matrix grows with their square, and so does its noise
+_FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
+_OBJECTIVES = {"binary": "logistic", "multiclass": "multinomial", "regression": "huber"}
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The options of ``quietgrad train``, as JSON values."""
+
+    data: str | None = None
+    test: str | None = None
+    reading: dict[str, Any] = field(default_factory=dict)
+    objective: str | None = None
+    regularizer: str | None = None
+    intercept: bool = True
+    row_bound: float | None = None
+    rows: str = "refuse"
+    algorithm: str | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    epsilon: float | None = None
+    delta: float = 1e-5
+    relation: str = "add-remove"
+    non_private: bool = False
+    ledger: str | None = None
+    account: str = "default"
+    cap_epsilon: float | None = None
+    n_public: int | None = None
+    evaluate_train: bool = False
+    checkpoint_seconds: float = 10.0
+
+    def save(self, folder: Path) -> None:
+        """Write ``run.json`` into ``folder``."""
+        from quietgrad.checkpoint import write_atomically
+
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / RUN_FILE, (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> RunSpec:
+        """Read the options that a run was started with."""
+        try:
+            values = json.loads((folder / RUN_FILE).read_text())
+            return cls(**{**values, "settings": tuple(values["settings"])})
+        except FileNotFoundError:
+            raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise DataError(f"{folder / RUN_FILE}: cannot be read as the options of a run.") from None
+
+    def budget(self) -> Budget | None:
+        """The promise; ``None`` for a run that is not private."""
+        from quietgrad.cli.options import budget
+
+        return None if self.non_private else budget(self.epsilon, self.delta, self.relation)
+
+    def cap(self) -> Budget | None:
+        """The most that the account as a whole may spend."""
+        from quietgrad.cli.options import budget
+
+        return None if self.cap_epsilon is None else budget(self.cap_epsilon, self.delta, self.relation)
+
+    def make_algorithm(self, data: Dataset) -> Any:
+        """The method asked for, or the default for linear models, chosen from public numbers only."""
+        from quietgrad.cli.settings import algorithm_from
+
+        if self.algorithm is not None:
+            return algorithm_from(self.algorithm, self.flags, self.settings)
+        given = {key: value for key, value in self.flags.items() if value is not None}
+        if self.non_private or data.d > _MOST_WHITENED:
+            return algorithm_from("dp-gd", {**_FULL_BATCH, **given}, self.settings)
+        bound = data.row_bound if self.row_bound is None else self.row_bound
+        return algorithm_from("whitened-gd", {"row_bound": bound, **given}, self.settings)
+
+    def load_data(self) -> Dataset:
+        """Read and check the data; nothing is reserved yet."""
+        from quietgrad.data import demo_dataset, load
+
+        if self.data is None:
+            return demo_dataset()
+        return load(self.data, test=self.test, **self.reading)
+
+    def ledger_in(self, folder: Path) -> Path | None:
+        """The ledger file; a run without a budget has nothing to write there."""
+        if self.non_private:
+            return None
+        return folder / "ledger.jsonl" if self.ledger is None else Path(self.ledger)
+
+    def describe_objective(self, data: Dataset) -> dict[str, Any]:
+        """What :func:`objective_from` needs, and the class names: public facts that are kept with the model."""
+        name = self.objective or _OBJECTIVES[data.task]
+        return {
+            "objective": name,
+            "regularizer": self.regularizer,
+            "intercept": self.intercept,
+            "row_bound": data.row_bound if self.row_bound is None else self.row_bound,
+            "rows": self.rows,
+            "features": data.d,
+            "task": data.task,
+            "classes": None if data.classes is None else len(data.classes),
+            "class_names": None if data.class_names is None else list(data.class_names),
+        }
+
+
+def objective_from(facts: dict[str, Any]) -> Any:
+    """The objective that :meth:`RunSpec.describe_objective` describes.
+
+    >>> facts = {"objective": "huber:0.5", "regularizer": "l2:0.1", "intercept": True, "row_bound": None,
+    ...          "rows": "refuse", "task": "regression", "classes": None}
+    >>> objective_from(facts)
+    Huber(regularizer=L2(strength=0.1, unpenalized=1), intercept=True, ..., threshold=0.5)
+    """
+    from quietgrad import objectives
+
+    name, number = _name_and_number(facts["objective"], "--objective")
+    task, classes = facts["task"], facts["classes"]
+    wanted = {"logistic": "binary", "hinge": "binary", "multinomial": "multiclass"}.get(name, "regression")
+    if name not in ("logistic", "multinomial", "huber", "squared", "hinge"):
+        allowed = "logistic, multinomial, huber[:THRESHOLD], squared or hinge[:SMOOTHING]"
+        raise typer.BadParameter(f"{name!r}: must be {allowed}.", param_hint="--objective")
+    if (wanted == "binary" and task != "binary") or (wanted == "multiclass" and task == "regression"):
+        raise DataError(f"the objective {name} is for {wanted} labels, and the data is {task}.")
+    outputs = classes if name == "multinomial" else 1
+    kind = getattr(objectives, name.capitalize())
+    extra: dict[str, Any] = {}
+    if name == "multinomial":
+        extra["classes"] = classes
+    if number is not None:
+        knob = {"huber": "threshold", "hinge": "smoothing"}.get(name)
+        if knob is None:
+            raise typer.BadParameter(f"{name} takes no number.", param_hint="--objective")
+        extra[knob] = number
+    penalty = regularizer_from(facts["regularizer"], outputs if facts["intercept"] else 0)
+    if penalty is not None:
+        extra["regularizer"] = penalty
+    return kind(intercept=facts["intercept"], row_bound=facts["row_bound"], rows=facts["rows"], **extra)
+
+
+def regularizer_from(text: str | None, unpenalized: int) -> Any:
+    """A penalty from text such as ``l2:0.1`` or ``nonconvex:0.001``; the intercepts stay free."""
+    from quietgrad import objectives
+
+    if text is None or text == "none":
+        return None
+    name, strength = _name_and_number(text, "--regularizer")
+    kinds = {"l2": objectives.L2, "nonconvex": objectives.Nonconvex}
+    if name not in kinds or strength is None:
+        raise typer.BadParameter(
+            f"{text!r}: must be l2:STRENGTH, nonconvex:STRENGTH or none.", param_hint="--regularizer"
+        )
+    return kinds[name](strength, unpenalized=unpenalized)
+
+
+def _name_and_number(text: str, hint: str) -> tuple[str, float | None]:
+    name, colon, number = text.partition(":")
+    try:
+        return name, float(number) if colon else None
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: {number!r} is no number.", param_hint=hint) from None

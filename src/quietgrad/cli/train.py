@@ -1,0 +1,230 @@
+"""`quietgrad train`: a table and a budget in; a model, a ledger entry, a result and a report out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quietgrad.cli.options import (
+    BatchSize,
+    Clip,
+    Delta,
+    Epsilon,
+    Gamma,
+    Json,
+    LearningRate,
+    RelationName,
+    Sampling,
+    Settings,
+    Steps,
+    show_json,
+    show_rows,
+    usage,
+)
+from quietgrad.cli.runs import RunSpec, objective_from
+
+if TYPE_CHECKING:
+    from quietgrad.data import Dataset
+    from quietgrad.result import Result
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    epilog="Example: quietgrad train a9a --algorithm dp-srm --epsilon 1 --delta 1e-5 --out runs/a9a   ·   "
+    "quietgrad train people.csv --schema schema.json --epsilon 0.5 --account patients --out runs/people"
+)
+def train(
+    data: Annotated[
+        str | None,
+        typer.Argument(help="A LIBSVM, CSV, npz or parquet file, or a registered name; without it, the demo's."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the model, result, ledger and report.")] = Path("runs/last"),
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    relation: RelationName = "add-remove",
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models."),
+    ] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    learning_rate: LearningRate = None,
+    clip: Clip = None,
+    gamma: Gamma = None,
+    sampling: Sampling = None,
+    settings: Settings = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(help="logistic, multinomial, huber[:T], squared, hinge[:H]; by default as the labels say."),
+    ] = None,
+    regularizer: Annotated[str | None, typer.Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None,
+    intercept: Annotated[bool, typer.Option(help="Whether to fit a constant term.")] = True,
+    row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
+    rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
+    test: Annotated[Path | None, typer.Option(help="Held-out records in a file of the same kind.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
+    label: Annotated[str | None, typer.Option(help="Label column; else the last.")] = None,
+    classes: Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")] = None,
+    task: Annotated[str | None, typer.Option(help="binary, multiclass or regression.")] = None,
+    n_features: Annotated[int | None, typer.Option(help="Public number of features (LIBSVM).")] = None,
+    n_public: Annotated[
+        int | None, typer.Option(help="Public number of records; else the file's is taken.")
+    ] = None,
+    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
+    account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
+    cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
+    evaluate_train: Annotated[
+        bool, typer.Option("--evaluate-train", help="Score the private training records too, without noise.")
+    ] = False,
+    non_private: Annotated[bool, typer.Option("--non-private", help="No noise and no promise.")] = False,
+    checkpoint_seconds: Annotated[float, typer.Option(help="At most so often a checkpoint is written.")] = 10.0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a finished result in the folder.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a linear model privately; an interrupted run continues with `quietgrad resume DIR`."""
+    reading = {
+        "schema": None if schema is None else str(schema.resolve()),
+        "label": label,
+        "classes": _classes(classes),
+        "task": task,
+        "n_features": n_features,
+    }
+    spec = RunSpec(
+        data=None if data is None else str(Path(data).resolve()) if Path(data).is_file() else data,
+        test=None if test is None else str(test.resolve()),
+        reading={key: value for key, value in reading.items() if value is not None},
+        objective=objective,
+        regularizer=regularizer,
+        intercept=intercept,
+        row_bound=row_bound,
+        rows=rows,
+        algorithm=algorithm,
+        flags={
+            "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip,
+            "gamma": gamma, "sampling": sampling,
+        },
+        settings=tuple(settings or ()),
+        epsilon=epsilon,
+        delta=delta,
+        relation=relation,
+        non_private=non_private,
+        ledger=None if ledger is None else str(ledger.resolve()),
+        account=account,
+        cap_epsilon=cap_epsilon,
+        n_public=n_public,
+        evaluate_train=evaluate_train,
+        checkpoint_seconds=checkpoint_seconds,
+    )  # fmt: skip
+    spec.budget()  # a mistake in the promise is told before the data is read
+    _check_folder(out, overwrite=overwrite)
+    result = run(spec, out, quiet=quiet or as_json)
+    show(result, out, as_json=as_json)
+
+
+def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
+    """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
+    from quietgrad.cli.progress import SpentSoFar, progress
+    from quietgrad.training import minimize, plan, resume
+
+    data = spec.load_data()
+    facts = spec.describe_objective(data)
+    method = spec.make_algorithm(data)
+    promise = spec.budget()
+    with usage():
+        loss = objective_from(facts)
+        the_plan = plan(method, n=spec.n_public or data.n, budget=promise)
+    spent = SpentSoFar(the_plan)
+    kept: dict[str, Any] = {
+        "ledger": spec.ledger_in(out),
+        "account": spec.account,
+        "cap": spec.cap(),
+        "folder": out,
+        "checkpoint_seconds": spec.checkpoint_seconds,
+    }
+    if not resumed:
+        spec.save(out)
+    try:
+        with progress(the_plan, spent, method.name, quiet=quiet) as callback:
+            if resumed:
+                result = resume(loss, (data.X, data.y), method, callback=callback, **kept)
+            else:
+                result = minimize(
+                    loss, (data.X, data.y), method, budget=promise, n_public=spec.n_public, callback=callback, **kept
+                )  # fmt: skip
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
+        raise
+    return finish(spec, out, data, result, spent.curve)
+
+
+def finish(
+    spec: RunSpec, out: Path, data: Dataset, result: Result, curve: list[tuple[int, float]] | None = None
+) -> Result:
+    """Score the model, and write the result and the report of a run that is over."""
+    from quietgrad.cli.evaluation import evaluate
+
+    facts = spec.describe_objective(data)
+    details = {**result.details, "model": facts}
+    if curve:
+        details["epsilon_curve"] = [list(point) for point in curve]
+    result = replace(
+        result,
+        data={"name": data.name, "notes": list(data.notes)},
+        details=details,
+        metrics=evaluate(objective_from(facts), result.params, data, train=spec.evaluate_train),
+    )
+    result.save(out)
+    _write_report(out)
+    return result
+
+
+def show(result: Result, out: Path, *, as_json: bool) -> None:
+    """Tell what came out."""
+    if as_json:
+        show_json({"folder": str(out), **{k: v for k, v in result.to_json().items() if k != "history"}})
+        return
+    scores = [
+        (name.replace("_", " "), f"{value:.4f}") for name, value in result.metrics.items() if type(value) is float
+    ]
+    files = ", ".join(sorted(path.name for path in out.iterdir() if not path.name.startswith((".", "run.json"))))
+    rows = [("privacy", str(result.privacy)), *scores, ("seconds", f"{result.seconds:.2f}"), ("written", files)]
+    if scores:
+        rows.insert(1 + len(scores), ("", "(scores look at records without noise: they are data, not private)"))
+    show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
+
+
+def _write_report(out: Path) -> None:
+    try:
+        from quietgrad.report.page import write_report
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "markupsafe"):
+            raise
+        typer.echo("no report.html: it needs `pip install 'quietgrad[report]'`.", err=True)
+        return
+    write_report([out], out / "report.html")
+
+
+def _check_folder(out: Path, *, overwrite: bool) -> None:
+    from quietgrad.errors import DataError
+
+    if (out / "checkpoint.safetensors").exists():
+        raise DataError(f"{out} holds an interrupted run: `quietgrad resume {out}`, or choose another --out.")
+    if (out / "result.json").exists() and not overwrite:
+        raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
+
+
+def _classes(text: str | None) -> list[object] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    try:
+        return [int(word) for word in words]
+    except ValueError:
+        return list(words)

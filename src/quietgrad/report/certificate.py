@@ -1,0 +1,210 @@
+"""The privacy certificate: what was promised, to whom, what was released, what it rests on, what it does not cover.
+
+Everything here comes from a saved result and its ledger; nothing is computed from data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quietgrad.privacy.accounting import sensitivity_factor
+from quietgrad.privacy.budget import Relation
+from quietgrad.result import Privacy, Result
+
+RELATION_WORDS = {
+    Relation.ADD_REMOVE: "Two data sets are neighbours if one has a single record more than the other. "
+    "The number of records itself is protected, unless it was declared public.",
+    Relation.REPLACE_ONE: "Two data sets are neighbours if they have the same number of records and differ in the "
+    "content of a single one. The number of records is public.",
+}
+_ACCOUNTANTS = {
+    "gaussian-exact": "exact composition of Gaussian releases (nothing is lost)",
+    "pld-poisson": "privacy-loss distributions, Poisson-sampled Gaussian releases",
+    "pld-fixed-size": "privacy-loss distributions, fixed-size batches without replacement",
+    "pld": "privacy-loss distributions",
+    "zcdp": "zero-concentrated differential privacy",
+    "rdp": "Rényi differential privacy",
+    "pure": "pure ε-differential privacy, which holds with δ = 0",
+}
+ASSUMPTIONS = (
+    "One person is one record. Someone with k records is protected only at the k-fold group level.",
+    "The machine that trained, its operator and its storage are trusted; the promise is about what left it.",
+    "Noise and samples came from a cryptographic generator keyed by the operating system, and the key was destroyed.",
+    "Everything in the configuration (bounds, classes, vocabularies, step sizes) was chosen without these records.",
+)
+NOT_COVERED = (
+    "Hyper-parameter search: runs tried on the same people before this one spend privacy too; "
+    "they count only if they are in the ledger under the same account.",
+    "Scores on this page: they were computed from records without noise. Held-out people are people.",
+    "Side channels: running time, memory, crash messages and log files of the training machine.",
+    "What the model reveals about groups or the population: learning that is its purpose.",
+)
+
+
+@dataclass(frozen=True)
+class Release:
+    """One row of the table of what left the curator."""
+
+    name: str
+    made: int
+    allowed: int
+    sampling: str
+    amplification: str
+    sensitivity: str
+    noise: str
+
+
+@dataclass(frozen=True)
+class AccountTotal:
+    """What the account of a run has spent in its ledger, all runs together."""
+
+    file: str
+    account: str
+    runs: int
+    epsilon: float | None
+    accountant: str | None
+    cap: float | None
+    whole: bool
+    reserved_at: str | None
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A result's privacy statement, ready to be printed."""
+
+    privacy: Privacy
+    releases: tuple[Release, ...]
+    composition: str
+    account: AccountTotal | None
+
+    @property
+    def relation_words(self) -> str:
+        """The neighbouring relation in words."""
+        return "" if self.privacy.relation is None else RELATION_WORDS[self.privacy.relation]
+
+    @property
+    def accountant_words(self) -> str:
+        """How ε was proved."""
+        name = self.privacy.accountant or ""
+        return _ACCOUNTANTS.get(name, name)
+
+    @property
+    def odds(self) -> str:
+        """e^ε: the most that anyone's odds can change."""
+        return "" if self.privacy.epsilon is None else f"{math.exp(min(self.privacy.epsilon, 700.0)):.3g}"
+
+    @property
+    def best_guess(self) -> float | None:
+        """The most often that an attacker with 5 % false alarms can detect one record."""
+        if self.privacy.epsilon is None or self.privacy.delta is None:
+            return None
+        return detection(self.privacy.epsilon, self.privacy.delta, 0.05)
+
+
+def detection(epsilon: float, delta: float, false_alarms: float) -> float:
+    """The largest true-positive rate that (ε, δ)-DP leaves to any test with that many false alarms.
+
+    min{e^ε·α + δ, 1 − e^(−ε)(1 − δ − α)}, from the two orders of the neighbours.
+
+    >>> round(detection(1.0, 1e-5, 0.05), 3), detection(0.0001, 1e-5, 0.05) < 0.0501
+    (0.136, True)
+    """
+    epsilon = min(epsilon, 700.0)
+    upper = math.exp(epsilon) * false_alarms + delta
+    return min(1.0, upper, 1.0 - math.exp(-epsilon) * (1.0 - delta - false_alarms))
+
+
+def certify_run(result: Result, ledger: Path | None) -> Certificate:
+    """The certificate of a saved result; ``ledger`` is the file its cost was reserved in, if any."""
+    composition = {
+        "sequential": "All releases are about the same people and compose adaptively.",
+        "parallel": "Each record takes part in one release only, so the worst release counts.",
+        "filter": "Noise levels were chosen during the run under a hard zCDP filter on their total.",
+    }.get(str(result.details.get("composition", "sequential")), "")
+    return Certificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
+
+
+def _releases(result: Result) -> tuple[Release, ...]:
+    privacy = result.privacy
+    factor = None if privacy.relation is None else sensitivity_factor(privacy.relation)
+    sensitivity = "–" if factor is None else "C" if factor == 1.0 else f"{factor:g} C"
+    slots = {slot["name"]: slot for slot in result.details.get("slots", ())}
+    rows = []
+    for name, made in privacy.releases.items():
+        slot = slots.get(name, {})
+        noise = "none"
+        if privacy.epsilon is not None:
+            scale = privacy.noise_multiplier * slot.get("noise", 1.0)
+            kind = "L2-Laplace" if slot.get("mechanism") == "pure" else "Gaussian"
+            filtered = result.details.get("composition") == "filter"
+            noise = "chosen per release" if filtered else f"{kind}, σ = {scale:.4g} C"
+        sampling = slot.get("sampling", {})
+        rows.append(
+            Release(
+                name=name,
+                made=made,
+                allowed=slot.get("count", made),
+                sampling=_sampling(sampling),
+                amplification=_amplification(sampling),
+                sensitivity=sensitivity,
+                noise=noise,
+            )
+        )
+    return tuple(rows)
+
+
+def _sampling(sampling: dict[str, Any]) -> str:
+    match sampling.get("sampling"):
+        case "full":
+            return "every record"
+        case "poisson":
+            return f"Poisson, rate {sampling['rate']:.4g}"
+        case "fixed-size":
+            return f"{sampling['batch_size']} of {sampling['n']}, without replacement"
+        case "single-pass":
+            return f"{sampling['batch_size']} fresh records"
+    return "as stated above"
+
+
+def _amplification(sampling: dict[str, Any]) -> str:
+    match sampling.get("sampling"):
+        case "poisson" | "fixed-size":
+            return "by secret sampling"
+        case "single-pass":
+            return "no record is used twice"
+    return "none"
+
+
+def _account(privacy: Privacy, file: Path | None) -> AccountTotal | None:
+    if file is None or not file.exists() or privacy.account is None or privacy.delta is None:
+        return None
+    from quietgrad.errors import LedgerError, UnprovableError
+    from quietgrad.privacy.ledger import Ledger
+
+    ledger = Ledger(file)
+    whole = ledger.verify().ok
+    try:
+        book = ledger.book()
+    except LedgerError:
+        return AccountTotal(file.name, privacy.account, 0, None, None, None, False, None)
+    held = book.of(privacy.account)
+    cap = book.caps.get(privacy.account)
+    epsilon, accountant = None, None
+    try:
+        proof = ledger.spent(privacy.account, delta=privacy.delta, relation=privacy.relation or "add-remove")
+        epsilon, accountant = proof.epsilon, proof.accountant
+    except UnprovableError:
+        pass  # runs under different relations have no common ε; the page says so
+    return AccountTotal(
+        file=file.name,
+        account=privacy.account,
+        runs=sum(each.counts is not None for each in held),
+        epsilon=epsilon,
+        accountant=accountant,
+        cap=None if cap is None else cap.epsilon,
+        whole=whole,
+        reserved_at=held[-1].time[:19].replace("T", " ") + " UTC" if held else None,
+    )

@@ -1,0 +1,198 @@
+"""One self-contained HTML page about one or more finished runs: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from quietgrad import __version__
+from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
+from quietgrad.report.charts import Series, line_chart
+from quietgrad.result import Result, load
+
+_METRICS = {
+    "test_accuracy": "test accuracy",
+    "test_loss": "test loss",
+    "test_rmse": "test RMSE",
+    "train_accuracy": "training accuracy",
+    "train_loss": "training loss",
+    "train_rmse": "training RMSE",
+    "gradient_norm": "gradient norm",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run as the page shows it."""
+
+    name: str
+    anchor: str
+    result: Result
+    certificate: Certificate
+
+    @property
+    def metrics(self) -> list[tuple[str, str, bool]]:
+        """(label, value, whether it was computed on the private training records) of each score."""
+        scores = self.result.metrics
+        return [
+            (label, f"{scores[key]:.4f}", not key.startswith("test_"))
+            for key, label in _METRICS.items()
+            if key in scores
+        ]
+
+    @property
+    def config(self) -> list[tuple[str, str]]:
+        """The public settings, as text."""
+        return [(key.replace("_", " "), _plain(value)) for key, value in self.result.config.items()]
+
+    @property
+    def model(self) -> list[tuple[str, str]]:
+        """What was fitted, to what."""
+        facts = self.result.details.get("model", {})
+        rows = [
+            ("data", str(self.result.data.get("name", "not named"))),
+            ("records (public number)", f"{self.result.n_public}"),
+            ("parameters", str(len(self.result.params))),
+        ]
+        for key in ("objective", "regularizer", "intercept", "row_bound"):
+            if facts.get(key) is not None:
+                rows.append((key.replace("_", " "), _plain(facts[key])))
+        rows.append(("stopped by", self.result.stopped_by))
+        rows.append(("seconds", f"{self.result.seconds:.2f}"))
+        return rows
+
+
+def write_report(folders: Sequence[Path], target: Path) -> Path:
+    """Write the page about the runs in ``folders`` to ``target`` and return it."""
+    from quietgrad.checkpoint import write_atomically
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, render([Path(folder) for folder in folders]).encode())
+    return target
+
+
+def render(folders: Sequence[Path]) -> str:
+    """The page about the runs in ``folders`` as text."""
+    runs = [
+        Run(name, f"run-{k + 1}", result, certify_run(result, _ledger_of(folder)))
+        for k, (name, folder, result) in enumerate(_named(folders))
+    ]
+    environment = Environment(
+        loader=PackageLoader("quietgrad.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"plain": _plain, "power": _power}
+    return environment.get_template("page.html.j2").render(
+        runs=runs,
+        metrics=_compared(runs),
+        charts=_charts(runs),
+        promises=_promises(runs),
+        assumptions=ASSUMPTIONS,
+        not_covered=NOT_COVERED,
+        version=__version__,
+        date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
+    )
+
+
+def _compared(runs: Sequence[Run]) -> list[str]:
+    """The scores worth a column: held-out ones if there are any."""
+    present = [key for key in _METRICS if any(key in run.result.metrics for run in runs)]
+    held_out = [key for key in present if key.startswith("test_")]
+    return [_METRICS[key] for key in held_out or present]
+
+
+def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:
+    """Each folder with a name that tells it from the others."""
+    results = [(folder, load(folder)) for folder in folders]
+    plain = [f"{result.algorithm} on {result.data.get('name', folder.name)}" for folder, result in results]
+    return [
+        (text if plain.count(text) == 1 else f"{text} ({folder.name})", folder, result)
+        for text, (folder, result) in zip(plain, results, strict=True)
+    ]
+
+
+def _ledger_of(folder: Path) -> Path | None:
+    """The ledger the run was paid from: the one its options name, else the folder's own."""
+    try:
+        named = json.loads((folder / "run.json").read_text())["ledger"]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    return folder / "ledger.jsonl" if named is None else Path(named)
+
+
+def _charts(runs: Sequence[Run]) -> list[tuple[str, Markup, str]]:
+    """(title, drawing, caption) of each chart that has something to show."""
+    spent = [
+        Series(run.name, [(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))])
+        for run in runs
+    ]
+    norms = [
+        Series(run.name, [(r["step"], r["estimate_norm"]) for r in run.result.history if "estimate_norm" in r])
+        for run in runs
+    ]
+    (spent, releases), (norms, steps) = _on_one_axis(spent, "releases"), _on_one_axis(norms, "steps")
+    candidates = [
+        (
+            "Privacy spent",
+            line_chart("Privacy spent", spent, x_label=releases, y_label="ε", zero=True),
+            "ε proved after so many releases, at each run's δ and relation.",
+        ),
+        (
+            "Size of the gradient estimate",
+            line_chart("Gradient estimate", norms, x_label=steps, y_label="norm of the estimate", log_y=True),
+            "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
+        ),
+    ]
+    return [(title, Markup(svg), caption) for title, svg, caption in candidates if svg]
+
+
+def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
+    """Runs of very different length are drawn over the share of each run, else the short ones vanish."""
+    series = [line if len(line.points) > 1 else Series(line.name, ()) for line in series]
+    lengths = [line.points[-1][0] for line in series if line.points]
+    if not lengths or max(lengths) <= 3 * min(lengths):
+        return series, unit
+    shared = [Series(line.name, [(100.0 * x / line.points[-1][0], y) for x, y in line.points]) for line in series]
+    return shared, f"% of the run's {unit}"
+
+
+def _promises(runs: Sequence[Run]) -> int:
+    """How many different promises (δ, relation) the runs were made under; their ε do not compare across them."""
+    return len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs})
+
+
+def _power(value: float | None) -> str:
+    """A small number as people write it.
+
+    >>> _power(1e-5), _power(2.5e-7), _power(0.01), _power(None)
+    ('10⁻⁵', '2.5·10⁻⁷', '0.01', '–')
+    """
+    if value is None:
+        return "–"
+    if value >= 1e-3:
+        return f"{value:g}"
+    factor, exponent = f"{value:.3e}".split("e")
+    raised = "⁻" + str(-int(exponent)).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"10{raised}" if float(factor) == 1.0 else f"{float(factor):g}·10{raised}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if value is None:
+        return "–"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    return str(value)
