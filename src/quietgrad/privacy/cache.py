@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,13 @@ def _path(key: str) -> Path:
     return directory() / "calibration" / f"{_digest(key)}.json"
 
 
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    return tuple(f"{name} {version(name)}" for name in ("numpy", "scipy", "dp-accounting"))
+
+
 def _key(question: dict[str, Any]) -> str:
-    versions = {name: version(name) for name in ("numpy", "scipy", "dp-accounting")}
-    return json.dumps({"revision": _REVISION, "versions": versions, **question}, sort_keys=True)
+    return json.dumps({"revision": _REVISION, "versions": _versions(), **question}, sort_keys=True)
 
 
 def _digest(text: str) -> str:

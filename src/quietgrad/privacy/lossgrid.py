@@ -54,8 +54,8 @@ class LossGrid:
     def log_moment(self, order: float) -> float:
         """log E_P[e^{order·L}] over the finite losses."""
         exponents = order * self.losses
-        largest = float(exponents.max())
-        return largest + math.log(float(np.dot(self.mass, np.exp(exponents - largest))))
+        largest = float(exponents.max(where=self.mass > 0.0, initial=-np.inf))
+        return largest + math.log(float(np.dot(self.mass, np.exp(np.minimum(exponents - largest, 0.0)))))
 
     def delta(self, epsilon: float) -> float:
         """Infinite mass plus the sum over losses ℓ > ε of (1 − e^{ε−ℓ}) × mass."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.composition import CannotProve, bag, check_relation, rough_mu
-from quietgrad.privacy.events import Event, FixedSize, Gaussian, Laplace, Poisson, Pure, RandomRound
+from quietgrad.privacy.events import ZCDP, Event, FixedSize, Gaussian, Laplace, Poisson, Pure, RandomRound
 from quietgrad.privacy.gaussian import gaussian_epsilon
 from quietgrad.privacy.lossgrid import LARGEST_LOSS, LossGrid, compose, discretise, loss_window
 from quietgrad.privacy.pairs import (
@@ -149,6 +149,8 @@ def _base(event: Event, relation: Relation, factor: float) -> _Base:
         case Pure(epsilon=epsilon, relation=proved):
             check_relation(event, proved, relation)
             return PurePair(epsilon)
+        case ZCDP(relation=proved):
+            check_relation(event, proved, relation)
     raise CannotProve(event, f"nothing is known about the losses of a {event.kind} event beyond its curve or parts")
 
 

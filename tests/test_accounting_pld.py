@@ -1,0 +1,240 @@
+"""The PLD accountant from the inside: dominating pairs, grids, windows, extremes."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quietgrad.privacy.accounting import account, delta_of, prove
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.events import (
+    Composed,
+    Event,
+    FixedSize,
+    Gaussian,
+    Laplace,
+    Poisson,
+    Pure,
+    Repeated,
+    fixed_size_gaussian,
+    gaussian,
+    poisson_gaussian,
+)
+from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from quietgrad.privacy.lossgrid import LossGrid, discretise
+from quietgrad.privacy.pairs import (
+    FixedSizePair,
+    GaussianPair,
+    LaplacePair,
+    Pair,
+    PoissonPair,
+    PoissonReplacePair,
+    PurePair,
+)
+from quietgrad.privacy.pld import pld_profile
+
+ADD, REPLACE = "add-remove", "replace-one"
+PAIRS: list[Pair] = [
+    GaussianPair(0.01),
+    GaussianPair(3.0),
+    LaplacePair(0.7),
+    PurePair(1.3),
+    PoissonPair(GaussianPair(1.0), 0.01),
+    PoissonPair(LaplacePair(2.0), 0.3),
+    PoissonPair(PurePair(2.0), 0.3),
+    FixedSizePair(GaussianPair(2.0), 0.02),
+    FixedSizePair(PurePair(1.0), 0.5),
+    PoissonReplacePair(2.0, 0.01),
+    PoissonReplacePair(0.5, 0.7),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("step", [1e-2, 1e-3])
+def test_rounded_pairs_keep_both_masses_and_dominate(pair: Pair, step: float) -> None:
+    grid = discretise(pair, step, 1e-12)
+    assert np.all(grid.mass >= 0)
+    assert grid.mass.sum() + grid.infinite == pytest.approx(1.0, abs=1e-13)
+    turned = grid.reversed()
+    assert turned.mass.sum() + turned.infinite == pytest.approx(1.0, abs=1e-9)
+    for epsilon in (0.0, 0.4 * step, 0.123, 0.5, 1.0):
+        (p,), (q,) = pair.above(np.array([epsilon]))
+        exact = float(p - math.exp(epsilon) * q)
+        assert grid.delta(epsilon) >= exact * (1 - 1e-9) - 1e-15
+        assert grid.delta(epsilon) <= exact + step  # connecting the dots errs by less than a step
+        (p,), (q,) = pair.below(np.array([epsilon]))
+        assert turned.delta(epsilon) >= float(p - math.exp(epsilon) * q) * (1 - 1e-9) - 1e-15
+
+
+def hockey_stick(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64], epsilon: float, cell: float) -> float:
+    return float(np.maximum(p - math.exp(epsilon) * q, 0.0).sum() * cell)
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.05, 0.3]), st.sampled_from([0.7, 1.5]))
+@settings(max_examples=15, deadline=None)
+def test_no_triple_of_batches_exceeds_the_fixed_size_profile(seed: int, rate: float, s: float) -> None:
+    """Without the record the batch sum is 0, with it a or a'; all within Δ = 1 of each other, in the plane."""
+    rng = np.random.default_rng(seed)
+    while True:
+        points = rng.uniform(-1, 1, (2, 2))
+        points /= np.maximum(1.0, np.linalg.norm(points, axis=1, keepdims=True))
+        if rng.random() < 0.5:
+            points /= np.linalg.norm(points, axis=1, keepdims=True)
+        if np.linalg.norm(points[0] - points[1]) <= 1:
+            break
+    axis = np.linspace(-1 - 6 * s, 1 + 6 * s, 161)
+    x, y = np.meshgrid(axis, axis)
+
+    def density(centre: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        bell = np.exp(-((x - centre[0]) ** 2 + (y - centre[1]) ** 2) / (2 * s * s)) / (2 * math.pi * s * s)
+        return np.asarray(bell, dtype=np.float64)
+
+    absent, cell = density(np.zeros(2)), (axis[1] - axis[0]) ** 2
+    here, there = ((1 - rate) * absent + rate * density(point) for point in points)
+    n = 1000
+    event = FixedSize(n, round(rate * n), Gaussian(2 * s))
+    profile = pld_profile(event, Relation.REPLACE_ONE, 2.0, delta=1e-3)
+    for epsilon in (0.0, 0.05, 0.2, 0.5):
+        claimed = profile.delta(epsilon)
+        assert hockey_stick(here, there, epsilon, cell) <= claimed + 1e-5
+        # negative ε through the mirrored profile: H_{1/α}(P‖Q) = 1 − 1/α + H_α(Q‖P)/α
+        assert hockey_stick(there, here, epsilon, cell) <= claimed + 1e-5
+
+
+@pytest.mark.parametrize(("rate", "z", "epsilon"), [(0.01, 2.0, 0.3), (0.2, 3.0, 0.05), (0.5, 1.0, 2.0)])
+def test_one_fixed_size_release_equals_amplification_by_subsampling(rate: float, z: float, epsilon: float) -> None:
+    """T = 1: δ(ε) = q δ₀(log(1 + (e^ε − 1)/q)) (Balle, Barthe, Gaboardi 2018, Thm. 11)."""
+    event = FixedSize(1000, round(1000 * rate), Gaussian(z))
+    expected = rate * gaussian_delta(2 / z, math.log1p(math.expm1(epsilon) / rate))
+    assert delta_of(event, epsilon=epsilon, relation=REPLACE) == pytest.approx(expected, rel=1e-5)
+
+
+def normal(x: mpmath.mpf, mean: float, s: float) -> mpmath.mpf:
+    return mpmath.npdf(x, mean, s)
+
+
+@pytest.mark.parametrize(("rate", "z", "epsilon"), [(0.02, 1.0, 0.2), (0.3, 2.5, 0.5), (0.001, 0.7, 0.01)])
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_poisson_profile_equals_quadrature(rate: float, z: float, epsilon: float, relation: str) -> None:
+    """One Poisson-sampled Gaussian: the worse order of the two densities, integrated by mpmath."""
+    with mpmath.workdps(16):
+
+        def mixture(x: mpmath.mpf, mean: float) -> mpmath.mpf:
+            return (1 - rate) * normal(x, 0, z) + rate * normal(x, mean, z)
+
+        def stick(p: object, q: object) -> float:
+            def gap(x: mpmath.mpf) -> mpmath.mpf:
+                return max(p(x) - mpmath.exp(epsilon) * q(x), mpmath.mpf(0))  # type: ignore[operator]
+
+            return float(mpmath.quad(gap, [k * z / 2 for k in range(-20, 21)], maxdegree=5))
+
+        if relation == ADD:
+            orders = [
+                (lambda x: mixture(x, 1.0), lambda x: normal(x, 0, z)),
+                (lambda x: normal(x, 0, z), lambda x: mixture(x, 1.0)),
+            ]
+        else:
+            orders = [(lambda x: mixture(x, 1.0), lambda x: mixture(x, -1.0))]
+        exact = max(stick(p, q) for p, q in orders)
+    assert delta_of(Poisson(rate, Gaussian(z)), epsilon=epsilon, relation=relation) == pytest.approx(
+        exact, rel=3e-4
+    )
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9, 1e-11])
+@pytest.mark.parametrize(("z", "steps"), [(1.0, 1), (20.0, 400), (100.0, 10_000)])
+def test_composition_on_the_grid_reaches_the_exact_gaussian(z: float, steps: int, delta: float) -> None:
+    """Sampling at a rate of 1 − 10⁻¹² is an un-sampled Gaussian composed by Fourier transform, not by formula."""
+    event = poisson_gaussian(1 - 1e-12, z, steps)
+    exact = gaussian_epsilon(math.sqrt(steps) / z, delta)
+    found = account(event, delta=delta, relation=ADD)
+    assert exact * (1 - 1e-9) <= found <= exact * (1 + 5e-3)
+    at_once = account(gaussian(z, steps), delta=delta, relation=ADD, accountant="pld")
+    assert exact * (1 - 1e-9) <= at_once <= exact * (1 + 1e-4)
+
+
+def test_a_finer_grid_is_tighter_and_a_coarser_one_stays_valid() -> None:
+    event = poisson_gaussian(0.01, 1.0, 500)
+    found = [
+        pld_profile(event, Relation.ADD_REMOVE, 1.0, delta=1e-5, step=step).epsilon(1e-5)
+        for step in (1e-2, 1e-3, 1e-4, 2e-5)
+    ]
+    assert found == sorted(found, reverse=True)
+    assert found[2] == pytest.approx(found[3], rel=1e-3)
+    assert account(event, delta=1e-5, relation=ADD) == pytest.approx(found[3], rel=1e-3)
+
+
+def test_the_step_follows_losses_smaller_than_expected() -> None:
+    """Few of a pure release's samples matter, so its losses spread less than the first guess of the step."""
+    event = Repeated(Poisson(1e-4, Pure(2.5, Relation.ADD_REMOVE)), 100)
+    fine = pld_profile(event, Relation.ADD_REMOVE, 1.0, delta=1e-5, step=2e-6).epsilon(1e-5)
+    assert account(event, delta=1e-5, relation=ADD) == pytest.approx(fine, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("event", "delta", "expected", "rel"),
+    [
+        (poisson_gaussian(1e-3, 1.0, 10**6), 1e-5, 6.02, 0.01),  # μ ≈ 1.31 if the central limit held
+        (poisson_gaussian(1e-6, 1.0, 10**6), 1e-5, 0.00268, 0.01),
+        (poisson_gaussian(1e-6, 0.5, 10**6), 1e-5, 0.0268, 0.03),  # rare large losses: capped by the grid's size
+        (poisson_gaussian(1e-3, 0.2, 10), 1e-5, 20.8, 0.01),
+        (poisson_gaussian(1e-3, 0.05, 10), 0.1, 0.0, 0.01),  # a chance of 1 − 0.999¹⁰ < δ of any loss at all
+    ],
+)
+def test_extremes(event: Event, delta: float, expected: float, rel: float) -> None:
+    assert account(event, delta=delta, relation=ADD) == pytest.approx(expected, rel=rel)
+
+
+def test_tiny_delta_is_left_to_the_renyi_accountant() -> None:
+    """Below the rounding errors of the transform the PLD gives no finite ε, and the curves do."""
+    event = poisson_gaussian(0.01, 1.0, 10_000)
+    proof = prove(event, delta=1e-15, relation=ADD)
+    assert proof.accountant == "rdp"
+    assert proof.epsilon > account(event, delta=1e-9, relation=ADD)
+
+
+def test_too_little_noise_has_no_finite_epsilon_on_the_grid() -> None:
+    profile = pld_profile(Poisson(0.5, Gaussian(0.01)), Relation.ADD_REMOVE, 1.0, delta=1e-5)
+    assert profile.epsilon(1e-5) == math.inf
+    assert prove(Poisson(0.5, Gaussian(0.01)), delta=1e-5, relation=ADD).accountant == "rdp"
+
+
+def test_epsilon_and_delta_of_a_grid_invert_each_other() -> None:
+    grid = LossGrid(0.1, -2, np.array([0.1, 0.1, 0.2, 0.3, 0.2, 0.09]), 0.01)
+    for delta in (0.011, 0.02, 0.05, 0.08):
+        epsilon = grid.epsilon(delta)
+        assert epsilon > 0
+        assert grid.delta(epsilon) == pytest.approx(delta)
+    assert grid.epsilon(0.5) == 0.0
+    assert grid.epsilon(0.01) == math.inf
+    above = LossGrid(0.1, 3, np.array([0.5, 0.5]), 0.0)  # no loss below 0.3
+    assert above.delta(above.epsilon(0.2)) == pytest.approx(0.2)
+
+
+def test_mixed_releases_share_one_grid() -> None:
+    parts: tuple[Event, ...] = (
+        poisson_gaussian(0.02, 1.2, 50),
+        Gaussian(8.0),
+        Repeated(Laplace(20.0), 4),
+        Pure(0.1, Relation.ADD_REMOVE),
+        Poisson(0.05, Pure(0.5, Relation.ADD_REMOVE)),
+    )
+    together = account(Composed(parts), delta=1e-5, relation=ADD)
+    assert together == pytest.approx(account(Composed(parts[::-1]), delta=1e-5, relation=ADD), rel=1e-9)
+    assert max(account(part, delta=1e-5, relation=ADD) for part in parts) < together
+    assert together < sum(account(part, delta=2e-6, relation=ADD) for part in parts)
+
+
+def test_fixed_size_takes_pure_releases_too() -> None:
+    """One ε₀-DP release on a q-sample is log(1 + q(e^{ε₀} − 1))-DP under replace-one."""
+    event = FixedSize(10, 2, Pure(1.0, Relation.REPLACE_ONE))
+    amplified = math.log1p(0.2 * math.expm1(1.0))
+    assert delta_of(event, epsilon=amplified + 1e-4, relation=REPLACE) < 1e-12
+    assert account(event, delta=1e-9, relation=REPLACE) == pytest.approx(amplified, rel=1e-3)
+    assert account(fixed_size_gaussian(10, 2, 3.0), delta=1e-5, relation=REPLACE) < 5
