@@ -129,3 +129,11 @@ def test_the_digest_depends_on_every_term() -> None:
     for key, value in [("parties", 6), ("dimension", 4), ("bound", 2.0), ("sigma", 2.0), ("honest", 2)]:
         digests.add(Terms(**(base | {key: value})).digest(b"r"))  # type: ignore[arg-type]
     assert len(digests) == 6
+
+
+def test_numpy_numbers_are_the_numbers_they_stand_for() -> None:
+    plain = Terms("masks", parties=5, dimension=3, bound=2.0, sigma=1.0, honest=3)
+    wrapped = Terms("masks", np.int64(5), np.int32(3), np.float32(2.0), np.float64(1.0), np.int8(3))  # type: ignore[arg-type]
+    assert wrapped.digest(b"r") == plain.digest(b"r")
+    with pytest.raises(TypeError):
+        Terms("masks", parties=5, dimension=3.5, bound=2.0, sigma=1.0)  # type: ignore[arg-type]

@@ -80,17 +80,31 @@ class SecureSession:
         elif self.terms.mode == "mpc":
             run_together([s.prepare(t) for s in self._sum_servers if isinstance(s, NoiseServer)])
 
-    def sum(self, vectors: Sequence[npt.ArrayLike | None] | npt.NDArray[np.float64]) -> Vector:
+    def sum(
+        self, vectors: Sequence[npt.ArrayLike | None] | npt.NDArray[np.float64], *, scale: float = 1.0
+    ) -> Vector:
         """The noisy sum of one vector per party; ``None`` stands for a party who drops out of this round.
 
         Every call is a new round and a new release, also after an aborted one.
+
+        Args:
+            vectors: one per party.
+            scale: a public number by which the terms' bound and σ are multiplied in this round, for queries
+                whose clipping bound changes from step to step (SPIDER's differences).
+
+        >>> session = SecureSession(Terms("servers", parties=2, dimension=1, bound=1.0, sigma=0.0))
+        >>> session.sum([[3.0], [50.0]], scale=10.0).round(9).tolist()
+        [13.0]
         """
         if len(vectors) != self.terms.parties:
             raise DataError(f"{len(vectors)} vectors: must be one for each of the {self.terms.parties} parties.")
+        if not 0.0 < scale < np.inf:
+            raise ValueError(f"scale={scale!r}: must be a positive number.")
+        given = {i: np.asarray(v, np.float64) / scale for i, v in enumerate(vectors) if v is not None}
         self.prepare()
         self.round = t = self._prepared
-        given = {i: v for i, v in enumerate(vectors) if v is not None}
-        return self._sum_masked(t, given) if self.terms.mode == "masks" else self._sum_shared(t, given)
+        total = self._sum_masked(t, given) if self.terms.mode == "masks" else self._sum_shared(t, given)
+        return total * scale
 
     def _sum_masked(self, t: int, vectors: Mapping[int, npt.ArrayLike]) -> Vector:
         parties, server = self._mask_parties, self._mask_server

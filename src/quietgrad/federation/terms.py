@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -67,8 +68,14 @@ class Terms:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(get_args(Mode))}.")
-        if not 1 <= self.dimension <= 1 << 26:
-            raise ValueError(f"dimension={self.dimension!r}: must be between 1 and 2^26.")
+        # Plain numbers only: the digest must be the same for a numpy integer as for its value.
+        for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else operator.index(given))
+        for name in ("bound", "sigma"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if not 1 <= self.dimension <= 1 << 25:  # the longest message has 72d bytes and a 32-bit length
+            raise ValueError(f"dimension={self.dimension!r}: must be between 1 and 2^25.")
         if not (0.0 < self.bound < math.inf):
             raise ValueError(f"bound={self.bound!r}: must be a positive number.")
         if not (0.0 <= self.sigma < math.inf):
@@ -129,6 +136,16 @@ class Terms:
         opening both takes 2T ≤ (m − c) + 2c shares.
         """
         return (self.parties + self.colluders) // 2 + 1
+
+    @property
+    def tolerated_dropouts(self) -> int:
+        """How many parties may be missing from a sum: enough noise and, with masks, enough shares must be left.
+
+        >>> Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=3).tolerated_dropouts
+        4
+        """
+        least = self.least_parties
+        return self.parties - (max(least, self.threshold) if self.mode == "masks" else least)
 
     @property
     def noise_units(self) -> float:

@@ -72,10 +72,10 @@ def threats(terms: Terms) -> ThreatModel:
 
 def _masks(terms: Terms) -> list[tuple[str, str]]:
     m, h, c = terms.parties, terms.honest or 1, terms.colluders
-    spare = m - terms.least_parties
+    strict = terms.least_parties == m
     server = (
         "may deviate from the protocol: every party insists on all members, so it can only spoil or stop a sum"
-        if spare == 0
+        if strict
         else "must report the same survivors to everyone (semi-honest); it can never open both masks of a party"
     )
     return [
@@ -89,13 +89,14 @@ def _masks(terms: Terms) -> list[tuple[str, str]]:
         (
             "to see one party's vector",
             f"the server and {min(terms.threshold, m - 1)} other parties work together"
-            + ("" if spare == 0 else f", or {2 * terms.threshold - m} if the server lies about who dropped")
+            + ("" if strict else f", or {2 * terms.threshold - m} if the server lies about who dropped")
             + f"; the vector then still carries the party's own share, 1/{h} of the variance",
         ),
         (
             "parties that drop",
-            f"up to {spare} per round, in any phase (secrets are shared {terms.threshold} of {m}); with more "
-            "missing the round is aborted by name and nothing is released",
+            f"up to {terms.tolerated_dropouts} per round may be missing from the sum; once it is sent, "
+            f"{terms.threshold} of {m} must stay to open it. With fewer the round is aborted by name and nothing "
+            "is released",
         ),
         ("on restart", "new keys; no stream or round key is ever used again"),
     ]
@@ -110,11 +111,11 @@ def _servers(terms: Terms) -> list[tuple[str, str]]:
             f"any {k - 1} of {k} may be malicious and work with any parties: honest data stay under the honest "
             "server's full noise. A malicious server can falsify or stop a sum",
         ),
-        ("to learn raw sums", f"all {k} servers must work together; then nothing is protected"),
+        ("to learn raw data", f"all {k} servers must work together; then they see every vector"),
         ("parties", "add no noise and know none; any number of them may be curious"),
         (
             "parties that drop",
-            f"up to {terms.parties - terms.least_parties} per round before sending; the noise does not depend on "
+            f"up to {terms.tolerated_dropouts} per round before sending; the noise does not depend on "
             "them. All servers are needed: without one the round is aborted by name",
         ),
         ("on restart", "new keys; no seed or noise stream is ever used again"),
@@ -130,11 +131,15 @@ def _mpc(terms: Terms) -> list[tuple[str, str]]:
             "(semi-honest): a server that deviates can spoil the noise unnoticed. If that is not acceptable "
             "choose servers or masks",
         ),
-        ("to learn raw sums", "two of the three servers must work together; then nothing is protected"),
+        (
+            "to learn raw sums",
+            "two of the three servers must work together; they then see the sum almost without noise. Single "
+            "vectors take all three",
+        ),
         ("parties", "add no noise and know none; any number of them may be curious"),
         (
             "parties that drop",
-            f"up to {terms.parties - terms.least_parties} per round before sending; the noise does not depend on "
+            f"up to {terms.tolerated_dropouts} per round before sending; the noise does not depend on "
             "them. All three servers are needed: without one the round is aborted by name",
         ),
         ("on restart", "new keys; no share or noise stream is ever used again"),
