@@ -138,6 +138,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"mean_rounds={self.mean_rounds!r}: must be between 1 and {_LIMIT // 10}.")
         if not 0.0 < self.holdout < 1.0:
             raise ValueError(f"holdout={self.holdout!r}: must be strictly between 0 and 1.")
+        if getattr(self.estimator, "algorithm", None) is not None:
+            # A round is priced as one Gaussian release, which the default method's releases compose to exactly.
+            raise ValueError("estimator: a search works with the default algorithm only; leave algorithm=None.")
         if getattr(self.estimator, "classes", None) is None:
             raise DataError(
                 "estimator: declare its classes as public; a search cannot look for them in every round."
@@ -159,7 +162,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _gaussian_budget(z: float, budget: Budget) -> Budget:
-    """An (ε, δ) that a fit of un-sampled Gaussian releases meets exactly if it costs one release of multiplier z."""
+    """An (ε, δ) that a fit of un-sampled Gaussian releases meets if it costs one release of multiplier z."""
     from quietgrad.privacy.accounting import account as price
 
     return Budget(
