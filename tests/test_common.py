@@ -69,7 +69,7 @@ def test_plan_is_a_hard_limit(row: Row) -> None:
         spend = {"rho": 1e-9} if session_is_filter(plan) else {}
         while session.used[slot.name] < slot.count:
             session.release(slot.name, qg_gradient(curator), **spend)
-        with pytest.raises(BudgetError, match="all were made|has .* left"):
+        with pytest.raises(BudgetError, match=r"all were made|has .* left"):
             session.release(slot.name, qg_gradient(curator), **spend)
     session.close("test")
     with pytest.raises(BudgetError, match="closed"):

@@ -34,7 +34,7 @@ def norm(a: Vector) -> float:
 
 def zeros_like(a: Vector) -> Vector:
     """A zero vector of the same kind, length and type as ``a``."""
-    return np.zeros_like(a) if isinstance(a, np.ndarray) else a.new_zeros(a.shape)
+    return np.zeros(a.shape, a.dtype) if isinstance(a, np.ndarray) else a.new_zeros(a.shape)
 
 
 def copy(a: Vector) -> Vector:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -237,8 +238,7 @@ class LinearObjective(ABC):
             return
         if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
-        from quietgrad.objectives import kernels  # imports numba: only index batches pay for it
-
+        kernels = _kernels()
         if self.outputs == 1:
             kernels.add_scalar(records.packed, indices, self._code, self._knob, params, previous, rule, out)
         else:
@@ -326,6 +326,14 @@ class LinearObjective(ABC):
             return weights.copy(), bias
         weights = self.transform.apply(weights)
         return weights, bias - self.transform.shift @ weights
+
+
+@cache
+def _kernels() -> Any:
+    """The compiled sums; importing them imports numba, which only index batches pay for."""
+    from quietgrad.objectives import kernels
+
+    return kernels
 
 
 _Lifted = tuple[Floats, Floats, Floats]
