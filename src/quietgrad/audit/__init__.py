@@ -1,1 +1,37 @@
+"""Audits: every claim attacked before a user relies on it.
 
+``run`` audits one configuration; ``one_run`` audits a whole training from a single run with many canaries;
+:mod:`~quietgrad.audit.probes` are exact checks of noise, sensitivity and ledger. Four layers:
+
+== =======================================================================================================
+L0 exact probes: sensitivity on adversarial neighbours, and the noise that really leaves
+L1 d′ of Gaussian transcripts in two neighbouring worlds, against the claimed μ
+L2 Clopper–Pearson bounds at the claimed profile: any law, sampled, or the final model alone
+L3 one run with many canaries: a real training of a real model
+== =======================================================================================================
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quietgrad.audit.report import AuditReport
+    from quietgrad.audit.running import CURATORS, run
+    from quietgrad.audit.single_run import one_run
+
+_HOMES = {
+    "run": "running",
+    "CURATORS": "running",
+    "AuditReport": "report",
+    "one_run": "single_run",
+}
+
+__all__ = ["run", "one_run", "AuditReport", "CURATORS"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,136 @@
+"""Attack configurations: for every private algorithm, small settings with enough signal to see a bug.
+
+A claim of ε = 0.2 cannot be attacked with thousands of runs; one of μ ≥ 1 can. Releases are few, budgets generous,
+and both relations, un-sampled, Poisson-sampled and fixed-size batches are covered wherever the algorithm has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quietgrad.privacy.budget import Budget, Relation
+
+_GENEROUS = (6.0, 1e-5)  # μ = 1.31
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One configuration to audit: a label, the algorithm, its public n and the promise."""
+
+    label: str
+    algorithm: Any
+    n: int
+    budget: Budget
+
+
+def _budget(relation: str = "add-remove") -> Budget:
+    return Budget(*_GENEROUS, Relation.parse(relation))
+
+
+def _gradient_method(make: Callable[..., Any], n: int = 4) -> Iterator[Attack]:
+    """Un-sampled, Poisson and fixed-size settings of a method that has ``batch_size`` and ``sampling``."""
+    yield Attack("every record", make(batch_size=n), n, _budget())
+    yield Attack("every record", make(batch_size=n), n, _budget("replace-one"))
+    yield Attack("Poisson", make(batch_size=n // 2), n, _budget())
+    yield Attack("fixed-size", make(batch_size=n // 2, sampling="fixed-size"), n, _budget("replace-one"))
+
+
+def _dp_sgd() -> Iterator[Attack]:
+    from quietgrad.algorithms.dp_sgd import DPSGD
+
+    yield from _gradient_method(lambda **s: DPSGD(steps=6, learning_rate=0.1, momentum=0.5, **s))
+
+
+def _dp_adam() -> Iterator[Attack]:
+    from quietgrad.algorithms.dp_adam import DPAdam
+
+    yield from _gradient_method(lambda **s: DPAdam(steps=6, **s))
+
+
+def _dp_srm() -> Iterator[Attack]:
+    from quietgrad.algorithms.dp_srm import DPSRM
+
+    yield from _gradient_method(lambda **s: DPSRM(steps=6, difference_clip=0.2, **s))
+    yield Attack("one clip", DPSRM(steps=6, batch_size=4, joint_clip=True), 4, _budget())
+    yield Attack("C2 follows the step", DPSRM(steps=4, batch_size=4, smoothness=1.0), 4, _budget("replace-one"))
+    yield Attack("random round", DPSRM(steps=4, batch_size=2, returns="random"), 4, _budget())
+
+
+def _dp_gd() -> Iterator[Attack]:
+    from quietgrad.algorithms.dp_gd import DPGD
+
+    yield Attack("every record", DPGD(steps=6), 4, _budget())
+    yield Attack("every record", DPGD(steps=6, momentum=0.5), 4, _budget("replace-one"))
+
+
+def _dp_agd() -> Iterator[Attack]:
+    from quietgrad.algorithms.dp_agd import DPAGD
+
+    yield Attack("every record", DPAGD(splits=3, max_steps=4, grid=5), 4, _budget())
+    yield Attack("every record", DPAGD(splits=3, max_steps=4, grid=5), 4, _budget("replace-one"))
+
+
+def _stagewise() -> Iterator[Attack]:
+    from quietgrad.algorithms.stagewise import StagewiseDPSGD
+
+    yield from _gradient_method(lambda **s: StagewiseDPSGD(stages=2, first_steps=1, **s))
+    yield Attack(
+        "random round", StagewiseDPSGD(stages=1, first_steps=2, batch_size=2, returns="random"), 4, _budget()
+    )
+
+
+def _bassily_sgd() -> Iterator[Attack]:
+    from quietgrad.algorithms.bassily_sgd import BassilySGD
+
+    yield from _gradient_method(lambda **s: BassilySGD(steps=4, **s))
+
+
+def _rrpsgd() -> Iterator[Attack]:
+    from quietgrad.algorithms.rrpsgd import RRPSGD
+
+    yield Attack("Poisson", RRPSGD(steps=4, batch_size=2), 4, _budget())
+    yield Attack("every record", RRPSGD(steps=4, batch_size=4), 4, _budget("replace-one"))
+
+
+def _output_perturbation() -> Iterator[Attack]:
+    from quietgrad.algorithms.output_perturbation import OutputPerturbation
+
+    gaussian = OutputPerturbation(steps=5, learning_rate=0.5)
+    pure = OutputPerturbation(steps=2, learning_rate=0.5, mechanism="pure")
+    yield Attack("one Gaussian", gaussian, 4, _budget("replace-one"))
+    yield Attack("pure ε", pure, 4, Budget(2.0, 1e-5, Relation.REPLACE_ONE))
+
+
+def _whitened_gd() -> Iterator[Attack]:
+    from quietgrad.algorithms.whitened_gd import WhitenedGD
+
+    yield Attack("every record", WhitenedGD(steps=2, row_bound=1.0), 4, _budget())
+    yield Attack("every record", WhitenedGD(steps=2, row_bound=1.0), 4, _budget("replace-one"))
+
+
+ATTACKS: dict[str, Callable[[], Iterator[Attack]]] = {
+    "dp-sgd": _dp_sgd,
+    "dp-srm": _dp_srm,
+    "dp-adam": _dp_adam,
+    "dp-gd": _dp_gd,
+    "dp-agd": _dp_agd,
+    "stagewise": _stagewise,
+    "bassily-sgd": _bassily_sgd,
+    "rrpsgd": _rrpsgd,
+    "output-perturbation": _output_perturbation,
+    "whitened-gd": _whitened_gd,
+}
+"""By the algorithm's name on the command line."""
+
+
+def attacks_on(name: str) -> list[Attack]:
+    """The configurations for an algorithm.
+
+    >>> [attack.label for attack in attacks_on("dp-gd")]
+    ['every record', 'every record']
+    """
+    if name not in ATTACKS:
+        raise ValueError(f"algorithm {name!r}: no attack is prepared; there is one for {', '.join(ATTACKS)}.")
+    return list(ATTACKS[name]())

@@ -1,0 +1,233 @@
+"""Lower confidence bounds: from samples of what a mechanism released to a privacy loss it cannot deny.
+
+============================  =========================================================================
+:func:`dprime_lower`          two Gaussian samples: exact bound on μ by the noncentral t law (layer L1)
+:func:`epsilon_lower`         two samples of any law: Clopper–Pearson at the best threshold (layer L2)
+:func:`one_run_epsilon`       guesses about many canaries of one run (Steinke, Nasr, Jagielski 2023)
+:func:`one_run_mu`            the same guesses against a trade-off curve (Mahloujifar et al. 2024)
+============================  =========================================================================
+
+Each holds with probability at least 1 − ``alpha``. None assumes anything about how the numbers were made beyond
+what its line says, so a bound above the claim is a proof (at that confidence) that the claim is false.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import bdtrc, betaincinv, gammaln, nctdtr, ndtr, ndtri
+
+Floats = npt.NDArray[np.float64]
+
+
+def clopper_pearson(hits: int, trials: int, alpha: float) -> tuple[float, float]:
+    """Return one-sided bounds (low, high) on a probability, each wrong with probability at most ``alpha``.
+
+    >>> low, high = clopper_pearson(0, 1000, 1e-6)
+    >>> low, round(high, 4)
+    (0.0, 0.0137)
+    """
+    if not 0 <= hits <= trials or trials < 1:
+        raise ValueError(f"hits={hits}, trials={trials}: must be 0 ≤ hits ≤ trials and trials ≥ 1.")
+    low = float(betaincinv(hits, trials - hits + 1, alpha)) if hits else 0.0
+    high = float(betaincinv(hits + 1, trials - hits, 1.0 - alpha)) if hits < trials else 1.0
+    return low, high
+
+
+def dprime_lower(a: npt.ArrayLike, b: npt.ArrayLike, alpha: float) -> tuple[float, float]:
+    """Return (estimate, lower bound) of d′ = |mean a − mean b|/σ for Gaussian samples of one common σ.
+
+    t = d̂′/√(1/n_a + 1/n_b) has the noncentral t law whose centre is d′ in the same units; the bound is the
+    centre at which a t so large has probability ``alpha``. The sign is tested both ways.
+
+    >>> rng = np.random.default_rng(0)
+    >>> estimate, low = dprime_lower(rng.normal(1.0, 1.0, 5000), rng.normal(0.0, 1.0, 5000), 1e-6)
+    >>> 0.85 < low < estimate < 1.1
+    True
+    """
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if x.size < 3 or y.size < 3:
+        raise ValueError(f"{x.size} and {y.size} numbers: a bound needs at least 3 of each.")
+    freedom = x.size + y.size - 2
+    spread = math.sqrt((x.var() * x.size + y.var() * y.size) / freedom)
+    unit = math.sqrt(1.0 / x.size + 1.0 / y.size)
+    gap = abs(float(x.mean() - y.mean()))
+    if spread == 0.0:
+        return (math.inf, math.inf) if gap else (0.0, 0.0)
+    t = gap / (spread * unit)
+    if nctdtr(freedom, 0.0, t) <= 1.0 - alpha / 2:
+        return t * unit, 0.0
+    low, high = 0.0, t
+    if t > 1e4:  # beyond the series' reach: a mean this far out is read off with a normal error, widened
+        return t * unit, max(0.0, t - 1.1 * -float(ndtri(alpha / 2)) * math.sqrt(1 + t * t / (2 * freedom))) * unit
+    while high - low > 1e-7 * t:
+        middle = (low + high) / 2
+        low, high = (middle, high) if nctdtr(freedom, middle, t) > 1.0 - alpha / 2 else (low, middle)
+    return t * unit, low * unit
+
+
+class Threshold(NamedTuple):
+    """The event "±score > cut" in the world ``target`` (0 or 1) against the other: what an attacker watches for."""
+
+    sign: float
+    cut: float
+    target: int
+
+
+def best_threshold(scores: tuple[Floats, Floats], delta: float, alpha: float, trials: int) -> Threshold:
+    """Return the threshold whose ε bound would be largest if the rates seen here held in ``trials`` trials.
+
+    It may be chosen on any sample independent of the one it is then tested on.
+    """
+    pooled = np.concatenate(scores)
+    # The tails matter most for large ε: quantiles down to one sample in the pool.
+    ranks = np.concatenate([np.linspace(0.002, 0.998, 250), *_tails(pooled.size)])
+    cuts = np.unique(np.quantile(pooled, ranks))
+    best, chosen = -math.inf, Threshold(1.0, float(np.median(pooled)), 0)
+    ordered = [np.sort(s) for s in scores]
+    for sign in (1.0, -1.0):
+        above = [_share_beyond(s, cuts, sign) for s in ordered]
+        for target in (0, 1):
+            p, q = above[target], above[1 - target]
+            low = _lower_share(p, trials, alpha)
+            high = -_lower_share(1.0 - q, trials, alpha) + 1.0
+            with np.errstate(divide="ignore", invalid="ignore"):
+                gain = np.where(low > delta, np.log(np.maximum(low - delta, 1e-300) / high), -np.inf)
+            at = int(np.argmax(gain))
+            if gain[at] > best:
+                best, chosen = float(gain[at]), Threshold(sign, float(cuts[at]), target)
+    return chosen
+
+
+def _tails(size: int) -> tuple[Floats, Floats]:
+    steps = np.geomspace(1.0 / size, 0.002, 20)
+    return steps, 1.0 - steps
+
+
+def _share_beyond(ordered: Floats, cuts: Floats, sign: float) -> Floats:
+    if sign > 0:
+        return 1.0 - np.searchsorted(ordered, cuts, side="right") / ordered.size
+    return np.searchsorted(ordered, cuts, side="left") / ordered.size
+
+
+def _lower_share(share: Floats, trials: int, alpha: float) -> Floats:
+    hits = np.rint(share * trials)
+    return np.where(hits > 0, betaincinv(np.maximum(hits, 1.0), trials - hits + 1.0, alpha), 0.0)
+
+
+def epsilon_lower(scores: tuple[Floats, Floats], threshold: Threshold, delta: float, alpha: float) -> float:
+    """Return ε with P(S₀ in A) > e^ε·P(S₁ in A) + δ proved for the threshold's event A, or 0 if nothing is.
+
+    Model-free: (ε, δ)-DP bounds every event, so with Clopper–Pearson bounds p ≥ p̲ and q ≤ q̄ any promised ε below
+    log((p̲ − δ)/q̄) is broken. ``alpha`` is shared by the two bounds.
+
+    >>> rng = np.random.default_rng(0)
+    >>> s = rng.normal(2.0, 1.0, 20000), rng.normal(0.0, 1.0, 20000)
+    >>> 2.5 < epsilon_lower(s, Threshold(1.0, 2.0, 0), 1e-5, 1e-6) < 3.2
+    True
+    """
+    hits = [int(np.count_nonzero(threshold.sign * s > threshold.sign * threshold.cut)) for s in scores]
+    target, other = threshold.target, 1 - threshold.target
+    low, _ = clopper_pearson(hits[target], scores[target].size, alpha / 2)
+    _, high = clopper_pearson(hits[other], scores[other].size, alpha / 2)
+    return max(0.0, math.log((low - delta) / high)) if low > delta else 0.0
+
+
+def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, alpha: float) -> float:
+    """Return the largest ε refuted by ``correct`` of ``guesses`` about ``canaries`` (Steinke et al. 2023, Thm 5.2).
+
+    >>> one_run_epsilon(1000, 100, 50, 1e-5, 1e-3), round(one_run_epsilon(1000, 100, 100, 1e-5, 1e-3), 2)
+    (0.0, 1.82)
+    """
+    _check_guesses(canaries, guesses, correct)
+
+    def likelihood(epsilon: float) -> float:
+        p = 1.0 / (1.0 + math.exp(-epsilon))
+        tail = float(bdtrc(correct - 1, guesses, p)) if correct else 1.0
+        if correct == 0:
+            return tail
+        i = np.arange(1, correct + 1)
+        k = correct - i
+        logs = gammaln(guesses + 1) - gammaln(k + 1) - gammaln(guesses - k + 1)
+        logs += k * math.log(p) + (guesses - k) * math.log1p(-p)
+        excess = float((np.cumsum(np.exp(logs)) / i).max())
+        return min(1.0, tail + 2.0 * canaries * delta * excess)
+
+    return _largest(lambda epsilon: likelihood(epsilon) < alpha, 40.0)
+
+
+def one_run_mu(canaries: int, guesses: int, correct: int, alpha: float) -> float:
+    """Return the largest μ such that μ-GDP is refuted by the guesses (Mahloujifar, Melis, Chaudhuri 2024).
+
+    >>> one_run_mu(1000, 100, 50, 1e-3), round(one_run_mu(1000, 100, 100, 1e-3), 2)
+    (0.0, 0.82)
+    """
+    _check_guesses(canaries, guesses, correct)
+    low, high = 0.0, 12.0
+    for _ in range(4):  # a grid of 33 candidates at a time: the recursion is sequential, the candidates are not
+        grid = np.linspace(low, high, 33)
+        refuted = _refuted(lambda r, mu=grid: ndtr(ndtri(r) - mu), 33, canaries, guesses, correct, alpha)  # type: ignore[misc]
+        if not refuted[0]:
+            return low
+        at = int(np.flatnonzero(refuted).max())
+        if at == 32:
+            return high
+        low, high = float(grid[at]), float(grid[at + 1])
+    return low
+
+
+def one_run_refutes(
+    tradeoff: Callable[[Floats], Floats], canaries: int, guesses: int, correct: int, alpha: float
+) -> bool:
+    """Return whether the guesses refute a claimed trade-off curve, which need not be Gaussian.
+
+    ``tradeoff(r)`` is the least probability in one world of an event whose probability in the other is r; for
+    (ε, δ)-DP it is max(0, (r − δ)e^−ε).
+
+    >>> one_run_refutes(lambda r: np.maximum(0.0, (r - 1e-5) * np.exp(-0.1)), 1000, 100, 100, 1e-3)
+    True
+    """
+    _check_guesses(canaries, guesses, correct)
+    return bool(_refuted(tradeoff, 1, canaries, guesses, correct, alpha)[0])
+
+
+def _refuted(
+    shrink: Callable[[Floats], Floats], size: int, canaries: int, guesses: int, correct: int, alpha: float
+) -> npt.NDArray[np.bool_]:
+    """Whether, for each candidate curve, "``correct`` of ``guesses``" is too much at level ``alpha``.
+
+    Walks down from ``correct``: r bounds the mass of outcomes with so many right guesses, h of those with one less.
+    """
+    level = alpha * guesses / canaries
+    r = np.full(size, level * correct / guesses)
+    h = np.full(size, level * (guesses - correct) / guesses)
+    for i in range(correct - 1, -1, -1):
+        following = np.maximum(h, shrink(np.minimum(r, 1.0)))
+        r = r + i / (guesses - i) * (following - h)
+        h = following
+        if (r >= 1.0).all():
+            break
+    refuted: npt.NDArray[np.bool_] = (r >= 1.0) | (r + h > guesses / canaries)
+    return refuted
+
+
+def _check_guesses(canaries: int, guesses: int, correct: int) -> None:
+    if not 0 <= correct <= guesses <= canaries or guesses < 1:
+        raise ValueError(
+            f"correct={correct}, guesses={guesses}, canaries={canaries}: must be 0 ≤ correct ≤ guesses ≤ canaries."
+        )
+
+
+def _largest(holds: Callable[[float], bool], most: float) -> float:
+    """The largest number up to ``most`` at which a decreasing predicate holds; 0 if it never does."""
+    if not holds(0.0):
+        return 0.0
+    low, high = 0.0, most
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

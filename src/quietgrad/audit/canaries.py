@@ -1,0 +1,218 @@
+"""Canaries: records whose per-example gradients the auditor dictates, and the worlds with and without one.
+
+A canary made of data is weak: its gradients are what the loss makes of them. Here they are set directly, where the
+curator asks for them, and follow the pattern that saturates every clip: ``growing`` (gradient and difference point
+the same way), ``alternating`` (the gradient turns round at every step, which exposes differences clipped in parts)
+or ``constant``. They depend on the step alone, so with full batches every release is exactly Gaussian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.objectives.base import Constants, Indices, NoRegularizer
+from quietgrad.privacy.budget import Relation
+
+Floats = npt.NDArray[np.float64]
+Pattern = Literal["growing", "alternating", "constant"]
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+_HUGE = 1e3
+
+
+def amplitude(pattern: Pattern, step: int) -> float:
+    """The canary's gradient along its axis at a step, far beyond any clip in use.
+
+    >>> [amplitude("alternating", t) for t in range(3)]
+    [1000.0, -1000.0, 1000.0]
+    """
+    if pattern == "growing":
+        return _HUGE * (step + 2)
+    return _HUGE * (-1.0) ** step if pattern == "alternating" else _HUGE
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The records of ``runs`` blocks: in each the same few, told apart by their position."""
+
+    roles: tuple[str, ...]
+    runs: int
+    width: int
+
+    def __len__(self) -> int:
+        return self.runs * len(self.roles)
+
+    @property
+    def dim(self) -> int:
+        """Number of parameters of all blocks."""
+        return self.runs * self.width
+
+
+def shorten(rows: Floats, clip: float) -> Floats:
+    """Scale each row to norm ≤ clip; the reference that every kernel's clipping is compared with.
+
+    >>> shorten(np.array([[3.0, 4.0], [0.3, 0.4]]), 1.0).round(9).tolist()
+    [[0.6, 0.8], [0.3, 0.4]]
+    """
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return np.where(lengths > clip, rows * (clip / np.maximum(lengths, 1e-300)), rows)
+
+
+class CanaryObjective:
+    """An objective in gradient space: roles decide gradients, parameters are ignored.
+
+    ``canary`` pulls along the first axis with the pattern's amplitude, ``mirror`` against it, ``against`` is a
+    background record that pulls against it, ``aside`` one that pulls along the second axis; ``silent`` records have
+    no gradient. :meth:`tick` moves to the next step; the listener calls it before each release.
+    """
+
+    regularizer = NoRegularizer()
+    row_bound = 1.0
+
+    def __init__(self, pattern: Pattern = "growing") -> None:
+        self.pattern = pattern
+        self.step = -1
+
+    def tick(self) -> None:
+        """The next release begins."""
+        self.step += 1
+
+    def rewind(self) -> None:
+        """A new run begins."""
+        self.step = -1
+
+    def prepare(self, data: Cast) -> Cast:
+        return data
+
+    def initial(self, records: Cast) -> Floats:
+        return np.zeros(records.dim)
+
+    def constants(self, row_bound: float | None = None) -> Constants:
+        """None that a proof may lean on: these gradients are adversarial."""
+        return Constants(1.0, None, None, None, 0.0, 0.0, False)
+
+    def gradients(self, records: Cast, step: int) -> Floats:
+        """One row per role."""
+        rows = np.zeros((len(records.roles), records.width))
+        pull = amplitude(self.pattern, step) if step >= 0 else 0.0
+        for row, role in zip(rows, records.roles, strict=True):
+            if role in ("canary", "mirror", "against"):
+                row[0] = pull if role == "canary" else -pull
+            elif role == "aside":
+                row[-1] = _HUGE
+        return rows
+
+    def add_gradients(
+        self, records: Cast, indices: Indices | None, params: Floats, clip: float, out: Floats
+    ) -> None:
+        self._add(records, indices, shorten(self.gradients(records, self.step), clip), out)
+
+    def add_differences(
+        self, records: Cast, indices: Indices | None, params: Floats, previous: Floats, clip: float, out: Floats
+    ) -> None:
+        self._add(records, indices, shorten(self._difference(records, 1.0), clip), out)
+
+    def add_momentum(
+        self,
+        records: Cast,
+        indices: Indices | None,
+        params: Floats,
+        previous: Floats,
+        gamma: float,
+        clip: float,
+        difference_clip: float,
+        out: Floats,
+    ) -> None:
+        fresh = shorten(self.gradients(records, self.step), clip)
+        rows = (1.0 - gamma) * shorten(self._difference(records, 1.0), difference_clip) + gamma * fresh
+        self._add(records, indices, rows, out)
+
+    def add_joint_momentum(
+        self,
+        records: Cast,
+        indices: Indices | None,
+        params: Floats,
+        previous: Floats,
+        gamma: float,
+        clip: float,
+        out: Floats,
+    ) -> None:
+        self._add(records, indices, shorten(self._difference(records, 1.0 - gamma), clip), out)
+
+    def loss_sum(self, records: Cast, indices: Indices | None, params: Floats, bound: float) -> float:
+        """The canary loses all of ``bound`` where the first coordinate is positive, its mirror where it is not."""
+        right = float(params[0]) > 0.0
+        losses = {"canary": bound if right else 0.0, "mirror": 0.0 if right else bound}
+        return math.fsum(losses.get(role, 0.0) for role in records.roles) * records.runs
+
+    def risk(self, records: Cast, params: Floats) -> float:
+        return 0.0
+
+    def risk_gradient(self, records: Cast, params: Floats) -> Floats:
+        return np.zeros_like(params)
+
+    def _difference(self, records: Cast, weight: float) -> Floats:
+        return self.gradients(records, self.step) - weight * self.gradients(records, self.step - 1)
+
+    def _add(self, records: Cast, indices: Indices | None, rows: Floats, out: Floats) -> None:
+        blocks = np.asarray(out).reshape(records.runs, records.width)
+        if indices is None:
+            blocks += rows.sum(axis=0)
+            return
+        counts = np.bincount(indices, minlength=len(records)).reshape(records.runs, -1)
+        blocks += counts @ rows
+
+
+@dataclass(frozen=True)
+class CanaryGame:
+    """World 0 has the canary; world 1 lacks it (add-remove) or has its mirror image instead (replace-one).
+
+    Args:
+        n: one run's public number of records.
+        relation: what neighbours are.
+        pattern: how the canary's gradient moves from step to step.
+        background: ordinary records, present in both worlds, that pull against the canary and aside.
+        all_records: hold all n records (silent ones too), as fixed-size batches need.
+    """
+
+    n: int
+    relation: Relation
+    pattern: Pattern = "growing"
+    background: bool = True
+    all_records: bool = False
+    dim: int = 2
+    gaussian: bool = True
+    objective: Callable[[Pattern], Any] = CanaryObjective
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n={self.n}: must be ≥ 1.")
+        if self.all_records and self.n < len(self._background()) + 1:
+            raise ValueError(f"n={self.n}: must be ≥ {len(self._background()) + 1} with this background.")
+
+    def _background(self) -> tuple[str, ...]:
+        return ("against", "aside") if self.background else ()
+
+    def roles(self, which: int) -> tuple[str, ...]:
+        """The records of one run, the attacked one first."""
+        other: tuple[str, ...] = () if self.relation is Relation.ADD_REMOVE else ("mirror",)
+        first: tuple[str, ...] = ("canary",) if which == 0 else other
+        rest = self._background()
+        silent = ("silent",) * (self.n - len(first) - len(rest) if self.all_records else 0)
+        return first + rest + silent
+
+    @property
+    def held(self) -> int:
+        """Records of one run that are really there."""
+        return len(self.roles(0))
+
+    def world(self, which: int, runs: int) -> tuple[Any, Cast]:
+        """(objective, data) of ``runs`` blocks."""
+        roles = self.roles(which) or ("silent",)
+        return self.objective(self.pattern), Cast(roles, runs, self.dim)

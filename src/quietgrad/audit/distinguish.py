@@ -1,0 +1,242 @@
+"""Layers L1 and L2: can an attacker who saw everything tell the two worlds apart better than was promised?
+
+A quarter of the runs teaches the attacker what to look at; the rest is the test. L1 measures d′ of Gaussian
+transcripts against the claimed μ; L2 makes no assumption on the law and tests the claimed profile δ(ε) where the
+attack is strongest, and the budget's own (ε, δ).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import ndtr, ndtri
+
+from quietgrad.audit.bounds import best_threshold, clopper_pearson, dprime_lower, epsilon_lower
+from quietgrad.audit.replicas import Views
+from quietgrad.errors import UnprovableError
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from quietgrad.sampling import FixedSize, Poisson, Sampling
+from quietgrad.schedule import Plan
+
+Floats = npt.NDArray[np.float64]
+Verdict = Literal["pass", "violation", "vacuous"]
+
+_TEACH = 0.25  # share of the runs that chooses direction and threshold
+_POINTS = (0.0, 0.5, 1.0, 2.0, 4.0)  # ε at which the claimed profile may be tested
+_FEATURES_PER_RUN = 20  # teaching runs per column below which only summaries of the columns are used
+
+
+class Finding(NamedTuple):
+    """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict."""
+
+    layer: str
+    what: str
+    unit: str
+    claimed: float
+    measured: float
+    verdict: Verdict
+    epsilon_lower: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a plan promises: its profile, its μ if it is Gaussian, and ε at the budget's δ."""
+
+    plan: Plan
+
+    @property
+    def relation(self) -> Relation:
+        assert self.plan.budget is not None
+        return self.plan.budget.relation
+
+    @property
+    def delta_budget(self) -> float:
+        assert self.plan.budget is not None
+        return self.plan.budget.delta
+
+    @cached_property
+    def epsilon(self) -> float:
+        return self.plan.epsilon()
+
+    @cached_property
+    def mu(self) -> float | None:
+        """μ if everything released is un-sampled Gaussian, else ``None``."""
+        from quietgrad.privacy.accounting import mu_of
+
+        try:
+            return mu_of(self.plan.event, relation=self.relation)
+        except UnprovableError:
+            return None
+
+    @cached_property
+    def profile(self) -> dict[float, float]:
+        """δ(ε) as the accountant proves it, at a few ε."""
+        from quietgrad.privacy.accounting import delta_of
+
+        return {e: delta_of(self.plan.event, epsilon=e, relation=self.relation) for e in _POINTS}
+
+
+def attack_dprime(views: tuple[Views, Views], claim: Claim, what: str, alpha: float) -> Finding:
+    """L1: d′ of the transcripts along the direction that separates them best, against μ."""
+    mu = claim.mu
+    if mu is None:
+        raise ValueError("L1 needs un-sampled Gaussian releases; use attack_profile for others.")
+    a, b = (features(view, claim.plan) for view in views)
+    teach = int(len(a) * _TEACH)
+    direction = discriminant(a[:teach], b[:teach])
+    _, low = dprime_lower(a[teach:] @ direction, b[teach:] @ direction, alpha)
+    verdict: Verdict = (
+        "violation" if low > mu else "vacuous" if _blind_dprime(mu, len(a) - teach, alpha) else "pass"
+    )
+    return Finding("L1", what, "μ", mu, low, verdict, gaussian_epsilon(low, claim.delta_budget) if low else 0.0)
+
+
+def attack_profile(scores: tuple[Floats, Floats], claim: Claim, what: str, alpha: float) -> Finding:
+    """L2: Clopper–Pearson bounds at the point of the claimed profile where the attack is strongest."""
+    teach = int(len(scores[0]) * _TEACH)
+    taught, tested = tuple(s[:teach] for s in scores), tuple(s[teach:] for s in scores)
+    trials = len(tested[0])
+    threshold = best_threshold((taught[0], taught[1]), claim.delta_budget, alpha / 4, trials)
+    low = epsilon_lower((tested[0], tested[1]), threshold, claim.delta_budget, alpha / 2)
+    epsilon, cut = _strongest(taught, claim, alpha / 4, trials)
+    sign, at, target = cut
+    p, q = (float(np.mean(sign * s > sign * at)) for s in (tested[target], tested[1 - target]))
+    p_low, _ = clopper_pearson(round(p * trials), trials, alpha / 4)
+    _, q_high = clopper_pearson(round(q * trials), trials, alpha / 4)
+    delta_low = max(0.0, p_low - math.exp(epsilon) * q_high)
+    claimed = claim.profile[epsilon]
+    verdict: Verdict = "pass"
+    if delta_low > claimed or low > claim.epsilon:
+        verdict = "violation"
+    elif _blind_profile(claim, trials, alpha):
+        verdict = "vacuous"
+    return Finding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low)
+
+
+def likelihood(view: Views, claim: Claim, signs: Callable[[int], float]) -> Floats | None:
+    """The best possible score for a canary that saturates every clip along axis 0, or ``None`` if not known.
+
+    Σ_t log of (1−q)N(0) + qN(s_t) over the other world's law: zero in the canary's absence (add-remove), its mirror
+    image −s_t instead (replace-one). Releases that never happened say nothing.
+    """
+    schedule = claim.plan.schedule
+    if schedule.composition == "filter" or any(slot.mechanism != "gaussian" for slot in schedule.slots):
+        return None
+    width = view.model.shape[1]
+    x = view.transcript[:, ::width]
+    total = np.zeros(len(x))
+    for t, name in enumerate(view.slots[::width]):
+        slot = schedule[name]
+        z, q = claim.plan.noise_multiplier * slot.noise, _rate(slot.sampling)
+        moved = np.where(np.isnan(x[:, t]), 0.0, x[:, t] * signs(t)) / z**2
+        half = 0.5 / z**2
+        with_canary = np.logaddexp(_log(1 - q), math.log(q) + moved - half)
+        if claim.relation is Relation.ADD_REMOVE:
+            step = with_canary
+        else:
+            step = with_canary - np.logaddexp(_log(1 - q), math.log(q) - moved - half)
+        total += np.where(np.isnan(x[:, t]), 0.0, step)
+    return total
+
+
+def learned(views: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+    """Scores along the direction that the teaching quarter suggests; for laws without a formula."""
+    a, b = (np.nan_to_num(v, nan=0.0) for v in views)
+    teach = int(len(a) * _TEACH)
+    direction = discriminant(a[:teach], b[:teach])
+    return a @ direction, b @ direction
+
+
+def features(view: Views, plan: Plan) -> Floats:
+    """The transcript's columns, or their sums and alternating sums per axis if they are too many to learn from."""
+    x = np.nan_to_num(view.transcript, nan=0.0)
+    if x.shape[1] * _FEATURES_PER_RUN <= len(x) * _TEACH:
+        return x
+    width = view.model.shape[1]
+    weights = np.array([plan.schedule[name].noise ** -2.0 for name in view.slots[::width]])
+    cube = x.reshape(len(x), -1, width)
+    turning = weights * (-1.0) ** np.arange(len(weights))
+    return np.concatenate([np.einsum("ntd,t->nd", cube, w) for w in (weights, turning)], axis=1)
+
+
+def discriminant(a: Floats, b: Floats) -> Floats:
+    """Fisher's direction, with a ridge that keeps constant columns harmless."""
+    gap = a.mean(axis=0) - b.mean(axis=0)
+    spread = np.atleast_2d(np.cov(a, rowvar=False)) + np.atleast_2d(np.cov(b, rowvar=False))
+    ridge = 1e-9 * max(1e-300, float(np.trace(spread)) / len(spread)) + 1e-300
+    direction: Floats = np.linalg.solve(spread + ridge * np.eye(len(spread)), gap)
+    size = float(np.abs(direction).max())
+    return direction / size if size > 0.0 else np.ones_like(direction)
+
+
+def _strongest(
+    taught: Sequence[Floats], claim: Claim, alpha: float, trials: int
+) -> tuple[float, tuple[float, float, int]]:
+    """The (ε, event) whose bound would stick out of the claimed profile most, judged on the teaching runs."""
+    pooled = np.quantile(np.concatenate(taught), np.linspace(0.01, 0.99, 99))
+    best, chosen = -math.inf, (0.0, (1.0, float(pooled[49]), 0))
+    for sign in (1.0, -1.0):
+        rates = [np.array([np.mean(sign * s > sign * c) for c in pooled]) for s in taught]
+        for target in (0, 1):
+            p, q = rates[target], rates[1 - target]
+            error_p, error_q = (_half_width(r, trials, alpha) for r in (p, q))
+            for epsilon, delta in claim.profile.items():
+                gain = (p - error_p - math.exp(epsilon) * (q + error_q)) / max(delta, 1.0 / trials)
+                at = int(np.argmax(gain))
+                if gain[at] > best:
+                    best, chosen = float(gain[at]), (epsilon, (sign, float(pooled[at]), target))
+    return chosen
+
+
+def _half_width(rate: Floats, trials: int, alpha: float) -> Floats:
+    z = -float(ndtri(alpha))
+    width: Floats = z * np.sqrt(np.maximum(rate * (1 - rate), 1.0 / trials) / trials) + z * z / (3 * trials)
+    return width
+
+
+def _blind_dprime(mu: float, trials: int, alpha: float) -> bool:
+    """Whether half the noise, d′ = 2μ, would usually pass this test too."""
+    unit = math.sqrt(2.0 / trials)
+    t = 2.0 * mu / unit
+    return (t + float(ndtri(alpha / 2)) * math.sqrt(1 + t * t / (4 * trials))) * unit <= mu
+
+
+def _blind_profile(claim: Claim, trials: int, alpha: float) -> bool:
+    """Whether a Gaussian mechanism with half the noise of one that meets the profile would usually pass too."""
+    cuts = np.linspace(-6.0, 12.0, 181)
+    for epsilon, delta in claim.profile.items():
+        if not 1e-12 < delta < 1.0:
+            continue
+        mu = 2.0 * _mu_through(epsilon, delta)
+        p, q = np.asarray(ndtr(mu - cuts)), np.asarray(ndtr(-cuts))
+        gain = p - _half_width(p, trials, alpha / 4) - math.exp(epsilon) * (q + _half_width(q, trials, alpha / 4))
+        if float(gain.max()) > delta:
+            return False
+    return True
+
+
+def _mu_through(epsilon: float, delta: float) -> float:
+    """μ of the Gaussian profile through (ε, δ)."""
+    low, high = 0.0, 60.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_delta(middle, epsilon) < delta else (low, middle)
+    return low
+
+
+def _rate(sampling: Sampling) -> float:
+    if isinstance(sampling, Poisson):
+        return sampling.rate
+    return sampling.batch_size / sampling.n if isinstance(sampling, FixedSize) else 1.0
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0.0 else -math.inf

@@ -1,0 +1,161 @@
+"""What an audit found, for people and programs."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quietgrad.audit.distinguish import Finding, Verdict
+from quietgrad.privacy.budget import Relation
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """An audit of one configuration.
+
+    ``epsilon_lower`` is proved at ``confidence`` by the attack of ``layer``; ``epsilon_claimed`` is what the
+    accountant promises. ``passed`` means that an attack able to see a bug of factor two saw none: a ``vacuous``
+    audit, one whose runs could not have seen it, has not passed.
+    """
+
+    algorithm: str
+    relation: Relation
+    delta: float
+    epsilon_claimed: float
+    epsilon_lower: float
+    confidence: float
+    runs: int
+    seconds: float
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """``violation`` if any layer found one, ``vacuous`` if no statistical layer could have, else ``pass``."""
+        if any(f.verdict == "violation" for f in self.findings):
+            return "violation"
+        attacks = [f.verdict for f in self.findings if not f.layer.startswith("L0")]
+        return "vacuous" if attacks and all(v == "vacuous" for v in attacks) else "pass"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the claim stood against an attack that could have broken it."""
+        return self.verdict == "pass"
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether the runs were too few for the claim to be in any danger."""
+        return self.verdict == "vacuous"
+
+    @property
+    def layer(self) -> str:
+        """The layer that found a violation, else the one with the largest lower bound."""
+        wrong = [f for f in self.findings if f.verdict == "violation"]
+        return (wrong[0] if wrong else max(self.findings, key=lambda f: f.epsilon_lower)).layer
+
+    @property
+    def tightness(self) -> float:
+        """ε lower bound ÷ ε claimed: how much of the claim is visible to the attacker."""
+        return self.epsilon_lower / self.epsilon_claimed
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "algorithm": self.algorithm,
+            "relation": str(self.relation),
+            "delta": self.delta,
+            "epsilon_claimed": self.epsilon_claimed,
+            "epsilon_lower": self.epsilon_lower,
+            "confidence": self.confidence,
+            "runs": self.runs,
+            "seconds": self.seconds,
+            "verdict": self.verdict,
+            "passed": self.passed,
+            "vacuous": self.vacuous,
+            "layer": self.layer,
+            "findings": [f._asdict() for f in self.findings],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        runs = "one run" if self.runs == 1 else f"{self.runs} runs of each world"
+        head = (
+            f"{self.algorithm}: {self.verdict.upper()}. Claimed ε={self.epsilon_claimed:.4g} at δ={self.delta:g} "
+            f"({self.relation}); ε ≥ {self.epsilon_lower:.4g} shown with confidence 1−{1 - self.confidence:.0e} "
+            f"({runs}, {self.seconds:.2g} s)."
+        )
+        lines = [f"  {describe(f)}" for f in self.findings]
+        return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def describe(finding: Finding) -> str:
+    """One line of a finding."""
+    tail = f" ({finding.note})" if finding.note else ""
+    return (
+        f"{finding.layer:<15}{finding.verdict:<10}{finding.what}: claimed {finding.unit} {finding.claimed:.4g}, "
+        f"measured {finding.measured:.4g}{tail}"
+    )
+
+
+_COLUMNS = (
+    "audit",
+    "relation",
+    "δ",
+    "claimed ε",
+    "ε at least",
+    "confidence",
+    "runs",
+    "seconds",
+    "verdict",
+    "layer",
+)
+
+
+def rows(reports: Sequence[AuditReport]) -> list[tuple[str, ...]]:
+    """The cells of a table with the columns of :data:`_COLUMNS`."""
+    return [
+        (
+            r.algorithm,
+            str(r.relation),
+            f"{r.delta:g}",
+            f"{r.epsilon_claimed:.3g}",
+            f"{r.epsilon_lower:.3g}",
+            f"1−{1 - r.confidence:.0e}",
+            str(r.runs),
+            f"{r.seconds:.2f}",
+            r.verdict.upper(),
+            r.layer,
+        )
+        for r in reports
+    ]
+
+
+def to_html(reports: Sequence[AuditReport], probes: Sequence[Finding] = ()) -> str:
+    """A section of a page: the table of audits, and the exact probes under it.
+
+    >>> to_html([])[:25]
+    '<section class="audit"><h'
+    """
+    head = "".join(f"<th>{html.escape(c)}</th>" for c in _COLUMNS)
+    body = "".join(_row(cells) for cells in rows(reports))
+    lower = "".join(
+        _row((f.layer, f.what, f.unit, f"{f.claimed:.4g}", f"{f.measured:.4g}", f.verdict.upper())) for f in probes
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    probed = (
+        "<h3>Exact probes</h3><table><thead><tr><th>probe</th><th>of</th><th>unit</th><th>claimed</th>"
+        f"<th>measured</th><th>verdict</th></tr></thead><tbody>{lower}</tbody></table>"
+        if probes
+        else ""
+    )
+    text = (
+        "<p>A lower bound above the claim proves a violation. A pass says that this attack, which would have seen "
+        "half the noise missing, saw nothing; it is no proof of privacy.</p>"
+    )
+    return f'<section class="audit"><h2>Audit</h2>{text}{table}{probed}</section>'
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -1,0 +1,164 @@
+"""The audit of one configuration: plan it, attack it in both worlds, compare with what was claimed."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.audit.canaries import CanaryGame, Pattern, amplitude
+from quietgrad.audit.distinguish import (
+    Claim,
+    Finding,
+    attack_dprime,
+    attack_profile,
+    learned,
+    likelihood,
+)
+from quietgrad.audit.probes import probe_noise
+from quietgrad.audit.replicas import CuratorFactory, Game, Views, central, collect
+from quietgrad.audit.report import AuditReport
+from quietgrad.audit.worlds import special_game
+from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import FixedSize, SinglePass
+from quietgrad.schedule import Plan
+
+CURATORS: dict[str, CuratorFactory] = {"central": central}
+"""Who may hold the data in an audit, by name; every entry is audited by ``quietgrad audit --all``."""
+
+_PATTERNS: tuple[Pattern, ...] = ("growing", "alternating")
+_FEWEST = 200
+
+
+def run(
+    algorithm: Algorithm,
+    *,
+    budget: Budget,
+    runs: int = 2000,
+    n: int | None = None,
+    curator: str | CuratorFactory = "central",
+    confidence: float = 1.0 - 1e-6,
+    game: Game | None = None,
+    claimed: Plan | None = None,
+    noise_multiplier: float | None = None,
+    seed: int | None = None,
+) -> AuditReport:
+    """Attack a configuration with canaries and compare a lower bound on its ε with the ε it claims.
+
+    The algorithm and the curator are the production ones; only the data are the auditor's. Un-sampled Gaussian
+    releases are tested by d′ (L1), everything by Clopper–Pearson bounds on the whole transcript or, end to end, on
+    the final model alone (L2), and the noise itself by exact probes (L0).
+
+    Args:
+        algorithm: what to audit, with the settings to audit.
+        budget: the promise under audit.
+        runs: runs in each of the two neighbouring worlds.
+        n: public number of records; default the batch size, so that everyone takes part in every release, which is
+            the strongest attack. Give the real n to audit the amplification by sampling too.
+        curator: a name of ``CURATORS`` or a function of (objective, data, key).
+        confidence: probability that a correct configuration is not accused.
+        game: two worlds of your own instead of the gradient-space canaries.
+        claimed: a plan whose claim is compared instead of the configuration's own.
+        noise_multiplier: audit this noise instead of what the budget asks for; the claim is then what it proves.
+        seed: fixed noise, for tests.
+
+    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> report = run(DPGD(steps=4), budget=Budget(6.0, 1e-5), seed=1)
+    >>> report.passed, 3.0 < report.epsilon_lower < report.epsilon_claimed
+    (True, True)
+    """
+    started = time.perf_counter()
+    alpha = _check(runs, confidence, budget)
+    from quietgrad.training import plan as make_plan
+
+    holder = _curator(curator)
+    n = _default_n(algorithm) if n is None else n
+    plan = make_plan(algorithm, n=n, budget=budget, noise_multiplier=noise_multiplier)
+    game = game or special_game(algorithm, n, budget.relation)
+    claim = Claim(claimed or plan)
+    notes: list[str] = []
+    findings: list[Finding] = probe_noise(holder, alpha=alpha / 10, seed=seed)
+    games = _games(plan, claim, n, budget) if game is None else [("neighbouring tables", None, game)]
+    for number, (what, pattern, worlds) in enumerate(games):
+        views = tuple(
+            collect(algorithm, plan, worlds, w, runs, curator=holder, seed=None if seed is None else seed + number)
+            for w in (0, 1)
+        )
+        if views[0].looped and not notes:
+            notes.append("not coordinate-wise arithmetic with white noise, so the runs were made one by one")
+        found = _attack((views[0], views[1]), claim, what, pattern, worlds.gaussian, alpha / (3 * len(games)))
+        findings += found
+    lower = max(f.epsilon_lower for f in findings)
+    report = AuditReport(
+        algorithm=algorithm.name,
+        relation=budget.relation,
+        delta=budget.delta,
+        epsilon_claimed=claim.epsilon,
+        epsilon_lower=lower,
+        confidence=confidence,
+        runs=runs,
+        seconds=time.perf_counter() - started,
+        findings=tuple(findings),
+        notes=tuple(notes),
+    )
+    if report.vacuous:
+        why = f"claim too small for {runs} runs: half the noise would pass as well; give more runs or a larger ε"
+        report = AuditReport(**{**vars(report), "notes": (*notes, why)})
+    return report
+
+
+def _attack(
+    views: tuple[Views, Views], claim: Claim, what: str, pattern: Pattern | None, gaussian: bool, alpha: float
+) -> list[Finding]:
+    """L1 if the transcript is Gaussian; L2 on the likelihood (else a learned direction) and on the model alone."""
+    found = []
+    if claim.mu is not None and gaussian:
+        found.append(attack_dprime(views, claim, f"{what}, all releases", alpha))
+    else:
+        signs = (lambda t: math.copysign(1.0, amplitude(pattern, t))) if pattern is not None else None
+        scores = None if signs is None else [likelihood(view, claim, signs) for view in views]
+        if scores is None or scores[0] is None or scores[1] is None:
+            pair = learned((views[0].transcript, views[1].transcript))
+        else:
+            pair = (scores[0], scores[1])
+        found.append(attack_profile(pair, claim, f"{what}, all releases", alpha))
+    if pattern != "alternating":
+        found.append(
+            attack_profile(learned((views[0].model, views[1].model)), claim, f"{what}, final model", alpha)
+        )
+    return found
+
+
+def _games(plan: Plan, claim: Claim, n: int, budget: Budget) -> list[tuple[str, Pattern | None, Game]]:
+    whole = any(isinstance(slot.sampling, FixedSize | SinglePass) for slot in plan.schedule.slots)
+    # Sampled background records would only blur the canary; un-sampled ones expose division by the realised batch.
+    background = claim.mu is not None and n >= 3
+    return [
+        (f"{p} canary", p, CanaryGame(n, budget.relation, p, background=background, all_records=whole))
+        for p in _PATTERNS
+    ]
+
+
+def _default_n(algorithm: Any) -> int:
+    return max(3, int(getattr(algorithm, "batch_size", None) or 3))
+
+
+def _curator(curator: str | CuratorFactory) -> CuratorFactory:
+    if not isinstance(curator, str):
+        return curator
+    if curator not in CURATORS:
+        raise ValueError(f"curator={curator!r}: must be one of {', '.join(CURATORS)}, or a function.")
+    return CURATORS[curator]
+
+
+def _check(runs: int, confidence: float, budget: Budget | None) -> float:
+    if budget is None:
+        raise ValueError("budget=None: a run without a budget claims nothing, so there is nothing to audit.")
+    if not 0.5 <= confidence < 1.0:
+        raise ValueError(f"confidence={confidence!r}: must be in [0.5, 1), such as 0.999999.")
+    # The least α at which the event "always here, never there" still proves anything: 2(1 − α^(1/trials)) < 1.
+    needed = max(_FEWEST, math.ceil(8 * math.log(30 / (1.0 - confidence))))
+    if isinstance(runs, bool) or int(runs) != runs or runs < needed:
+        raise ValueError(f"runs={runs!r}: must be ≥ {needed} for a confidence of 1−{1 - confidence:.0e}.")
+    return 1.0 - confidence

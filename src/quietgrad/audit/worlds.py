@@ -1,0 +1,84 @@
+"""Worlds made of data, for methods that need a real loss and not just gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quietgrad.audit.replicas import Game, NotSeparableError
+from quietgrad.privacy.budget import Relation
+
+_FAR = 1e3  # a target far beyond Huber's threshold: the residual is then constant
+
+
+@dataclass(frozen=True)
+class HuberGame:
+    """Two tables of n rows that differ in one target, for methods that need a convex loss with real constants.
+
+    Huber's residual is ∓threshold at targets ±1000, so the record's gradient is ±G·u at every point: the linear
+    losses that attain the stability bound. All other rows are zero. Blocks are columns of a sparse table.
+    """
+
+    n: int
+    dim: int = 2
+    row_bound: float = 1.0
+    gaussian: bool = True
+
+    def world(self, which: int, runs: int) -> tuple[Any, Any]:
+        """(objective, data) of ``runs`` blocks."""
+        import scipy.sparse as sparse
+
+        from quietgrad.objectives import Huber
+
+        rows = np.arange(runs) * self.n
+        X = sparse.csr_array(
+            (np.full(runs, self.row_bound), (rows, np.arange(runs) * self.dim)),
+            shape=(runs * self.n, runs * self.dim),
+        )
+        y = np.zeros(runs * self.n)
+        y[rows] = _FAR if which == 0 else -_FAR
+        return Huber(1.0, row_bound=self.row_bound), (X, y)
+
+
+@dataclass(frozen=True)
+class TableGame:
+    """Two small tables for a Huber loss that differ in one row, run one by one.
+
+    The row's feature and target are as large as allowed, so its clipped contributions are too. It is absent in the
+    second world (add-remove) or has the opposite feature there (replace-one).
+    """
+
+    n: int
+    relation: Relation
+    row_bound: float = 1.0
+    dim: int = 1
+    gaussian: bool = False
+
+    def world(self, which: int, runs: int) -> tuple[Any, Any]:
+        """(objective, data) of one run."""
+        from quietgrad.objectives import Huber
+
+        if runs > 1:
+            raise NotSeparableError  # a second-moment matrix of all blocks would mix them
+        X = np.zeros((self.n, self.dim))
+        y = np.zeros(self.n)
+        X[0, 0] = self.row_bound if which == 0 else -self.row_bound
+        y[0] = _FAR
+        first = 1 if which == 1 and self.relation is Relation.ADD_REMOVE else 0
+        return Huber(1.0, row_bound=self.row_bound, rows="clip"), (X[first:], y[first:])
+
+
+def special_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
+    """The worlds for an algorithm that cannot be attacked in gradient space, or ``None``.
+
+    >>> special_game(object(), 4, Relation.ADD_REMOVE) is None
+    True
+    """
+    name = getattr(algorithm, "name", "")
+    if name == "output-perturbation":  # stability scales as 1/n, so a few records stand for any number
+        return HuberGame(n, dim=1 if algorithm.mechanism == "pure" else 2)
+    if name == "whitened-gd":
+        return TableGame(n, relation, algorithm.row_bound or 1.0)
+    return None

@@ -1,0 +1,172 @@
+"""`quietgrad audit`: attack the claims of algorithms, or of a run that was made, and say what was found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from quietgrad.audit.distinguish import Finding
+    from quietgrad.audit.report import AuditReport
+
+app = typer.Typer()
+
+_QUICK, _FULL = 2000, 20_000
+
+
+@app.command(epilog="Example: quietgrad audit dp-srm dp-sgd --runs 20000 · quietgrad audit --all --quick")
+def audit(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="Algorithms such as dp-srm, or folders of finished runs.", show_default=False),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every algorithm, curator and exact probe.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help=f"{_QUICK} runs of each world, not {_FULL}.")] = False,
+    runs: Annotated[
+        int | None, typer.Option(help="Runs of each of the two neighbouring worlds.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Also write the tables to this page.", show_default=False)
+    ] = None,
+) -> None:
+    """Lower bounds on ε from attacks, against what is claimed; exit code 1 on a violation.
+
+    A pass means that an attack which would have seen half the noise missing saw nothing. VACUOUS means that the
+    claim is too small for so few runs to test.
+    """
+    from quietgrad.audit.attacks import ATTACKS
+
+    if bool(what) == everything:
+        raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
+    count = runs if runs is not None else _QUICK if quick else _FULL
+    reports: list[AuditReport] = []
+    for report in _audits(list(ATTACKS) if everything else what or [], count):
+        reports.append(report)
+        if not as_json:
+            typer.echo(_line(report))
+    findings = _probes() if everything else []
+    if as_json:
+        text = {"reports": [r.to_json() for r in reports], "probes": [f._asdict() for f in findings]}
+        typer.echo(json.dumps(text, indent=2))
+    else:
+        _explain(reports, findings)
+    if page is not None:
+        _write(page, reports, findings)
+    wrong = [r.verdict for r in reports] + [f.verdict for f in findings]
+    raise typer.Exit(1 if "violation" in wrong else 0)
+
+
+def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
+    from dataclasses import replace
+
+    from quietgrad.audit.attacks import ATTACKS, attacks_on
+    from quietgrad.audit.running import CURATORS, run
+
+    for name in names:
+        if name not in ATTACKS and not Path(name).is_dir():
+            known = ", ".join(ATTACKS)
+            raise typer.BadParameter(f"{name!r}: must be a folder of a run, or one of {known}.", param_hint="WHAT")
+    for name in names:
+        if name not in ATTACKS:
+            yield audit_folder(Path(name), runs)
+            continue
+        for attack in attacks_on(name):
+            for curator in CURATORS:
+                try:
+                    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=runs, curator=curator)
+                except ValueError as error:
+                    raise typer.BadParameter(str(error)) from None
+                holder = "" if curator == "central" else f", {curator}"
+                yield replace(report, algorithm=f"{name}: {attack.label}{holder}")
+
+
+def audit_folder(folder: Path, runs: int) -> AuditReport:
+    """Audit the configuration, noise and claim of a finished run; its data are not needed."""
+    from quietgrad.audit.running import run
+    from quietgrad.errors import DataError
+    from quietgrad.privacy.budget import Budget
+    from quietgrad.result import load
+
+    result = load(folder)
+    privacy = result.privacy
+    if privacy.epsilon is None or privacy.delta is None or privacy.relation is None:
+        raise DataError(f"{folder}: this run is not private and claims nothing, so there is nothing to audit.")
+    algorithm = rebuild(result.algorithm, dict(result.config))
+    # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
+    n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public
+    return run(
+        algorithm,
+        budget=Budget(privacy.epsilon, privacy.delta, privacy.relation),
+        n=n,
+        runs=runs,
+        noise_multiplier=privacy.noise_multiplier,
+    )
+
+
+def rebuild(name: str, config: dict[str, Any]) -> Any:
+    """The algorithm of a ``result.json``.
+
+    >>> rebuild("dp-gd", {"steps": 5, "learning_rate": {"schedule": "Linear", "start": 1.0, "end": 0.1}})
+    DPGD(steps=5, learning_rate=Linear(start=1.0, end=0.1), clip=1.0, momentum=0.0, returns='last')
+    """
+    from quietgrad.algorithms import by_name, rates
+
+    values = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and "schedule" in value:
+            numbers = {k: v for k, v in value.items() if k != "schedule"}
+            value = getattr(rates, value["schedule"])(**numbers)
+        values[key] = value
+    return by_name(name)(**values)
+
+
+def _probes() -> list[Finding]:
+    """The exact probes: kernels on adversarial neighbours, curators' ledger order, noise of secure sums."""
+    from quietgrad import objectives
+    from quietgrad.audit.neighbours import every_query, neighbouring_tables
+    from quietgrad.audit.probes import probe_ledger, probe_secure_sum, probe_sensitivity
+    from quietgrad.curators.central import CentralCurator
+    from quietgrad.privacy.budget import Relation
+
+    losses = [objectives.Logistic(), objectives.Multinomial(3), objectives.Huber(), objectives.Squared()]
+    found = [
+        probe_sensitivity(loss, neighbouring_tables(loss, r), every_query, r, f"{type(loss).__name__}, {r}")
+        for loss in [*losses, objectives.Hinge()]
+        for r in Relation
+    ]
+    found.append(probe_ledger(lambda objective, data, path: CentralCurator(objective, data, ledger=path)))
+    for mode in ("masks", "servers", "mpc"):
+        found += probe_secure_sum(mode)
+    return found
+
+
+def _line(report: AuditReport) -> str:
+    claim = f"{report.algorithm} ({report.relation})"
+    return (
+        f"{claim:<52}claimed ε {report.epsilon_claimed:6.3g}  at least {report.epsilon_lower:6.3g}  "
+        f"{report.verdict.upper():<10}{report.layer:<15}{report.seconds:6.2f} s"
+    )
+
+
+def _explain(reports: list[AuditReport], findings: list[Finding]) -> None:
+    """Say more about whatever did not pass, and about what it would take."""
+    from quietgrad.audit.report import describe
+
+    for finding in findings:
+        typer.echo(describe(finding))
+    for report in reports:
+        if not report.passed or len(reports) == 1:
+            typer.echo(str(report))
+
+
+def _write(page: Path, reports: list[AuditReport], findings: list[Finding]) -> None:
+    from quietgrad.audit.report import to_html
+
+    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
+    body = to_html(reports, findings)
+    page.write_text(f'<!doctype html><meta charset="utf-8"><title>Audit</title><style>{style}</style>{body}\n')
