@@ -127,6 +127,31 @@ def test_rounds_never_go_back() -> None:
             world.parties[0].prepare(t)
 
 
+def test_the_next_round_may_be_prepared_during_one_and_aborted_rounds_are_forgotten() -> None:
+    world = Masked(honest=4)
+    parties, server = world.parties, world.server
+
+    def prepare(t: int) -> None:
+        delivery = server.relay(t, {p.me: p.prepare(t) for p in parties})
+        for p in parties:
+            p.deliver(t, delivery[p.me])
+
+    def finish(t: int) -> None:
+        ask = server.survivors(t, {p.me: p.submit(t, world.vectors[p.me]) for p in parties})
+        total = server.finish(t, {p.me: p.reveal(t, ask[p.me]) for p in parties})
+        np.testing.assert_allclose(total, world.vectors.sum(0), atol=1e-9)
+
+    prepare(0)
+    prepare(7)
+    finish(0)
+    finish(7)
+    for t in (8, 9, 10):
+        prepare(t)
+    with pytest.raises(ProtocolError, match="round 8 was not prepared, or is over"):
+        parties[0].submit(8, np.zeros(D))
+    finish(9)
+
+
 def test_false_shares_are_noticed() -> None:
     world = Masked(honest=2)
     delivery = world.server.relay(0, {p.me: p.prepare(0) for p in world.parties})

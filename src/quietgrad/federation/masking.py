@@ -85,8 +85,8 @@ class MaskingParty(Endpoint):
         if t <= self._prepared:
             raise ProtocolError(self.name, f"round {t} was already prepared; a retried round needs a new number")
         self._prepared = t
-        # An aborted round is forgotten two rounds later: its secrets can then no longer be asked for.
-        self._rounds = {u: state for u, state in self._rounds.items() if u >= t - 1}
+        # The round before may still be under way; older ones were aborted: their secrets are forgotten.
+        self._rounds = dict(list(self._rounds.items())[-1:])
         key, self_mask = X25519PrivateKey.generate(), os.urandom(KEY_BYTES)
         public = key.public_key().public_bytes_raw()
         m, threshold = self.terms.parties, self.terms.threshold

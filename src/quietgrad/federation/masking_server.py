@@ -36,7 +36,28 @@ class _ServerRound:
 
 
 class MaskingServer(Endpoint):
-    """The aggregator: relays sealed envelopes, adds masked vectors, and learns only the noisy sum."""
+    """The aggregator: relays sealed envelopes, adds masked vectors, and learns only the noisy sum.
+
+    One round by hand; in a federation every frame below is a message over the network.
+
+    >>> from quietgrad.federation import Identity, MaskingParty, MaskingServer, Roster, Terms
+    >>> people = [Identity("north"), Identity("south"), Identity("server")]
+    >>> terms = Terms("masks", parties=2, dimension=1, bound=1.0, sigma=0.0)
+    >>> roster, run = Roster.of(people), b"a name that is new in every run"
+    >>> parties = [MaskingParty(person, roster, terms, run) for person in people[:2]]
+    >>> server = MaskingServer(people[2], roster, terms, run)
+    >>> for role in (*parties, server):
+    ...     role.meet([other.hello for other in (*parties, server)])
+    >>> delivery = server.relay(0, {p.me: p.prepare(0) for p in parties})
+    >>> for p in parties:
+    ...     p.deliver(0, delivery[p.me])
+    >>> questions = server.survivors(0, {p.me: p.submit(0, [0.25 + p.me]) for p in parties})
+    >>> server.finish(0, {p.me: p.reveal(0, questions[p.me]) for p in parties}).tolist()
+    [1.25]
+    >>> answers = server.results(0, to=[0, 1])
+    >>> parties[0].result(0, answers[0]).tolist()
+    [1.25]
+    """
 
     def __init__(
         self, identity: Identity, roster: Roster, terms: Terms, run: bytes, *, view: View | None = None
@@ -55,7 +76,7 @@ class MaskingServer(Endpoint):
                 raise ProtocolError(self.roster.names[i], "prepare has a wrong length")
             payloads[i] = payload
         members = tuple(payloads)
-        self._rounds = {u: state for u, state in self._rounds.items() if u >= t - 1}
+        self._rounds = dict(list(self._rounds.items())[-1:])  # older ones were aborted
         self._rounds[t] = _ServerRound(members, {i: p[:KEY_BYTES] for i, p in payloads.items()})
         head = pack_members(members)
         out = {}

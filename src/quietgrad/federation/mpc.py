@@ -39,6 +39,8 @@ from quietgrad.privacy.rng import SecureStream, seed_key
 
 _HALF = 4  # column bits per half: 16 × 16 columns
 _BITS = 2 * _HALF
+_OUTPUTS = COARSE_WORD_BITS + _BITS
+_CHUNK = 256  # words per look-up: the selected rows then stay in the second-level cache
 
 
 class NoiseServer(SumServer):
@@ -80,6 +82,7 @@ class NoiseServer(SumServer):
         if t <= self._prepared or not 0 <= t < 1 << 48:
             raise ProtocolError(self.name, f"round {t} was already prepared; a retried round needs a new number")
         self._prepared = t
+        self._coarse = dict(list(self._coarse.items())[-1:])  # older ones were aborted
         if self.terms.sigma == 0.0:
             return
         sharing = Replicated(
@@ -142,29 +145,36 @@ def sample(sharing: Replicated, size: int) -> Exchange[Words]:
 
 def _look_up(sharing: Replicated, hot: Shared, width: int) -> Words:
     """This server's terms of Σ_{v,w} table[v, w]·[high = v]·[low = w] for every output bit of the table."""
-    out = np.zeros((COARSE_WORD_BITS + _BITS, width), np.uint64)
-    for v, rows_of in enumerate(_table_rows()):
-        row = []
+    halves = 1 << _HALF
+    out = np.empty((_OUTPUTS, width), np.uint64)
+    for start in range(0, width, _CHUNK):
+        piece = slice(start, min(start + _CHUNK, width))
+        rows: list[Words] = []
         for k in (0, 1):
-            selected = np.zeros_like(out)
-            for w, rows in enumerate(rows_of):
-                selected[rows] ^= hot[k][1, w]
-            row.append(selected)
-        out ^= sharing.products((hot[0][0, v], hot[1][0, v]), (row[0], row[1]))
+            selected = np.zeros((halves * _OUTPUTS, piece.stop - start), np.uint64)
+            for w, ones in enumerate(_table_ones()):
+                selected[ones] ^= hot[k][1, w, piece]
+            rows.append(selected.reshape(halves, _OUTPUTS, -1))
+        high = (hot[0][0, :, None, piece], hot[1][0, :, None, piece])
+        terms = sharing.products(high, (rows[0], rows[1]))
+        np.bitwise_xor.reduce(terms, axis=0, out=out[:, piece])
     return out
 
 
 @lru_cache(maxsize=1)
-def _table_rows() -> list[list[npt.NDArray[np.intp]]]:
-    """For every column 16v + w: which output bits are 1 (56 of the threshold, then 8 of column ⊕ alias)."""
+def _table_ones() -> list[npt.NDArray[np.intp]]:
+    """For every low half w: where the table has a 1, as v·64 + output bit.
+
+    Column 16v + w holds 56 bits of the threshold, then 8 of column ⊕ alias.
+    """
     masses = gaussian_masses(COARSE_SIGMA, COARSE_TOP, 1 << (_BITS + COARSE_WORD_BITS), magnitudes=True)
     table = alias_table(masses, COARSE_WORD_BITS)
-    rows = []
+    ones: list[list[int]] = [[] for _ in range(1 << _HALF)]
     for column, (threshold, alias) in enumerate(zip(table.thresholds.tolist(), table.alias.tolist(), strict=True)):
-        number = threshold << _BITS | (column ^ alias)
-        text = f"{number:0{COARSE_WORD_BITS + _BITS}b}"
-        rows.append(np.array([i for i, bit in enumerate(text) if bit == "1"], np.intp))
-    return [rows[v << _HALF : (v + 1) << _HALF] for v in range(1 << _HALF)]
+        v, w = divmod(column, 1 << _HALF)
+        text = f"{threshold << _BITS | (column ^ alias):0{_OUTPUTS}b}"
+        ones[w] += [v * _OUTPUTS + i for i, bit in enumerate(text) if bit == "1"]
+    return [np.array(where, np.intp) for where in ones]
 
 
 def run_together(computations: Sequence[Exchange[None]]) -> None:
