@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from quietgrad.algorithms.dp_sgd import DPSGD, SGD
     from quietgrad.algorithms.dp_srm import DPSRM, STORM
     from quietgrad.algorithms.output_perturbation import OutputPerturbation
+    from quietgrad.algorithms.perturbed_sgd import PerturbedSGD
     from quietgrad.algorithms.rrpsgd import RRPSGD
     from quietgrad.algorithms.stagewise import StagewiseDPSGD
     from quietgrad.algorithms.whitened_gd import WhitenedGD
+    from quietgrad.certificate import Certificate, certify
+    from quietgrad.oracles.spider import AdaptiveSpider, Spider
     from quietgrad.privacy import events
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.budget import Budget, Relation
@@ -60,6 +63,11 @@ _HOMES = {
     "OutputPerturbation": "algorithms.output_perturbation",
     "RRPSGD": "algorithms.rrpsgd",
     "BassilySGD": "algorithms.bassily_sgd",
+    "PerturbedSGD": "algorithms.perturbed_sgd",
+    "AdaptiveSpider": "oracles.spider",
+    "Spider": "oracles.spider",
+    "certify": "certificate",
+    "Certificate": "certificate",
     "WhitenedGD": "algorithms.whitened_gd",
 }
 _MODULES = {"audit": "audit", "events": "privacy.events", "objectives": "objectives"}
@@ -89,6 +97,11 @@ __all__ = [
     "OutputPerturbation",
     "RRPSGD",
     "BassilySGD",
+    "PerturbedSGD",
+    "AdaptiveSpider",
+    "Spider",
+    "certify",
+    "Certificate",
     "WhitenedGD",
     "audit",
     "events",

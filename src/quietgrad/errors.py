@@ -15,6 +15,10 @@ class BudgetError(QuietgradError, RuntimeError):
     """The request would spend more privacy than the budget, plan or cap allows; nothing was released."""
 
 
+class ExhaustedError(BudgetError):
+    """The plan's fresh records or releases are used up; nothing was released, and a run may end here cleanly."""
+
+
 class LedgerError(QuietgradError, RuntimeError):
     """A ledger is cut, edited, locked or cannot be written; nothing was released."""
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.sampling import Sampling
+from quietgrad.sampling import Sampling, SinglePass
 
 Law = tuple[tuple[int, float], ...]
 Mechanism = Literal["gaussian", "pure"]
@@ -66,10 +66,23 @@ class Schedule:
 
     ``sequential``: all on the same people. ``parallel``: on disjoint records, so the worst release counts.
     ``filter``: every release names its own ρ and a hard zCDP filter stops at the total (DP-AGD).
+    ``adaptive``: which slot is used when follows from what was released, so the counts of a run depend on data
+    and unused releases are never given back.
     """
 
     slots: tuple[Slot, ...]
     composition: Composition = "sequential"
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        if self.composition == "parallel":
+            passes = [slot.sampling for slot in self.slots if isinstance(slot.sampling, SinglePass)]
+            if len(passes) < len(self.slots) or len({p.n for p in passes}) > 1:
+                raise ValueError("parallel composition: every slot must be a SinglePass over the same n records.")
+
+    def under(self, relation: Relation) -> Schedule:
+        """The schedule with every sampling as it must be for neighbours of ``relation``."""
+        return replace(self, slots=tuple(replace(s, sampling=s.sampling.under(relation)) for s in self.slots))
 
     def __getitem__(self, name: str) -> Slot:
         for slot in self.slots:

@@ -53,6 +53,8 @@ def plan(
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(int(n))
+    if budget is not None:
+        schedule = schedule.under(budget.relation)
     paper = None
     if budget is None:
         noise_multiplier = 0.0
@@ -226,7 +228,7 @@ def run(
             saver.save(state, session)
     if saver is not None:
         saver.save(state, session, now=True)  # a crash between closing and saving the result costs nothing
-    data_dependent = state.stopped_by not in ("steps", "budget")
+    data_dependent = session.plan.schedule.adaptive or state.stopped_by not in ("steps", "budget")
     spent = session.close(state.stopped_by, data_dependent=data_dependent)
     slots = session.plan.to_json()["slots"]
     return Result(
@@ -352,6 +354,7 @@ def _record(state: State) -> dict[str, float]:
     record: dict[str, float] = {"step": state.step}
     if state.estimate.value is not None:
         record["estimate_norm"] = norm(state.estimate.value)
+    record.update(state.extra.get("trace", {}))
     return record
 
 

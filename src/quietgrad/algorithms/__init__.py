@@ -18,6 +18,7 @@ HOMES = {
     "OutputPerturbation": "output_perturbation",
     "RRPSGD": "rrpsgd",
     "BassilySGD": "bassily_sgd",
+    "PerturbedSGD": "perturbed_sgd",
     "WhitenedGD": "whitened_gd",
 }
 """Where each algorithm lives; imported when used."""

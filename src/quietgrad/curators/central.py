@@ -16,18 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.base import Spent
-from quietgrad.errors import BudgetError, DataError
+from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Objective, Query, Regularizer
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.noise import l2_laplace_for, noisy_argmax, release_gaussian, release_l2_laplace, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import FixedSize
+from quietgrad.sampling import FixedSize, SinglePass
 from quietgrad.schedule import Plan, Slot
 from quietgrad.vectors import Vector, zeros_like
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation
+    from quietgrad.sampling.samplers import SlotSampler
 
 _BLOCK_NUMBERS = 2**16  # unit normals made at a time: large enough to amortise a call, small enough for the cache
 
@@ -128,25 +129,48 @@ class CentralCurator:
 
 
 class _Source:
-    """Samples and unit noise of one slot, by number of the release."""
+    """Samples and unit noise of one slot, by number of the release.
 
-    def __init__(self, slot: Slot, n_records: int, key: bytes) -> None:
+    ``fresh`` is the one store of unused records that all single-pass slots of a plan take from.
+    """
+
+    def __init__(self, slot: Slot, n_records: int, key: bytes, fresh: SlotSampler | None) -> None:
         self.slot = slot
         self.used = 0
-        self.sampler = slot.sampling.sampler(n_records, SecureStream(key, f"sample/{slot.name}"))
+        self._fresh = None
+        self._share = 0  # fresh records per release
+        if fresh is not None and isinstance(slot.sampling, SinglePass):
+            self._fresh, self._share = fresh, slot.sampling.batch_size
+        else:
+            self._sampler = slot.sampling.sampler(n_records, SecureStream(key, f"sample/{slot.name}"))
         self.stream = SecureStream(key, f"noise/{slot.name}")
+        self.choices = SecureStream(key, f"choice/{slot.name}")
+        self._key = key
         self._rows = 0
         self._block = -1
         self._units: npt.NDArray[np.float64] = np.empty((0, 0))
 
+    def batch(self) -> npt.NDArray[np.int64] | None:
+        """The records of the next release; an :class:`ExhaustedError` if there are no fresh ones left."""
+        if self._fresh is None:
+            return self._sampler.batch(self.used)
+        return self._fresh.take(self._share)
+
+    @property
+    def taken(self) -> int:
+        """Fresh records that the releases so far have used up."""
+        return self.used * self._share
+
     def unit(self, index: int, dim: int) -> npt.NDArray[np.float64]:
         """N(0, 1) numbers of release ``index``."""
         if self._units.shape[1] != dim:
+            # Queries of different lengths must not share words of a stream.
+            self._unit_stream = SecureStream(self._key, f"unit/{self.slot.name}/{dim}")
             self._rows = max(1, _BLOCK_NUMBERS // max(dim, 1))
             self._block = -1
         block, row = divmod(index, self._rows)
         if block != self._block:
-            self._units = self.stream.normal(block, (self._rows, dim))
+            self._units = self._unit_stream.normal(block, (self._rows, dim))
             self._block = block
         numbers: npt.NDArray[np.float64] = self._units[row]
         return numbers
@@ -172,7 +196,9 @@ class CentralSession:
         self._ledger = ledger
         self._reservation = reservation
         self._zero = zeros_like(objective.initial(records))
-        self._sources = {slot.name: _Source(slot, len(records), key) for slot in plan.schedule.slots}
+        passes = [slot.sampling for slot in plan.schedule.slots if isinstance(slot.sampling, SinglePass)]
+        self._fresh = passes[0].sampler(len(records), SecureStream(key, "sample/fresh")) if passes else None
+        self._sources = {slot.name: _Source(slot, len(records), key, self._fresh) for slot in plan.schedule.slots}
         self._scales: dict[tuple[str, float, int], tuple[float, float]] = {}
         self._closed = False
         self._filter = plan.schedule.composition == "filter"
@@ -186,6 +212,8 @@ class CentralSession:
         """Continue after the first ``used`` releases of each slot."""
         for name, count in used.items():
             self._source(name).used = count
+        if self._fresh is not None:
+            self._fresh.skip_to(sum(source.taken for source in self._sources.values()))
         if rho_left is not None:
             self.rho_left = rho_left
 
@@ -196,11 +224,11 @@ class CentralSession:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        source = self._take(slot)
+        source, batch = self._take(slot)
         index = source.used - 1
         dim = query.dim(self._records)
         out = zeros_like(self._zero) if dim == len(self._zero) else np.zeros(dim)
-        query.sum_into(self.objective, Batch(self._records, source.sampler.batch(index)), out)
+        query.sum_into(self.objective, batch, out)
         if self.plan.budget is None or query.bound == 0.0:
             return out  # a query of bound zero is exactly zero whatever the data
         multiplier = self._multiplier(source.slot, rho)
@@ -216,8 +244,7 @@ class CentralSession:
         return _noisy(out, source.unit(index, dim), *scale)
 
     def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        source = self._take(slot)
-        batch = Batch(self._records, source.sampler.batch(source.used - 1))
+        source, batch = self._take(slot)
         scores = np.zeros((len(queries), 1))
         for query, score in zip(queries, scores, strict=True):
             query.sum_into(self.objective, batch, score)
@@ -227,7 +254,7 @@ class CentralSession:
         # The exponential mechanism of parameter ε has bounded range, so it is ε²/8-zCDP. Scores are sums of numbers
         # in [0, bound], which one record moves by at most the bound under either relation.
         bound = max(query.bound for query in queries)
-        return noisy_argmax(-scores[:, 0], float(np.sqrt(8.0 * rho)), bound, source.stream, source.used - 1)
+        return noisy_argmax(-scores[:, 0], float(np.sqrt(8.0 * rho)), bound, source.choices, source.used - 1)
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         if self._closed:
@@ -257,14 +284,15 @@ class CentralSession:
             raise AssertionError
         return source
 
-    def _take(self, slot: str) -> _Source:
+    def _take(self, slot: str) -> tuple[_Source, Batch]:
         source = self._source(slot)
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         if source.used >= source.slot.count:
-            raise BudgetError(f"the plan allows {source.slot.count} releases of {slot!r} and all were made.")
+            raise ExhaustedError(f"the plan allows {source.slot.count} releases of {slot!r} and all were made.")
+        batch = Batch(self._records, source.batch())
         source.used += 1
-        return source
+        return source, batch
 
     def _multiplier(self, slot: Slot, rho: float | None) -> float:
         if self._filter != (rho is not None):

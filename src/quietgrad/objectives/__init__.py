@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
+    from quietgrad.objectives.landscapes import landscape
     from quietgrad.objectives.regularizers import L2, Nonconvex
 
 _HOMES = {
@@ -22,9 +23,10 @@ _HOMES = {
     "Hinge": "glm",
     "L2": "regularizers",
     "Nonconvex": "regularizers",
+    "landscape": "landscapes",
 }
 
-__all__ = ["Hinge", "Huber", "L2", "Logistic", "Multinomial", "Nonconvex", "Squared"]
+__all__ = ["Hinge", "Huber", "L2", "Logistic", "Multinomial", "Nonconvex", "Squared", "landscape"]
 
 
 def __getattr__(name: str) -> Any:

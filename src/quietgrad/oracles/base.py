@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from quietgrad.curators.base import Session
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling
@@ -21,6 +22,20 @@ class Estimate:
     previous: Vector | None = None
     drift: float = 0.0
     calls: int = 0
+
+
+class Error(NamedTuple):
+    """What separates an estimate from the gradient: ``sampling`` in norm, ``noise`` in each coordinate.
+
+    ``sampling`` is σ of paper 003, a bound on √E‖·‖²; ``noise`` is r, the standard deviation of the Gaussian part.
+    """
+
+    sampling: float
+    noise: float
+
+    def size(self, dim: int) -> float:
+        """ψ = √(σ² + r²d)."""
+        return math.hypot(self.sampling, self.noise * math.sqrt(dim))
 
 
 class Oracle(Protocol):
@@ -54,3 +69,16 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sa
     if name == "fixed-size":
         return FixedSize(n_public, batch_size)
     raise ValueError(f"sampling={name!r}: must be 'poisson', 'fixed-size' or 'full'.")
+
+
+def constant_of(setting: str, name: str, given: float | None, door: Session) -> float:
+    """The value ``given`` for a setting, or else the objective's own constant ``name``."""
+    if given is not None:
+        return given
+    try:
+        value = getattr(door.objective.constants(), name)
+    except (AttributeError, ValueError):
+        value = None
+    if value is None:
+        raise ValueError(f"{setting}=None: the objective has no finite {name} constant; give {setting}.")
+    return float(value)

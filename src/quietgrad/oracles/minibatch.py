@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
-from quietgrad.oracles.base import Estimate, SamplingName, sampling_of
+from quietgrad.oracles.base import Error, Estimate, SamplingName, sampling_of
 from quietgrad.schedule import Law, Slot
 from quietgrad.vectors import Vector
 
@@ -33,6 +34,11 @@ class MiniBatch:
         total = door.release("gradient", Gradient(params, self.clip))
         total *= 1.0 / door.expected_batch("gradient")
         return Estimate(total, None, 0.0, state.calls + 1)
+
+    def error(self, door: Session) -> Error:
+        """σ ≤ C/√b and r = zC/b."""
+        size = door.expected_batch("gradient")
+        return Error(self.clip / math.sqrt(size), door.plan.noise_multiplier * self.clip / size)
 
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "law"}

@@ -64,6 +64,10 @@ class Sampling(ABC):
     def describe(self) -> str:
         """Return one line for people."""
 
+    def under(self, relation: Relation) -> Sampling:
+        """Return the scheme that gives the same event when neighbours are those of ``relation``."""
+        return self
+
     def to_json(self) -> dict[str, Any]:
         """Return the scheme as plain JSON values, with its kind under ``"sampling"``."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -216,7 +220,8 @@ class SinglePass(Sampling, kind="single-pass"):
     record is removed, so each record draws its slot on its own, by a keyed hash of its id; taking k of n
     slots then yields about k records. Either way a record takes part in one release only, so a whole run
     costs as much as its dearest release, adaptively too: parallel composition. ``batch_size`` is the number
-    of slots of ``batch(i)``; oracles that need varying numbers use ``take``.
+    of slots of ``batch(i)``; oracles that need varying numbers use ``take``. All single-pass slots of one
+    plan are served from the same n slots.
 
     >>> SinglePass(1000).event(events.Gaussian(2.0), steps=50)
     Parallel(parts=(Gaussian(noise_multiplier=2.0),))
@@ -250,6 +255,10 @@ class SinglePass(Sampling, kind="single-pass"):
         if n_records != self.n:
             raise ValueError(f"{n_records} records: SinglePass was declared for n={self.n}. Declare the true n.")
         return SlotSampler(permuted_slots(self.n, stream), self.n, self.batch_size)
+
+    def under(self, relation: Relation) -> SinglePass:
+        """Return the same pass with slots by permutation (replace-one) or by hash (add-remove)."""
+        return dataclasses.replace(self, relation=relation)
 
     def describe(self) -> str:
         """Return one line for people."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import BudgetError
+from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.privacy.rng import SecureStream, inversion_table
 
 Indices = npt.NDArray[np.int64]
@@ -185,11 +185,11 @@ class SlotSampler:
         return self._n_slots - self.position
 
     def take(self, count: int) -> Indices:
-        """Return the records of the next ``count`` slots, or raise :class:`BudgetError`, taking none."""
+        """Return the records of the next ``count`` slots, or raise :class:`ExhaustedError`, taking none."""
         if count < 1:
             raise ValueError(f"count={count!r}: must be ≥ 1.")
         if count > self.left:
-            raise BudgetError(
+            raise ExhaustedError(
                 f"{count} fresh records asked for, {self.left} of {self._n_slots} left: every record may be used "
                 "once. Stop here, or plan fewer or smaller batches."
             )

@@ -1,0 +1,257 @@
+"""Perturbed SGD (paper 003, Algorithm 1): descent that leaves saddles and says when it has arrived.
+
+When ‖ĝ‖ ≤ 3χ the point may be a saddle. Up to Q times 𝒯 steps are tried from it; the privacy noise in ĝ is the
+perturbation. Moving a distance 𝒮 away is an escape, and descent goes on from there. If no attempt moves that far,
+the point is with probability 1 − ω second-order stationary at α = 4χ: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα).
+
+Two readings of the printed algorithm. It returns the last iterate of the last attempt; its analysis is about the
+point x̃ the attempts began at, and that is returned. Attempts restore x̃ with the oracle's state (ĝ, x_prev, drift),
+for otherwise SPIDER would take a difference across a jump; since ĝ is restored too, attempts of SPIDER share its
+error and are not independent as Lemma 2 assumes: ``independent=True`` begins each with a full query instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from quietgrad.algorithms import escape_theory
+from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.curators.base import Session
+from quietgrad.errors import ExhaustedError
+from quietgrad.objectives.base import Constants
+from quietgrad.oracles.base import Estimate, Oracle, constant_of
+from quietgrad.oracles.spider import AdaptiveSpider
+from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import SinglePass
+from quietgrad.schedule import Schedule
+from quietgrad.vectors import Vector, copy, norm
+
+
+@dataclass(frozen=True)
+class PerturbedSGD:
+    """x ← x − η·ĝ with escape attempts where ‖ĝ‖ ≤ 3χ; see the module's text.
+
+    What is left ``None`` is derived from the oracle's error and the loss's constants when the run starts, all of it
+    public: with σ the sampling error in norm, r the noise of a coordinate and γ = √(ρα),
+
+        χ = r(√d + √(2 ln(4·steps/ω))) + σ,   α = 4χ,   η = 1/M,   𝒮 = ½√(α/ρ),
+        𝒯 = [ln(1 + γ𝒮/(0.32r)) + ln(4/3)] / ln(1 + ηγ),   Q = ⌈2.5 ln(1/ω)⌉.
+
+    𝒯 is how long a saddle of curvature −γ takes to carry noise of 0.32r (a Gaussian exceeds it with probability 3/4)
+    to distance 𝒮 while the slope falls behind as fast as ρ allows: x′ = γx − ½ρx² reaches 𝒮 = ½γ/ρ later than
+    x′ = γx does by ln(4/3)/γ. Sampling errors help, but nothing is known of their direction, so they do not count.
+
+    Args:
+        oracle: where ĝ comes from: ``AdaptiveSpider``, ``Spider`` or ``MiniBatch``.
+        steps: cap on oracle calls.
+        learning_rate: η. chi: χ. radius: 𝒮. escape_steps: 𝒯. attempts: Q.
+        failure: ω.
+        hessian_lipschitz: ρ (default: the objective's).
+        independent: begin every attempt with a full query.
+        mode: ``"theory"`` marks settings made by :meth:`theory`.
+
+    >>> import quietgrad as qg
+    >>> hill = qg.objectives.landscape("strict-saddle", d=5)
+    >>> run = qg.minimize(hill, 10**6, PerturbedSGD(), budget=qg.Budget(4.0, 1e-6), seed=0)
+    >>> run.stopped_by, run.escapes >= 1, qg.certify(hill, run.params, alpha=run.details["alpha"]).kind
+    ('sosp', True, 'sosp')
+    """
+
+    oracle: Oracle = field(default_factory=AdaptiveSpider)
+    steps: int = 1000
+    learning_rate: float | None = None
+    chi: float | None = None
+    radius: float | None = None
+    escape_steps: int | None = None
+    attempts: int | None = None
+    failure: float = 0.05
+    hessian_lipschitz: float | None = None
+    independent: bool = False
+    mode: Literal["practical", "theory"] = "practical"
+
+    name: ClassVar[str] = "perturbed-sgd"
+    private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_range("failure", self.failure, 0.0, 1.0 - 1e-9, closed=False)
+        for setting in ("learning_rate", "chi", "radius", "hessian_lipschitz"):
+            if (value := getattr(self, setting)) is not None:
+                check_range(setting, value, 0.0, math.inf, closed=False)
+        for setting in ("escape_steps", "attempts"):
+            if (value := getattr(self, setting)) is not None:
+                check_count(setting, value)
+        if self.mode not in ("practical", "theory"):
+            raise ValueError(f"mode={self.mode!r}: must be 'practical' or 'theory'.")
+        if self.mode == "theory" and None in (self.learning_rate, self.chi, self.radius, self.escape_steps):
+            raise ValueError(
+                "mode='theory': build it with PerturbedSGD.theory(constants, ...), which needs G, M and ρ."
+            )
+
+    @classmethod
+    def theory(
+        cls,
+        constants: Constants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        risk_bound: float,
+        failure: float = 0.05,
+        scale: float = 1.0,
+        constant: float = 1.0,
+    ) -> PerturbedSGD:
+        """Equations (4), (5) and Theorem 2; see :mod:`quietgrad.algorithms.escape_theory` for s and C."""
+        found = escape_theory.solve(
+            constants,
+            n=n,
+            dim=dim,
+            budget=budget,
+            risk_bound=risk_bound,
+            failure=failure,
+            scale=scale,
+            constant=constant,
+        )
+        oracle = AdaptiveSpider(
+            batch_size=found.batch_size,
+            difference_batch_size=found.difference_batch_size,
+            clip=constants.lipschitz,
+            smoothness=constants.smoothness,
+            kappa=found.kappa,
+        )
+        return cls(
+            oracle=oracle,
+            steps=found.steps,
+            learning_rate=found.learning_rate,
+            chi=found.chi,
+            radius=found.radius,
+            escape_steps=found.escape_steps,
+            attempts=found.attempts,
+            failure=failure,
+            hessian_lipschitz=constants.hessian_lipschitz,
+            mode="theory",
+        )
+
+    # --- what a run is ------------------------------------------------------------------------------------------
+
+    def schedule(self, n_public: int) -> Schedule:
+        """The oracle's slots: in parallel on fresh records, else one after another on the same people."""
+        slots = self.oracle.slots(n_public, self.steps)
+        fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
+        return Schedule(slots, "parallel" if fresh else "sequential", adaptive=True)
+
+    def init(self, x0: Vector) -> State:
+        """Start at ``x0``."""
+        return State(params=copy(x0), extra={"escapes": 0, "attempt": 0, "samples_used": 0, "start": copy(x0)})
+
+    def step(self, state: State, door: Session) -> State:
+        """One call of the oracle and, but for the call that finds a small gradient, one update."""
+        extra = state.extra
+        if state.step == 0:
+            check = getattr(door.objective, "check_domain", None)
+            if check is not None:
+                check(state.params)
+            extra.update(self._settle(door, len(state.params)))
+        try:
+            state.estimate = self.oracle.estimate(state.estimate, state.params, door)
+        except ExhaustedError:
+            return _stop(state, "samples" if door.plan.schedule.composition == "parallel" else "steps")
+        state.step += 1
+        extra["samples_used"] = round(sum(used * door.expected_batch(slot) for slot, used in door.used.items()))
+        gradient = state.estimate.value + door.regularizer.gradient(state.params)
+        if extra["attempt"]:
+            self._attempt(state, gradient)
+        elif norm(gradient) <= 3.0 * extra["chi"]:
+            extra["saved"] = {"params": state.params, "estimate": state.estimate}
+            extra.update(attempt=1, tried=0)
+        else:
+            state.params = state.params - extra["eta"] * gradient
+        extra["trace"] = {
+            "gradient_norm": norm(gradient),
+            "drift": state.estimate.drift,
+            "escapes": extra["escapes"],
+            "attempt": extra["attempt"],
+            "moved": norm(state.params - extra["start"]),
+        }
+        return _stop(state, "steps") if state.step >= self.steps and not state.done else state
+
+    def output(self, state: State) -> Vector:
+        """The point no attempt could leave, or where the run stood when samples or steps ran out."""
+        return state.params
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return config_of(self)
+
+    # --- the parts of a step ------------------------------------------------------------------------------------
+
+    def _attempt(self, state: State, gradient: Vector) -> None:
+        """Lines 9–18 of Algorithm 1: one step of an escape attempt."""
+        extra, saved = state.extra, state.extra["saved"]
+        state.params = state.params - extra["eta"] * gradient
+        extra["tried"] += 1
+        if norm(state.params - saved["params"]) >= extra["radius"]:
+            extra["escapes"] += 1
+            extra["attempt"] = 0
+        elif extra["tried"] >= extra["escape_steps"]:
+            state.params = saved["params"]
+            if extra["attempt"] >= extra["attempts"]:
+                _stop(state, "sosp")
+                return
+            extra.update(attempt=extra["attempt"] + 1, tried=0)
+            state.estimate = Estimate(calls=state.estimate.calls) if self.independent else saved["estimate"]
+
+    def _settle(self, door: Session, dim: int) -> dict[str, float | int]:
+        """The public numbers of the run: given, or from the oracle's error and the loss's constants."""
+        smoothness = constant_of("smoothness", "smoothness", getattr(self.oracle, "smoothness", None), door)
+        smoothness += door.regularizer.smoothness
+        eta = 1.0 / smoothness if self.learning_rate is None else self.learning_rate
+        rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
+        chi, spread = self._error(door, dim)
+        alpha = 4.0 * chi
+        gamma = math.sqrt(rho * alpha)
+        if self.mode == "practical" and gamma >= smoothness:
+            raise ValueError(
+                f"n={door.plan.n_public}: too small. The estimates' error gives α={alpha:.3g}, √(ρα)={gamma:.3g} "
+                f"not below M={smoothness:.3g}, so every point of small gradient would pass. Use more records, a "
+                "larger ε, larger batches or a smaller clip."
+            )
+        radius = 0.5 * math.sqrt(alpha / rho) if self.radius is None else self.radius
+        escape_steps = self.escape_steps
+        if escape_steps is None:
+            late = -math.log1p(-0.5 * min(1.0, rho * radius / gamma))
+            growth = math.log1p(gamma * radius / (0.32 * spread)) + late
+            escape_steps = math.ceil(growth / math.log1p(eta * gamma))
+        attempts = math.ceil(2.5 * math.log(1.0 / self.failure)) if self.attempts is None else self.attempts
+        return {
+            "eta": eta,
+            "chi": chi,
+            "alpha": alpha,
+            "radius": radius,
+            "escape_steps": escape_steps,
+            "attempts": attempts,
+            "rho": rho,
+        }
+
+    def _error(self, door: Session, dim: int) -> tuple[float, float]:
+        """χ, and the standard deviation of one coordinate that can be relied on to leave a saddle: r if any."""
+        find = getattr(self.oracle, "error", None)
+        if find is None:
+            if self.chi is None:
+                raise ValueError(
+                    f"chi=None: {type(self.oracle).__name__} states no error to derive it from; give chi."
+                )
+            return self.chi, self.chi / math.sqrt(dim)
+        error = find(door)
+        chi = self.chi
+        if chi is None:
+            tail = math.sqrt(dim) + math.sqrt(2.0 * math.log(4.0 * self.steps / self.failure))
+            chi = error.noise * tail + error.sampling
+        return chi, error.noise or error.sampling / math.sqrt(dim)
+
+
+def _stop(state: State, reason: str) -> State:
+    state.stopped_by, state.done = reason, True
+    return state

@@ -1,0 +1,87 @@
+"""Second derivatives of generalised linear models: ∇²F(θ)·v without ever forming the Hessian.
+
+A score moves by tᵢ = x̃ᵢᵀv along v, and the residual r = ∂f/∂score by r′(scoreᵢ)·tᵢ, so ∇²F·v = (1/n)Σ (r′tᵢ) ⊗ x̃ᵢ
+plus the regulariser's part. At most one multiplication by the table and one by its transpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.linear import LinearObjective, _lift, _scores
+from quietgrad.objectives.regularizers import L2, Nonconvex
+from quietgrad.objectives.table import Floats, Table
+
+
+def covers(objective: Any) -> bool:
+    """Whether :func:`hessian_product` knows this objective and its regulariser."""
+    known = isinstance(objective, (Logistic, Multinomial, Squared, Huber, Hinge))
+    return known and _regularizer_curvature(objective, np.zeros(1)) is not None
+
+
+def hessian_product(objective: LinearObjective, records: Table, params: Floats, vector: Floats) -> Floats:
+    """∇²F(θ)·v of the risk with its regulariser; not private.
+
+    >>> squared = Squared(regularizer=L2(0.5))
+    >>> records = squared.prepare(([[1.0, 0.0], [0.0, 2.0]], [0.0, 0.0]))
+    >>> hessian_product(squared, records, np.zeros(2), np.ones(2))
+    array([1. , 2.5])
+    """
+    at, along = _lift(records, params), _lift(records, vector)
+    raw = np.zeros((records.features, objective.outputs))
+    shortened, total = np.zeros(objective.outputs), np.zeros(objective.outputs)
+    assert records.y is not None
+    for which, block in records.blocks():
+        factors = records.factors[which, None] if records.factors.size else None
+        scores, tilts = (_scores(block, *lifted, factors) for lifted in (at, along))
+        moves = _tilted(objective, scores, records.y[which], tilts)
+        total += moves.sum(axis=0)
+        if factors is not None:
+            moves = moves * factors
+        shortened += moves.sum(axis=0)
+        raw += block.T @ moves
+    if records.transform is not None:
+        raw -= np.outer(records.transform.shift, shortened)
+        raw = records.transform.apply(raw)
+    if records.intercept:
+        raw = np.concatenate([raw, records.intercept * total[None]])
+    penalty = _regularizer_curvature(objective, params)
+    assert penalty is not None
+    out: Floats = raw.ravel() / len(records) + penalty * vector
+    return out
+
+
+def _tilted(objective: Any, scores: Floats, y: Any, tilts: Floats) -> Floats:
+    """How the residuals move when the scores move by ``tilts``, per unit."""
+    if isinstance(objective, Multinomial):
+        p = objective._residuals(scores, y)
+        p[np.arange(len(y)), y] += 1.0
+        return np.asarray(p * (tilts - (p * tilts).sum(axis=1, keepdims=True)))
+    target = y[:, None]
+    if isinstance(objective, Logistic):
+        p = objective._residuals(scores, y) + target
+        return np.asarray(p * (1.0 - p) * tilts)
+    if isinstance(objective, Huber):
+        return np.asarray((np.abs(scores - target) <= objective.threshold) * tilts)
+    if isinstance(objective, Hinge):
+        gap = 1.0 - (2.0 * target - 1.0) * scores
+        return np.asarray(((gap > 0.0) & (gap < objective.smoothing)) * tilts / objective.smoothing)
+    return tilts
+
+
+def _regularizer_curvature(objective: Any, params: Floats) -> Floats | float | None:
+    """The diagonal of the regulariser's Hessian; ``None`` if it is not known."""
+    regularizer = objective.regularizer
+    if isinstance(regularizer, L2):
+        diagonal = np.full_like(params, regularizer.strength)
+    elif isinstance(regularizer, Nonconvex):
+        square = params**2
+        diagonal = 2.0 * regularizer.strength * (1.0 - 3.0 * square) / (1.0 + square) ** 3
+    else:
+        return 0.0 if regularizer.smoothness == 0.0 else None
+    if regularizer.unpenalized:
+        diagonal[len(diagonal) - regularizer.unpenalized :] = 0.0
+    return diagonal

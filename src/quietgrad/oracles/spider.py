@@ -1,0 +1,198 @@
+"""SPIDER: a full gradient now and then, cheap gradient differences between (paper 003, Algorithm 2).
+
+ĝ ← O1 = (1/b₁)[Σ clip_G(∇fᵢ(x)) + noise], or ĝ ← ĝ + O2 with O2 = (1/b₂)[Σ clip(∇fᵢ(x) − ∇fᵢ(x′)) + noise].
+A difference is clipped to M‖x − x′‖, which is public, so its noise shrinks with the step and its noise multiplier
+does not change: every release, O1 or O2, is one Gaussian release of the same multiplier. When two iterates coincide
+the difference is zero whatever the data, and nothing is released.
+
+*fresh*: no record is used twice, so by parallel composition the whole run costs one Gaussian release, however many
+there are; when the records are used up an :class:`~quietgrad.errors.ExhaustedError` says so. *reuse*: Poisson
+samples, the numbers of calls capped beforehand, all of them composed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Gradient, GradientDifference
+from quietgrad.oracles.base import Error, Estimate, constant_of, sampling_of
+from quietgrad.sampling import Sampling, SinglePass
+from quietgrad.schedule import Slot
+from quietgrad.vectors import Vector, norm
+
+Regime = Literal["fresh", "reuse"]
+
+
+@dataclass(frozen=True)
+class _PathIntegrated(ABC):
+    batch_size: int | None = None
+    difference_batch_size: int | None = None
+    clip: float | None = None
+    smoothness: float | None = None
+    difference_clip: float | None = None
+    regime: Regime = "fresh"
+    full_queries: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.regime not in ("fresh", "reuse"):
+            raise ValueError(f"regime={self.regime!r}: must be 'fresh' or 'reuse'.")
+        for name in ("batch_size", "difference_batch_size", "full_queries"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+                raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1, or None.")
+        for name in ("clip", "smoothness", "difference_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise ValueError(f"{name}={value!r}: must be > 0, or None.")
+
+    # --- planning ---------------------------------------------------------------------------------------------
+
+    def batches(self, n_public: int) -> tuple[int, int]:
+        """(b₁, b₂): as given, else n/60 and a tenth of b₁."""
+        full = n_public // 60 if self.batch_size is None else self.batch_size
+        if not 1 <= full <= n_public:
+            raise ValueError(f"n={n_public}: too small for one full query of batch_size={full or 'n/60'} records.")
+        difference = max(1, full // 10) if self.difference_batch_size is None else self.difference_batch_size
+        return full, min(difference, n_public)
+
+    def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        """``o1`` and ``o2``: as many as fresh records allow, or capped calls on Poisson samples."""
+        full, difference = self.batches(n_public)
+        if self.regime == "fresh":
+            samplings: tuple[Sampling, ...] = (SinglePass(n_public, full), SinglePass(n_public, difference))
+            counts = (min(steps, n_public // full), min(steps, n_public // difference))
+        else:
+            samplings = tuple(sampling_of("poisson", n_public, size) for size in (full, difference))
+            counts = (min(steps, self.full_queries or self._usual_full_queries(steps)), steps)
+        return tuple(Slot(*each) for each in zip(("o1", "o2"), samplings, counts, strict=True))
+
+    # --- estimating -------------------------------------------------------------------------------------------
+
+    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+        """ĝ at ``params``, by O1, O2, or nothing at all if the point has not moved."""
+        moved = math.inf if state.value is None else norm(params - state.previous)
+        drift = self._drift(state.drift, moved)
+        if state.value is None or self._due(drift, door):
+            total = door.release("o1", Gradient(params, self.lipschitz(door)))
+            total *= 1.0 / door.expected_batch("o1")
+            return Estimate(total, params, 0.0, state.calls + 1)
+        if moved == 0.0:
+            return state
+        bound = self.smooth(door) * moved
+        if self.difference_clip is not None:
+            bound = min(bound, self.difference_clip)
+        total = door.release("o2", GradientDifference(params, state.previous, bound))
+        total *= 1.0 / door.expected_batch("o2")
+        total += state.value
+        return Estimate(total, params, drift, state.calls + 1)
+
+    @abstractmethod
+    def _drift(self, drift: float, moved: float) -> float:
+        """What has gathered since the last full query, this step included."""
+
+    @abstractmethod
+    def _due(self, drift: float, door: Session) -> bool:
+        """Whether a full query is due."""
+
+    @abstractmethod
+    def _usual_full_queries(self, steps: int) -> int:
+        """The cap of O1 calls in the reuse regime if none is given."""
+
+    # --- constants --------------------------------------------------------------------------------------------
+
+    def lipschitz(self, door: Session) -> float:
+        """G: the clip, or the loss's own constant."""
+        return constant_of("clip", "lipschitz", self.clip, door)
+
+    def smooth(self, door: Session) -> float:
+        """M: as given, or the loss's own constant."""
+        return constant_of("smoothness", "smoothness", self.smoothness, door)
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return {"name": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class AdaptiveSpider(_PathIntegrated):
+    """SPIDER that asks a full query when the drift Σ‖x_t − x_{t−1}‖² since the last one reaches κ.
+
+    Args:
+        batch_size: b₁, records of a full query O1 (default n/60).
+        difference_batch_size: b₂, records of a difference O2 (default b₁/10).
+        clip: G, the bound on one record's gradient (default: the objective's Lipschitz constant).
+        smoothness: M; differences are clipped to M‖x − x′‖ (default: the objective's constant).
+        difference_clip: a constant that differences are clipped to if that is less.
+        regime: ``"fresh"`` (no record twice) or ``"reuse"`` (Poisson samples, capped calls).
+        full_queries: cap of O1 calls in the reuse regime (default: a tenth of the steps).
+        kappa: κ (default: (G·b₂/(M·b₁))², where the noise gathered by differences equals that of O1).
+
+    >>> oracle = AdaptiveSpider(batch_size=100, difference_batch_size=10, kappa=0.01)
+    >>> [(slot.name, slot.count) for slot in oracle.slots(n_public=1000, steps=50)]
+    [('o1', 10), ('o2', 50)]
+    """
+
+    kappa: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kappa is not None and not self.kappa > 0.0:
+            raise ValueError(f"kappa={self.kappa!r}: must be > 0; it is the drift that calls for a full query.")
+
+    def drift_limit(self, door: Session) -> float:
+        """κ."""
+        if self.kappa is not None:
+            return self.kappa
+        full, difference = self.batches(door.plan.n_public)
+        return (self.lipschitz(door) * difference / (self.smooth(door) * full)) ** 2
+
+    def error(self, door: Session) -> Error:
+        """Lemma 7 with its constants: σ² = G²/b₁ + M²κ/b₂ and r² = (zG/b₁)² + (zM/b₂)²κ."""
+        full, difference = (door.expected_batch(slot) for slot in ("o1", "o2"))
+        g, m_drift = self.lipschitz(door), self.smooth(door) * math.sqrt(self.drift_limit(door))
+        z = door.plan.noise_multiplier
+        return Error(
+            math.hypot(g / math.sqrt(full), m_drift / math.sqrt(difference)),
+            z * math.hypot(g / full, m_drift / difference),
+        )
+
+    def _drift(self, drift: float, moved: float) -> float:
+        return drift + moved * moved
+
+    def _due(self, drift: float, door: Session) -> bool:
+        return drift >= self.drift_limit(door)
+
+    def _usual_full_queries(self, steps: int) -> int:
+        return math.ceil(steps / 10)
+
+
+@dataclass(frozen=True)
+class Spider(_PathIntegrated):
+    """SPIDER with a full query every ``period`` calls (Fang et al. 2018; with noise, DIFF2, Murata & Suzuki 2023).
+
+    The other settings are those of :class:`AdaptiveSpider`.
+
+    >>> [(slot.name, slot.count) for slot in Spider(period=5, regime="reuse").slots(n_public=6000, steps=50)]
+    [('o1', 20), ('o2', 50)]
+    """
+
+    period: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.period, bool) or int(self.period) != self.period or self.period < 1:
+            raise ValueError(f"period={self.period!r}: must be a whole number ≥ 1.")
+
+    def _drift(self, drift: float, moved: float) -> float:
+        return drift + 1.0
+
+    def _due(self, drift: float, door: Session) -> bool:
+        return drift >= self.period
+
+    def _usual_full_queries(self, steps: int) -> int:
+        # An escape attempt that starts again from a snapshot also restores the phase, so leave room.
+        return 2 * math.ceil(steps / self.period)
