@@ -14,7 +14,7 @@ other coordinate. Every value is an upper bound with a proof behind it; no centr
 
 ``best`` is the smallest of what can be proved. An exact answer ends the search, and the Rényi accountants are asked
 only when the PLD has no finite answer: a curve of the same dominating pair cannot give less, and the one curve that
-comes from another argument, that of fixed-size batches, was larger in every case tried. Ask for it by name to compare.
+comes from another argument, that of fixed-size batches, was larger in every case tried; ask for it by name.
 """
 
 from __future__ import annotations
