@@ -73,9 +73,10 @@ def _run(name: str, args: list[str]) -> int:
 
     from typer.main import get_command
 
-    warnings.showwarning = _show_warning  # type: ignore[assignment]
-    command = get_command(import_module(f"{__name__}.{name}").app)
-    code = command.main(args, prog_name=f"quietgrad {name}", standalone_mode=False)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        command = get_command(import_module(f"{__name__}.{name}").app)
+        code = command.main(args, prog_name=f"quietgrad {name}", standalone_mode=False)
     return code if isinstance(code, int) else 0
 
 

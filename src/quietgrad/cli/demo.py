@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quietgrad.cli.options import Json, show_json
+from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import RunSpec
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ def demo(
         _abandon(folder)
         say(f"Training {name} …")
         results[name] = run(spec, folder, quiet=as_json)
-    page = _compare([out / name for name in specs], out / "report.html")
-    total = Ledger(ledger).spent("demo", delta=delta, relation="add-remove")
+    page = report_if_possible([out / name for name in specs], out / "report.html")
+    book = Ledger(ledger)
+    total = book.spent("demo", delta=delta, relation="add-remove")
     if as_json:
         runs = {
             name: {"epsilon": r.privacy.epsilon, "metrics": dict(r.metrics), "seconds": r.seconds}
@@ -63,7 +65,8 @@ def demo(
         scores = result.metrics
         figures = f"{scores['test_accuracy']:>16.4f}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
         say(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
-    say(f"\nBoth runs are about the same people: together, ε = {total.epsilon:.4g} at δ = {delta:g} ({ledger}).")
+    count = len(book.book().counted("demo"))
+    say(f"\nAll {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")
     if page is not None:
         say(f"Report: {page.resolve()}")
     say(f"Next: quietgrad ledger show {ledger}  ·  quietgrad train --help")
@@ -89,14 +92,3 @@ def _abandon(folder: Path) -> None:
     except DataError:
         typer.echo(f"{path} cannot be read; it is replaced.", err=True)
     path.unlink()
-
-
-def _compare(folders: list[Path], target: Path) -> Path | None:
-    try:
-        from quietgrad.report.page import write_report
-    except ModuleNotFoundError as error:
-        if error.name not in ("jinja2", "markupsafe"):
-            raise
-        typer.echo("no report: it needs `pip install 'quietgrad[report]'`.", err=True)
-        return None
-    return write_report(folders, target)

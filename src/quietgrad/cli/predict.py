@@ -20,7 +20,7 @@ def predict(
     data: Annotated[
         str,
         typer.Argument(
-            help="Records, in a file like the one trained on (its label column is needed and only used for scores), "
+            help="Records, in a file like the one trained on (with labels, which are only used for scores), "
             "or a registered name, whose test part is taken.",
             show_default=False,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,16 +22,22 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write curves, a comparison of the runs and their privacy certificates as one HTML file."""
-    from quietgrad.errors import QuietgradError
+    from quietgrad.report.page import write_report
 
-    try:
-        from quietgrad.report.page import write_report
-    except ModuleNotFoundError as error:
-        if error.name not in ("jinja2", "markupsafe"):
-            raise
-        raise QuietgradError("reports need jinja2; install it with `pip install 'quietgrad[report]'`.") from None
     target = write_report(folders, output or folders[0] / "report.html")
     if as_json:
         show_json({"report": str(target), "runs": [str(folder) for folder in folders]})
     else:
         typer.echo(f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
+
+
+def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:
+    """Write the page after a training; a model that is trained and saved is not undone by a page that cannot be."""
+    from quietgrad.errors import QuietgradError
+    from quietgrad.report.page import write_report
+
+    try:
+        return write_report(folders, target)
+    except QuietgradError as error:
+        typer.echo(f"no {target.name}: {error}", err=True)
+        return None

@@ -1,7 +1,7 @@
-"""A training run as its options describe it: written to ``run.json`` first, so that it can be resumed and explained.
+"""A training run as its options describe it, written to ``run.json`` first so that it can be resumed.
 
-A :class:`RunSpec` is plain values; from them come the data, the objective, the algorithm and the budget, the same in
-``train``, ``resume`` and ``demo``.
+A :class:`RunSpec` is plain values; from them come the data, the objective, the algorithm and the budget, the same
+in ``train``, ``resume`` and ``demo``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def objective_from(facts: dict[str, Any]) -> Any:
     if name not in ("logistic", "multinomial", "huber", "squared", "hinge"):
         allowed = "logistic, multinomial, huber[:THRESHOLD], squared or hinge[:SMOOTHING]"
         raise typer.BadParameter(f"{name!r}: must be {allowed}.", param_hint="--objective")
-    if (wanted == "binary" and task != "binary") or (wanted == "multiclass" and task == "regression"):
+    fits = {"binary": ("binary",), "multiclass": ("binary", "multiclass"), "regression": ("regression",)}
+    if task not in fits[wanted]:
         raise DataError(f"the objective {name} is for {wanted} labels, and the data is {task}.")
     outputs = classes if name == "multinomial" else 1
     kind = getattr(objectives, name.capitalize())

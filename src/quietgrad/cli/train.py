@@ -24,6 +24,7 @@ from quietgrad.cli.options import (
     show_rows,
     usage,
 )
+from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import RunSpec, objective_from
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
         loss = objective_from(facts)
         the_plan = plan(method, n=spec.n_public or data.n, budget=promise)
     spent = SpentSoFar(the_plan)
+    table = (data.X, data.y)
     kept: dict[str, Any] = {
         "ledger": spec.ledger_in(out),
         "account": spec.account,
@@ -153,11 +155,11 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     try:
         with progress(the_plan, spent, method.name, quiet=quiet) as callback:
             if resumed:
-                result = resume(loss, (data.X, data.y), method, callback=callback, **kept)
+                result = resume(loss, table, method, callback=callback, **kept)
             else:
                 result = minimize(
-                    loss, (data.X, data.y), method, budget=promise, n_public=spec.n_public, callback=callback, **kept
-                )  # fmt: skip
+                    loss, table, method, budget=promise, n_public=spec.n_public, callback=callback, **kept
+                )
     except KeyboardInterrupt:
         typer.echo(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
@@ -181,7 +183,7 @@ def finish(
         metrics=evaluate(objective_from(facts), result.params, data, train=spec.evaluate_train),
     )
     result.save(out)
-    _write_report(out)
+    report_if_possible([out], out / "report.html")
     return result
 
 
@@ -198,17 +200,6 @@ def show(result: Result, out: Path, *, as_json: bool) -> None:
     if scores:
         rows.insert(1 + len(scores), ("", "(scores look at records without noise: they are data, not private)"))
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
-
-
-def _write_report(out: Path) -> None:
-    try:
-        from quietgrad.report.page import write_report
-    except ModuleNotFoundError as error:
-        if error.name not in ("jinja2", "markupsafe"):
-            raise
-        typer.echo("no report.html: it needs `pip install 'quietgrad[report]'`.", err=True)
-        return
-    write_report([out], out / "report.html")
 
 
 def _check_folder(out: Path, *, overwrite: bool) -> None:

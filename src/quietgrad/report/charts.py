@@ -49,19 +49,17 @@ def line_chart(
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [
-        f'<text class="axis-label" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>',
-        f'<text class="axis-label" x="0" y="13">{escape(y_label)}</text>',
+        _text("axis-label", _WIDTH - _RIGHT, _HEIGHT - 4, "end", x_label),
+        _text("axis-label", 0, 13, "start", y_label),
     ]
     for tick in y_ticks:
         y = y_at(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+        parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
     for tick in x_ticks:
         x = x_at(tick)
         anchor = "end" if x > _WIDTH - 40 else "middle"
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="{anchor}">{_number(tick)}</text>'
-        )
+        parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 18, anchor, _number(tick)))
     for k, line in enumerate(drawn):
         dots = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in line.points if y > 0.0 or not log_y)
         parts.append(
@@ -81,7 +79,7 @@ def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) 
     >>> nice_ticks(0.0, 0.93)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         high = low + (abs(low) or 1.0)
     raw = (high - low) / count
     magnitude = 10.0 ** math.floor(math.log10(raw))
@@ -89,7 +87,7 @@ def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) 
     if whole:
         step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(k * step, 12) for k in range(first, last + 1)]
+    return [float(f"{k * step:.12g}") for k in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -105,6 +103,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     above = [t for t in ticks if t >= high * 0.9999]
     ticks = [t for t in ticks if below[-1] <= t <= above[0]]
     return ticks if len(ticks) > 1 else [ticks[0], ticks[0] * 10.0]
+
+
+def _text(kind: str, x: float, y: float, anchor: str, words: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def _number(value: float) -> str:

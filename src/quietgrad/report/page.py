@@ -9,10 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
 from quietgrad import __version__
+from quietgrad.errors import QuietgradError
 from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
 from quietgrad.report.charts import Series, line_chart
 from quietgrad.result import Result, load
@@ -61,11 +59,9 @@ class Run:
             ("records (public number)", f"{self.result.n_public}"),
             ("parameters", str(len(self.result.params))),
         ]
-        for key in ("objective", "regularizer", "intercept", "row_bound"):
-            if facts.get(key) is not None:
-                rows.append((key.replace("_", " "), _plain(facts[key])))
-        rows.append(("stopped by", self.result.stopped_by))
-        rows.append(("seconds", f"{self.result.seconds:.2f}"))
+        said = ("objective", "regularizer", "intercept", "row_bound")
+        rows += [(key.replace("_", " "), _plain(facts[key])) for key in said if facts.get(key) is not None]
+        rows += [("stopped by", self.result.stopped_by), ("seconds", f"{self.result.seconds:.2f}")]
         return rows
 
 
@@ -80,6 +76,10 @@ def write_report(folders: Sequence[Path], target: Path) -> Path:
 
 def render(folders: Sequence[Path]) -> str:
     """The page about the runs in ``folders`` as text."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError:
+        raise QuietgradError("reports need jinja2; install it with `pip install 'quietgrad[report]'`.") from None
     runs = [
         Run(name, f"run-{k + 1}", result, certify_run(result, _ledger_of(folder)))
         for k, (name, folder, result) in enumerate(_named(folders))
@@ -130,7 +130,7 @@ def _ledger_of(folder: Path) -> Path | None:
     return folder / "ledger.jsonl" if named is None else Path(named)
 
 
-def _charts(runs: Sequence[Run]) -> list[tuple[str, Markup, str]]:
+def _charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
     """(title, drawing, caption) of each chart that has something to show."""
     spent = [
         Series(run.name, [(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))])
@@ -153,7 +153,7 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, Markup, str]]:
             "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
         ),
     ]
-    return [(title, Markup(svg), caption) for title, svg, caption in candidates if svg]
+    return [chart for chart in candidates if chart[1]]
 
 
 def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:

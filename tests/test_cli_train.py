@@ -1,0 +1,360 @@
+"""Training from the command line: files in, files out, interruptions survived, mistakes refused before spending."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quietgrad
+from quietgrad.cli import main
+from quietgrad.privacy.ledger import Ledger
+
+
+@pytest.fixture(autouse=True)
+def _private_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A binary problem that a line separates well, as a CSV file, with a test file beside it."""
+    rng = np.random.default_rng(5)
+    for name, n in (("people.csv", 600), ("others.csv", 150)):
+        X = rng.normal(size=(n, 3))
+        y = (X @ [2.0, -1.0, 0.5] + 0.3 * rng.normal(size=n) > 0).astype(int)
+        rows = ["a,b,c,y", *(",".join(f"{v:.6f}" for v in x) + f",{k}" for x, k in zip(X, y, strict=True))]
+        (tmp_path / name).write_text("\n".join(rows) + "\n")
+    return tmp_path / "people.csv"
+
+
+def train(table: Path, out: Path, *args: str, code: int = 0) -> None:
+    promise = ("--epsilon", "2", "--delta", "1e-5")
+    assert main(["train", str(table), "--out", str(out), *promise, *args]) == code
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return loaded
+
+
+def test_train_leaves_everything_it_promises(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    test = str(tmp_path / "others.csv")
+    train(table, out, "--algorithm", "dp-srm", "--steps", "60", "--batch-size", "60", "--test", test)
+    said = capsys.readouterr().out
+    assert "test accuracy" in said
+    assert "DP, add-remove" in said
+    names = {path.name for path in out.iterdir()}
+    assert {"model.safetensors", "result.json", "ledger.jsonl", "report.html", "run.json"} <= names
+    assert "checkpoint.safetensors" not in names
+    assert not list((tmp_path / "state" / "keys").iterdir())  # the key is gone after the close
+    result = result_of(out)
+    assert result["schema_version"] == 1
+    assert result["algorithm"] == "dp-srm"
+    assert result["config"]["steps"] == 60
+    assert result["data"]["name"] == "people.csv"
+    assert result["data"]["n_public"] == 600
+    assert result["data"]["d"] == 4  # three features and the intercept
+    privacy = result["privacy"]
+    assert privacy["is_private"] is True
+    assert privacy["epsilon"] == pytest.approx(2.0, rel=1e-3)
+    assert privacy["releases"] == {"first": 1, "next": 59}
+    wanted = {"epsilon", "delta", "relation", "accountant", "sampling", "noise_multiplier", "releases", "adversary"}
+    assert wanted | {"account", "is_private"} <= set(privacy)
+    assert result["metrics"]["test_accuracy"] > 0.7
+    assert result["metrics"]["private"] is False  # held-out scores are data
+    assert not any(name.startswith("train") or name == "gradient_norm" for name in result["metrics"])
+    assert Ledger(out / "ledger.jsonl").verify().ok
+    spent = Ledger(out / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove")
+    assert spent.epsilon == pytest.approx(privacy["epsilon"])
+    assert quietgrad.load(out).params.shape == (4,)
+
+
+def test_training_scores_only_when_asked_and_marked(table: Path, tmp_path: Path) -> None:
+    train(table, tmp_path / "run", "--evaluate-train")
+    metrics = result_of(tmp_path / "run")["metrics"]
+    assert metrics["train_accuracy"] > 0.8
+    assert metrics["gradient_norm"] > 0.0
+    assert metrics["private"] is False
+    assert metrics["computed_on"]["train_loss"].startswith("private training records")
+
+
+def test_without_noise_it_says_so(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(table), "--out", str(out), "--non-private", "--evaluate-train"]) == 0
+    assert "NOT PRIVATE" in capsys.readouterr().out
+    result = result_of(out)
+    assert result["privacy"]["is_private"] is False
+    assert result["privacy"]["epsilon"] is None
+    assert result["metrics"]["train_accuracy"] > 0.9
+    assert not (out / "ledger.jsonl").exists()
+    assert "This run is not private." in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("objective", ["logistic", "hinge:0.5", "multinomial", "squared", "huber:1"])
+def test_objectives_regularisers_and_predictions(
+    objective: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, scored = tmp_path / "run", tmp_path / "scores" / "said.csv"
+    regression = objective.partition(":")[0] in ("squared", "huber")
+    extra = ("--task", "regression") if regression else ()
+    train(table, out, "--algorithm", "dp-gd", "--objective", objective, "--regularizer", "l2:0.01", *extra)
+    assert main(["predict", str(out), str(tmp_path / "others.csv"), "-o", str(scored)]) == 0
+    lines = scored.read_text().splitlines()
+    assert len(lines) == 151
+    assert lines[0].split(",")[0] == "prediction"
+    capsys.readouterr()
+    assert main(["predict", str(out), str(tmp_path / "others.csv"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["scores"]["rmse"] < 0.5 if regression else said["scores"]["accuracy"] > 0.8
+    assert [str(value) for value in said["prediction"]] == [line.split(",")[0] for line in lines[1:]]
+
+
+def test_predict_a_single_record(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(table, tmp_path / "run")
+    (tmp_path / "one.csv").write_text("a,b,c,y\n4,-2,1,1\n")
+    capsys.readouterr()
+    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "one.csv")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("1,")
+
+
+def test_a_schema_and_text_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    ages = rng.integers(18, 90, size=300)
+    rows = [f"{age},{'clerk' if age < 50 else 'smith'},{'yes' if age > 55 else 'no'}" for age in ages]
+    (tmp_path / "people.csv").write_text("age,job,rich\n" + "\n".join(rows) + "\n")
+    schema = {
+        "label": {"column": "rich", "classes": ["no", "yes"]},
+        "columns": {"age": {"bounds": [0, 100]}, "job": {"categories": ["clerk", "smith"]}},
+    }
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    train(tmp_path / "people.csv", tmp_path / "run", "--schema", str(tmp_path / "schema.json"))
+    capsys.readouterr()
+    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "people.csv")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[0] == "prediction,probability_of_yes"
+    assert {line.split(",")[0] for line in captured.out.splitlines()[1:]} == {"no", "yes"}
+    assert float(captured.err.split("accuracy = ")[1].split()[0]) > 0.8
+
+
+def test_an_account_is_shared_and_its_cap_refuses(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = ("--ledger", str(tmp_path / "all.jsonl"), "--account", "patients", "--cap-epsilon", "2.5")
+    train(table, tmp_path / "one", *shared)
+    train(table, tmp_path / "two", *shared, code=1)
+    assert "the cap is ε=2.5" in capsys.readouterr().err
+    assert not (tmp_path / "two" / "result.json").exists()
+    assert not list((tmp_path / "state" / "keys").iterdir())
+    assert not (tmp_path / "two" / "checkpoint.safetensors").exists()
+    assert len(Ledger(tmp_path / "all.jsonl").book().held) == 1
+    assert not (tmp_path / "one" / "ledger.jsonl").exists()
+
+
+def test_a_folder_is_not_overwritten_by_accident(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    train(table, out)
+    model = (out / "model.safetensors").read_bytes()
+    train(table, out, code=1)
+    assert "holds a finished run" in capsys.readouterr().err
+    assert (out / "model.safetensors").read_bytes() == model
+    train(table, out, "--overwrite")
+    assert (out / "model.safetensors").read_bytes() != model
+    assert len(Ledger(out / "ledger.jsonl").book().held) == 2  # the ledger forgets nothing
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["--epsilon", "0"], 2, "epsilon=0.0"),
+        (["--delta", "1"], 2, "delta=1.0"),
+        (["--relation", "none"], 2, "relation='none'"),
+        (["--algorithm", "adam"], 2, "'adam': must be one of"),
+        (["--algorithm", "dp-sgd", "--batch-size", "601"], 2, "batch_size=601"),
+        (["--algorithm", "storm"], 2, "non-private baseline"),
+        (["--objective", "magic"], 2, "'magic'"),
+        (["--objective", "huber"], 1, "is for regression labels"),
+        (["--regularizer", "l2"], 2, "l2:STRENGTH"),
+        (["--regularizer", "l2:x"], 2, "'x' is no number"),
+        (["--row-bound", "0.1"], 1, "longer than row_bound=0.1"),
+        (["--n-public", "500", "--relation", "replace-one"], 1, "the plan is for n=500"),
+        (["--classes", "0,1,2", "--objective", "logistic"], 1, "is for binary labels"),
+        (["--test", "nowhere.csv"], 1, "no such test file"),
+    ],
+)
+def test_nothing_is_spent_on_a_mistake(
+    args: list[str], code: int, says: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(table, tmp_path / "run", *args, code=code)
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+    keys = tmp_path / "state" / "keys"
+    assert not keys.exists() or not list(keys.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content", ["a,y\n1,0\n2\n", "a,y\nnan,0\n1,1\n", "a,y\n1,1\n2,1\n", "a,y\nx,0\n1,1\n", ""]
+)
+def test_bad_files_are_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.csv").write_text(content)
+    train(tmp_path / "bad.csv", tmp_path / "run", code=1)
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def start(table: Path, out: Path, algorithm: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "quietgrad", "train", str(table), "--out", str(out), "--epsilon", "2"]
+    return subprocess.Popen([*command, "--checkpoint-seconds", "0.02", *algorithm], stdout=subprocess.DEVNULL)
+
+
+def wait_for_checkpoints(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
+    seen: set[int] = set()
+    deadline = time.monotonic() + 60.0
+    while len(seen) < count:
+        assert process.poll() is None, "the run ended before it could be disturbed"
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        if path.exists():
+            seen.add(path.stat().st_mtime_ns)
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ["--algorithm", "dp-gd", "--steps", "12000"],
+        ["--algorithm", "dp-srm", "--steps", "12000", "--batch-size", "40"],
+        ["--steps", "4000"],
+    ],
+)
+def test_killed_and_resumed_is_undisturbed(
+    algorithm: list[str], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill a run, copy what it left, let one copy be killed again and again: both end with the same bytes."""
+    out, copy = tmp_path / "run", tmp_path / "copy"
+    process = start(table, out, algorithm)
+    wait_for_checkpoints(process, out / "checkpoint.safetensors", 3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    shutil.copytree(out, copy)
+    shutil.copytree(tmp_path / "state", tmp_path / "state2")
+    assert main(["resume", str(out)]) == 0
+
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state2"))
+    for _ in range(2):
+        again = subprocess.Popen(
+            [sys.executable, "-m", "quietgrad", "resume", str(copy)], stdout=subprocess.DEVNULL, env=os.environ
+        )
+        wait_for_checkpoints(again, copy / "checkpoint.safetensors", 2)
+        again.send_signal(signal.SIGKILL)
+        again.wait()
+    assert main(["resume", str(copy)]) == 0
+    assert (out / "model.safetensors").read_bytes() == (copy / "model.safetensors").read_bytes()
+    for folder, state in ((out, "state"), (copy, "state2")):
+        assert len(Ledger(folder / "ledger.jsonl").book().held) == 1  # nothing was spent twice
+        assert not list((tmp_path / state / "keys").iterdir())
+        assert not (folder / "checkpoint.safetensors").exists()
+        result = result_of(folder)
+        assert result["privacy"]["epsilon"] <= 2.0
+        assert not any("fresh noise" in note for note in result["privacy"]["notes"])
+        assert result["history"][-1]["step"] == int(algorithm[algorithm.index("--steps") + 1])
+
+
+def interrupted(table: Path, out: Path) -> None:
+    """Leave a run as a crash leaves it."""
+    process = start(table, out, ["--algorithm", "dp-gd", "--steps", "12000"])
+    wait_for_checkpoints(process, out / "checkpoint.safetensors", 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_an_interrupted_run_guards_its_folder_and_its_data(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    interrupted(table, out)
+    train(table, out, "--overwrite", code=1)
+    assert "holds an interrupted run" in capsys.readouterr().err
+    original = table.read_text()
+    table.write_text(original.replace("\n", "\n1.0,1.0,1.0,1\n", 1))
+    assert main(["resume", str(out)]) == 1
+    assert "not those that the run was interrupted on" in capsys.readouterr().err
+    table.write_text(original)
+    assert main(["resume", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["privacy"]["is_private"] is True
+    assert main(["resume", str(out)]) == 0
+    assert "finished already" in capsys.readouterr().out
+
+
+def test_stopped_between_training_and_scores(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(table, out, "--evaluate-train")
+    (out / "report.html").unlink()
+    result = result_of(out)
+    del result["details"]["model"]  # as minimize itself saves it
+    result["metrics"] = {}
+    (out / "result.json").write_text(json.dumps(result))
+    assert main(["resume", str(out)]) == 0
+    assert result_of(out)["metrics"]["train_accuracy"] > 0.8
+    assert (out / "report.html").exists()
+
+
+def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(tmp_path)]) == 1
+    assert "no run was started here" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{")
+    assert main(["resume", str(tmp_path)]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_demo_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quietgrad.data import store
+    from quietgrad.errors import DataError
+
+    def offline(name: str) -> None:
+        raise DataError(f"{name}: no network.")
+
+    monkeypatch.setenv("QUIETGRAD_DATA", str(tmp_path / "nothing"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "fetch", offline)
+    monkeypatch.setattr("quietgrad.data.loading.fetch", offline)
+    out = tmp_path / "demo"
+    assert main(["demo", "--out", str(out)]) == 0
+    assert main(["demo", "--out", str(out), "--json"]) == 0  # a second time is fine
+    for name in ("dp-srm", "default"):
+        result = result_of(out / name)
+        assert result["data"]["name"] == "breast-cancer"
+        assert result["privacy"]["is_private"] is True
+    assert (out / "report.html").exists()
+    assert len(Ledger(out / "ledger.jsonl").book().held) == 4
+
+
+def test_the_progress_bar_shows_an_upper_epsilon() -> None:
+    from quietgrad.cli.progress import SpentSoFar
+
+    budget = quietgrad.Budget(1.0, 1e-5)
+    plan = quietgrad.plan(quietgrad.DPSRM(steps=100, batch_size=50), n=1000, budget=budget)
+    spent = SpentSoFar(plan)
+    for used in (1, 7, 50, 100):
+        truth = plan.epsilon_after({"first": 1, "next": used - 1})
+        shown = spent.after(used)
+        assert shown is not None
+        assert truth <= shown + 1e-12
+        assert shown <= plan.epsilon()
+    assert SpentSoFar(quietgrad.plan(quietgrad.GD(), n=10, budget=None)).after(3) is None

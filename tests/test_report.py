@@ -1,0 +1,253 @@
+"""The report: self-contained, truthful about what it shows, and readable by machines that read to people."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quietgrad as qg
+from quietgrad.cli import main
+from quietgrad.errors import DataError
+from quietgrad.privacy.accounting import delta_of
+from quietgrad.privacy.events import gaussian
+from quietgrad.report.certificate import certify_run, detection
+from quietgrad.report.charts import Series, line_chart, log_ticks, nice_ticks
+from quietgrad.report.page import render
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and collects what a page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.images: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag not in VOID:
+            self.stack.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value]
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag == "svg" and values.get("role") == "img":
+            self.images.append(values.get("aria-label") or "")
+        assert tag not in ("script", "link", "iframe"), tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(text: str) -> Page:
+    page = Page()
+    page.feed(text)
+    assert page.stack == []
+    return page
+
+
+def words(page: Page) -> str:
+    return " ".join(page.text.split())
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Three finished runs: two private ones of one ledger, and one without noise."""
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(500, 3))
+    y = (X[:, 0] > 0) * 1.0
+    budget = qg.Budget(1.0, 1e-5)
+    methods = {"srm": qg.DPSRM(steps=40, batch_size=50), "gd": qg.DPGD(steps=10), "plain": qg.GD(steps=10)}
+    for name, method in methods.items():
+        result = qg.minimize(
+            qg.objectives.Logistic(),
+            (X, y),
+            method,
+            budget=budget if method.private else None,
+            ledger=tmp_path / "ledger.jsonl",
+            account="volunteers",
+        )
+        result.save(tmp_path / name)
+        (tmp_path / name / "run.json").write_text(json.dumps({"ledger": str(tmp_path / "ledger.jsonl")}))
+    return [tmp_path / name for name in methods]
+
+
+def test_one_run(runs: list[Path]) -> None:
+    text = render(runs[:1])
+    page = read(text)
+    said = words(page)
+    for promise in (
+        "Two data sets are neighbours if one has a single record more",
+        "differential privacy under add-remove",
+        "account “volunteers”",
+        "whole, hash chain verified",
+        "over 2 runs",
+        "privacy-loss distributions",
+        "the curator and its machine are trusted",
+        "What it does not cover",
+        "Hyper-parameter search",
+        "Side channels",
+        "Gaussian, σ =",
+        "by secret sampling",
+        "n was taken from the data",
+    ):
+        assert promise in said
+    assert "first" in said
+    assert "39" in said
+    assert all(link.startswith("#") for link in page.links)  # nothing comes from elsewhere
+    assert "url(" not in text
+    assert "@import" not in text
+    assert len(page.ids) == len(set(page.ids))
+    assert page.images
+    assert all(page.images)
+
+
+def test_runs_side_by_side(runs: list[Path]) -> None:
+    page = read(render(runs))
+    said = words(page)
+    assert "Comparison of 3 runs" in said
+    assert "These ε do not compare." in said  # one of them has no promise at all
+    assert "No noise was added." in said
+    assert said.count("What it does not cover") == 1
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    assert "These ε do not compare." not in words(read(render(runs[:2])))
+
+
+def test_a_name_cannot_inject(runs: list[Path]) -> None:
+    path = runs[0] / "result.json"
+    result = json.loads(path.read_text())
+    result["data"]["name"] = "<script>alert(1)</script>"
+    path.write_text(json.dumps(result))
+    assert "<script" not in render(runs[:2])
+
+
+def test_a_seeded_run_is_called_not_private(tmp_path: Path) -> None:
+    X = np.linspace(-1.0, 1.0, 100)[:, None]
+    result = qg.minimize(
+        qg.objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), qg.DPGD(), budget=qg.Budget(1.0, 1e-5), seed=1
+    )
+    said = words(read(render([result.save(tmp_path)])))
+    assert "This run is not private." in said
+    assert "No privacy certificate" in said
+
+
+def test_an_altered_ledger_is_told(runs: list[Path]) -> None:
+    ledger = runs[0].parent / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace("volunteers", "villagers", 1))
+    said = words(read(render(runs[:1])))
+    assert "cut or altered" in said
+    assert "no common ε can be proved" in said
+
+
+def test_a_run_without_a_ledger_says_so(runs: list[Path]) -> None:
+    (runs[1] / "run.json").unlink()
+    assert "other runs on these people are not known here" in words(read(render(runs[1:2])))
+
+
+def test_releases_of_a_filter_and_of_output_noise(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(300, 2))
+    X /= np.linalg.norm(X, axis=1, keepdims=True)
+    table = (X, (X[:, 0] > 0) * 1.0)
+    adaptive = qg.minimize(qg.objectives.Logistic(), table, qg.DPAGD(), budget=qg.Budget(1.0, 1e-5))
+    certificate = certify_run(adaptive, None)
+    assert {row.noise for row in certificate.releases} == {"chosen per release"}
+    assert "zCDP filter" in certificate.composition
+    objective = qg.objectives.Logistic(row_bound=1.0, rows="clip", regularizer=qg.objectives.L2(0.1))
+    budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
+    pure = qg.minimize(objective, table, qg.OutputPerturbation(mechanism="pure"), budget=budget)
+    row = certify_run(pure, None).releases[0]
+    assert row.noise.startswith("L2-Laplace")
+    assert row.sensitivity == "2 C"
+    assert row.sampling == "every record"
+    for result in (adaptive, pure):
+        read(render([result.save(tmp_path / result.algorithm)]))
+
+
+def test_the_command_writes_where_it_is_told(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    target = runs[0].parent / "deep" / "page.html"
+    assert main(["report", *map(str, runs), "-o", str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] == str(target)
+    read(target.read_text())
+    assert main(["report", str(runs[0])]) == 0
+    assert (runs[0] / "report.html").exists()
+
+
+def test_no_result_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="no result here"):
+        render([tmp_path])
+    assert main(["report", str(tmp_path)]) == 1
+    assert "no result here" in capsys.readouterr().err
+
+
+def test_missing_jinja_is_one_sentence(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    assert main(["report", str(runs[0])]) == 1
+    assert "pip install 'quietgrad[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])
+def test_no_gaussian_attack_beats_the_stated_detection(noise: float) -> None:
+    """The likelihood-ratio test of one Gaussian release stays below the bound at every ε on its curve."""
+    from scipy.special import ndtr, ndtri
+
+    power = float(ndtr(ndtri(0.05) + 1.0 / noise))  # the best test at 5 % false alarms (Neyman–Pearson)
+    for epsilon in (0.1, 0.5, 1.0, 3.0):
+        delta = delta_of(gaussian(noise), epsilon=epsilon, relation="add-remove")
+        assert power <= detection(epsilon, delta, 0.05) + 1e-9
+
+
+finite = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(finite, finite)
+def test_ticks_enclose_what_they_measure(a: float, b: float) -> None:
+    low, high = min(a, b), max(a, b)
+    ticks = nice_ticks(low, high)
+    assert 2 <= len(ticks) <= 9
+    assert ticks == sorted(set(ticks))
+    if high - low > 1e-6 * max(1.0, abs(low), abs(high)):
+        slack = 1e-6 * (high - low)
+        assert ticks[0] <= low + slack
+        assert high - slack <= ticks[-1]
+
+
+@given(st.floats(1e-8, 1e8), st.floats(1.0, 1e6))
+def test_log_ticks_enclose_what_they_measure(low: float, ratio: float) -> None:
+    ticks = log_ticks(low, low * ratio)
+    assert ticks[0] <= low * 1.001
+    assert low * ratio <= ticks[-1] * 1.001
+    assert len(ticks) >= 2
+
+
+def test_a_chart_draws_inside_its_frame() -> None:
+    series = [Series("a & b", [(k, math.exp(-k / 10)) for k in range(100)]), Series("empty", ())]
+    for log_y in (True, False):
+        svg = line_chart("T", series, x_label="steps", y_label="y", log_y=log_y)
+        dots = svg.split('points="')[1].split('"')[0].split()
+        assert len(dots) == 100
+        for x, y in (map(float, dot.split(",")) for dot in dots):
+            assert 0 <= x <= 460
+            assert 0 <= y <= 270
+        assert "a &amp; b" in svg
+    assert line_chart("T", [Series("empty", ())], x_label="x", y_label="y") == ""
