@@ -243,6 +243,7 @@ def measure(terms: Terms, rounds: int) -> dict[str, Any]:
         "bytes_busiest_server": int(worst(servers, 4)),
         "variance_factor": terms.variance_factor,
         "rounds": len(whole),
+        "load": os.getloadavg()[0],
     }
 
 
@@ -269,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dimensions", type=int, nargs="+", default=[22, 123, 26_010, 62_006, 1_000_000])
     parser.add_argument("--modes", nargs="+", default=["masks", "servers", "mpc"])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "secure.json")
     arguments = parser.parse_args()
     rows = []

@@ -13,6 +13,7 @@ from quietgrad.errors import DataError
 from quietgrad.federation import SecureSession, Terms, secure_sum, threats
 from quietgrad.federation.channel import Endpoint, Kind
 from quietgrad.federation.encoding import encode
+from quietgrad.federation.noise_share import NoiseShare
 from quietgrad.federation.terms import Mode
 
 MODES: tuple[Mode, ...] = ("masks", "servers", "mpc")
@@ -74,6 +75,30 @@ def test_variance_inside_the_computation_is_one(m: int) -> None:
     ratio, tolerance = relative_deviation("mpc", m, seed=m)
     assert abs(ratio - 1) < tolerance
     assert Terms("mpc", parties=m, dimension=1, bound=1.0, sigma=1.0).variance_factor < 1.003
+
+
+@pytest.mark.parametrize(
+    ("mode", "extra", "known"),
+    [
+        ("masks", {"honest": 4}, [2]),
+        ("masks", {"honest": 2, "colluders": 3}, [0, 1, 4]),
+        ("servers", {}, [6]),
+        ("servers", {"servers": 3}, [5, 7]),
+        ("mpc", {}, [5]),
+        ("mpc", {}, [7]),
+    ],
+)
+def test_noise_the_adversary_does_not_know_is_all_of_sigma(
+    mode: Mode, extra: dict[str, int], known: list[int]
+) -> None:
+    """Take away what the allowed coalition drew itself: σ² is left, neither less nor more (false alarm 1e-6)."""
+    d = 40_000
+    terms = Terms(mode, parties=5, dimension=d, bound=1.0, sigma=1.0, **extra)
+    total = SecureSession(terms, seed=9).sum(np.zeros((5, d))) / terms.step
+    for role in known:
+        total -= NoiseShare(terms, role, 9).draw(0).view(np.int64)
+    left = float((total**2).mean()) / terms.noise_units**2
+    assert abs(left - 1) < 4.9 * math.sqrt(2.0 / d)
 
 
 @pytest.mark.parametrize("mode", MODES)
