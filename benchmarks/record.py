@@ -1,0 +1,39 @@
+"""How the numbers of a benchmark or reproduction are kept: with the command, versions and date that made them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("quietgrad", "numpy", "scipy", "scikit-learn", "numba", "torch", "dp-accounting")
+
+
+def versions(*more: str) -> dict[str, str | None]:
+    """Versions of Python and of the packages the numbers depend on."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in (*PACKAGES, *more):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def save(path: Path, numbers: dict[str, Any], *more: str) -> None:
+    """Write ``numbers`` with what made them."""
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
+        "versions": versions(*more),
+        **numbers,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
