@@ -78,7 +78,8 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
         for attack in attacks_on(name):
             for curator in CURATORS:
                 try:
-                    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=runs, curator=curator)
+                    count = round(runs * attack.share)
+                    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=count, curator=curator)
                 except ValueError as error:
                     raise typer.BadParameter(str(error)) from None
                 holder = "" if curator == "central" else f", {curator}"

@@ -66,14 +66,14 @@ def demo(
         figures = f"{scores['test_accuracy']:>16.4f}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
         say(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
     count = len(book.book().counted("demo"))
-    say(f"\nAll {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")
+    say(f"\nThe {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")
     if page is not None:
         say(f"Report: {page.resolve()}")
     say(f"Next: quietgrad ledger show {ledger}  ·  quietgrad train --help")
 
 
 def _specs(data: Dataset, epsilon: float, delta: float, ledger: Path) -> dict[str, RunSpec]:
-    shared = RunSpec(epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo")
+    shared = RunSpec(data=data.name, epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo")
     small = {"batch_size": max(1, min(256, data.n // 8))}
     return {"dp-srm": replace(shared, algorithm="dp-srm", flags=small), "default": shared}
 

@@ -31,7 +31,7 @@ _ACCOUNTANTS = {
 }
 ASSUMPTIONS = (
     "One person is one record. Someone with k records is protected only at the k-fold group level.",
-    "The machine that trained, its operator and its storage are trusted; the promise is about what left it.",
+    "Whoever is called trusted above kept what they hold to themselves; the promise is about what was released.",
     "Noise and samples came from a cryptographic generator with a fresh secret key, which was destroyed.",
     "Everything in the configuration (bounds, classes, vocabularies, step sizes) was chosen without these records.",
 )

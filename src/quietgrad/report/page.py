@@ -158,7 +158,7 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
 
 def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
     """Runs of very different length are drawn over the share of each run, else the short ones vanish."""
-    series = [line if len(line.points) > 1 else Series(line.name, ()) for line in series]
+    series = [line if len(line.points) > 2 else Series(line.name, ()) for line in series]
     lengths = [line.points[-1][0] for line in series if line.points]
     if not lengths or max(lengths) <= 3 * min(lengths):
         return series, unit
