@@ -39,7 +39,7 @@ class PerturbedSGD:
         χ = r(√d + √(2 ln(4·steps/ω))) + σ,   α = 4χ,   η = 1/M,   𝒮 = ½√(α/ρ),
         𝒯 = [ln(1 + γ𝒮/(0.32r)) + ln(4/3)] / ln(1 + ηγ),   Q = ⌈2.5 ln(1/ω)⌉.
 
-    𝒯 is how long a saddle of curvature −γ takes to carry noise of 0.32r (a Gaussian exceeds it with probability 3/4)
+    𝒯 is how long a saddle of curvature −γ takes to carry noise of 0.32r (exceeded with probability 3/4)
     to distance 𝒮 while the slope falls behind as fast as ρ allows: x′ = γx − ½ρx² reaches 𝒮 = ½γ/ρ later than
     x′ = γx does by ln(4/3)/γ. Sampling errors help, but nothing is known of their direction, so they do not count.
 
@@ -214,9 +214,9 @@ class PerturbedSGD:
         gamma = math.sqrt(rho * alpha)
         if self.mode == "practical" and gamma >= smoothness:
             raise ValueError(
-                f"n={door.plan.n_public}: too small. The estimates' error gives α={alpha:.3g}, √(ρα)={gamma:.3g} "
-                f"not below M={smoothness:.3g}, so every point of small gradient would pass. Use more records, a "
-                "larger ε, larger batches or a smaller clip."
+                f"n={door.plan.n_public}: too small. χ={chi:.3g} means α={alpha:.3g} and √(ρα)={gamma:.3g}, not below "
+                f"M={smoothness:.3g}, so every point of small gradient would pass. Use more records, a larger ε, "
+                "larger batches or a smaller clip."
             )
         radius = 0.5 * math.sqrt(alpha / rho) if self.radius is None else self.radius
         escape_steps = self.escape_steps

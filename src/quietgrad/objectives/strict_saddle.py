@@ -153,15 +153,15 @@ class StrictSaddle(Landscape):
     ) -> None:
         alpha, beta, first, gamma, second = rule
         counts = self._counts(records, indices)
-        slope, push = self._slope(params), self._push(params)
-        if beta:
-            slope_then, push_then = self._slope(previous), self._push(previous)
-            moved = slope - beta * slope_then, push - beta * push_then
-        else:
-            moved = slope, push
-        out += alpha * self._sum(counts, *moved, (1.0 - beta) * self.slope_noise, first)
-        if gamma:
-            out += gamma * self._sum(counts, slope, push, self.slope_noise, second)
+        with np.errstate(over="ignore", invalid="ignore"):
+            slope, push = self._slope(params), self._push(params)
+            if beta:
+                moved = slope - beta * self._slope(previous), push - beta * self._push(previous)
+            else:
+                moved = slope, push
+            out += alpha * self._sum(counts, *moved, (1.0 - beta) * self.slope_noise, first)
+            if gamma:
+                out += gamma * self._sum(counts, slope, push, self.slope_noise, second)
 
     def _sum(self, counts: Floats, slope: Floats, push: Floats, noise: float, clip: float) -> Floats:
         """Σ over kinds of count · clip((1 + a·s)·slope + push + noise·σ·e_j)."""
@@ -204,7 +204,8 @@ class StrictSaddle(Landscape):
         self, records: Sample, indices: Indices | None, params: Floats, clip: float, out: Floats
     ) -> None:
         for sign, count in zip(_SIGNS, self._counts(records, indices).sum(axis=(1, 2)), strict=True):
-            diagonal = self._curve(params, sign)
+            with np.errstate(over="ignore"):
+                diagonal = self._curve(params, sign)
             if np.isfinite(diagonal).all():
                 factor = _shortening(np.abs(diagonal).max(keepdims=True), clip)[0]
                 out[np.diag_indices(self.d)] += count * factor * diagonal
