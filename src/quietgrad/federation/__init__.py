@@ -18,13 +18,23 @@ if TYPE_CHECKING:
     from quietgrad.federation.masking import MaskingParty
     from quietgrad.federation.masking_server import MaskingServer
     from quietgrad.federation.mpc import NoiseServer
+    from quietgrad.federation.parties import Party, deal
+    from quietgrad.federation.plan import FederatedPlan, Shape
+    from quietgrad.federation.planning import federate
     from quietgrad.federation.secure import SecureSession, secure_sum
     from quietgrad.federation.servers import SharingParty, SumServer
+    from quietgrad.federation.simulation import simulate
     from quietgrad.federation.terms import Terms, slack
     from quietgrad.federation.threat_model import ThreatModel, threats
 
 # Where each public name lives; modules are imported when a name is first used.
 _HOMES = {
+    "simulate": "simulation",
+    "Party": "parties",
+    "deal": "parties",
+    "federate": "planning",
+    "FederatedPlan": "plan",
+    "Shape": "plan",
     "secure_sum": "secure",
     "SecureSession": "secure",
     "Terms": "terms",
@@ -45,6 +55,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "simulate",
+    "Party",
+    "deal",
+    "federate",
+    "FederatedPlan",
+    "Shape",
     "secure_sum",
     "SecureSession",
     "Terms",

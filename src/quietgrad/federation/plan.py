@@ -1,0 +1,323 @@
+"""What parties agree on before a run: the algorithm's plan, who takes part, whom they trust, and every query.
+
+A federated plan is a :class:`~quietgrad.schedule.Plan` that also says who adds the noise. It is public and can be
+read back from JSON: a party approves it once, pins it, and refuses whatever is not in it.
+
+======== ======================================================= ==================================================
+trust    who sees what                                           noise
+======== ======================================================= ==================================================
+curator  the coordinator sees each party's exact sums            one, added by the coordinator
+secure   nobody sees a sum without noise                         inside a secure sum; nobody knows it
+local    the coordinator sees each party's noisy sums (ICRL-DP)  every party adds its own, enough for its records
+======== ======================================================= ==================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from quietgrad.errors import BudgetError
+from quietgrad.federation.queries import Template
+from quietgrad.federation.terms import Mode, Terms
+from quietgrad.privacy import events
+from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import FixedSize, from_json
+from quietgrad.schedule import Plan, Schedule, Slot
+
+Trust = Literal["curator", "secure", "local"]
+
+_REACH = 2.0**20  # L2 bound of one party's vector in units of σ: 2^48 grid steps, beyond which it is shortened
+
+
+class Shape(NamedTuple):
+    """The public shape of everybody's records; stands in for them where only lengths matter."""
+
+    dim: int
+    features: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """The shape as JSON values."""
+        return self._asdict()
+
+
+@dataclass(frozen=True)
+class FederatedPlan(Plan):
+    """A plan for many parties. Build it with :func:`quietgrad.federation.planning.federate`.
+
+    Args:
+        trust: ``"curator"``, ``"secure"`` or ``"local"``.
+        names: the parties, in order.
+        sizes: their public numbers of records; they sum to ``n_public``.
+        factors: what each party multiplies its sum by. 1 weighs every record the same (w_j = n_j/n); weights w_j
+            give w_j·n/n_j, and one record then counts up to max(factors)·C.
+        secure: how sums are made when trust is ``"secure"``.
+        quorum: how few parties a round may be completed with.
+        colluders: masks: how many parties may work with the coordinator.
+        servers: names of the servers that ``"servers"`` and ``"mpc"`` need.
+        spare: releases of every slot, beyond those the algorithm makes, that pay for rounds that were lost.
+        shape: the public shape of the records.
+        templates: by slot, the queries that may be asked.
+        dims: by slot, the length of an answer.
+    """
+
+    trust: Trust = "curator"
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
+    secure: Mode | None = None
+    quorum: int = 0
+    colluders: int = 1
+    servers: tuple[str, ...] = ()
+    spare: int = 0
+    shape: Shape = field(default_factory=lambda: Shape(1))
+    templates: Mapping[str, tuple[Template, ...]] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.trust not in get_args(Trust):
+            raise ValueError(f"trust={self.trust!r}: must be 'curator', 'secure' or 'local'.")
+        if (self.trust == "secure") != (self.secure is not None):
+            raise ValueError(
+                f"trust={self.trust!r}, secure={self.secure!r}: name a secure sum ('masks', 'servers' or 'mpc') "
+                "exactly when trust is 'secure'."
+            )
+        m = len(self.names)
+        if m < 1 or len(set(self.names)) < m or not len(self.sizes) == len(self.factors) == m:
+            raise ValueError(f"parties {self.names}: must have different names, and one size and factor each.")
+        if not 1 <= self.quorum <= m:
+            raise ValueError(f"quorum={self.quorum}: must be between 1 and the {m} parties.")
+        if self.spare < 0:
+            raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
+        if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):
+            raise ValueError(f"factors={self.factors}: must be finite numbers ≥ 0, one at least above 0.")
+        if self.trust == "secure":
+            if self.is_private and any(slot.mechanism == "pure" for slot in self.schedule.slots):
+                raise ValueError("mechanism='pure': secure sums have Gaussian noise only; choose 'gaussian'.")
+            for dim in sorted({*self.dims.values(), 1}):
+                self.terms(dim)  # refuses what cannot be summed
+
+    # --- who may do what --------------------------------------------------------------------------------------
+
+    def index(self, name: str) -> int:
+        """The number of a party."""
+        if name not in self.names:
+            raise ValueError(f"{name!r} is not a party of this plan: {', '.join(self.names)}.")
+        return self.names.index(name)
+
+    def limit(self, slot: str) -> int:
+        """The most times a slot may be asked, spare rounds included."""
+        return self.schedule[slot].count + self.spare
+
+    @property
+    def largest_factor(self) -> float:
+        """The most that one record's contribution is multiplied by."""
+        return max(self.factors)
+
+    # --- noise ------------------------------------------------------------------------------------------------
+
+    def multiplier(self, slot: str, rho: float | None) -> float:
+        """The noise multiplier of a release, 0 in a run without noise."""
+        if not self.is_private:
+            return 0.0
+        if (self.schedule.composition == "filter") != (rho is not None):
+            raise BudgetError("rho must be given exactly in a plan with a zCDP filter.")
+        if rho is None:
+            return self.noise_multiplier * self.schedule[slot].noise
+        from quietgrad.privacy.accounting import noise_multiplier_for_rho
+
+        return noise_multiplier_for_rho(rho, self._relation)
+
+    def terms(self, dimension: int) -> Terms:
+        """The agreed terms of secure sums of a length, in units in which the noise has σ = 1."""
+        assert self.secure is not None
+        masks = self.secure == "masks"
+        return Terms(
+            self.secure,
+            parties=len(self.names),
+            dimension=dimension,
+            bound=_REACH if self.is_private else 2.0 * max(self.largest_factor, 1.0) * sum(self.sizes),
+            sigma=1.0 if self.is_private else 0.0,
+            honest=self.quorum - self.colluders if masks else None,
+            colluders=self.colluders if masks else 1,
+            servers=None if masks else len(self.servers),
+            quorum=None if masks else self.quorum,
+        )
+
+    def scale(self, multiplier: float, bound: float, dimension: int) -> float:
+        """What a party divides its sum by before a secure sum: σ in the query's own units, rounding paid.
+
+        σ = z·(C + √d·step) with step = σ/units, hence σ = zC/(1 − z√d/units). Without noise it is C.
+        """
+        if not 0.0 < bound < math.inf:
+            raise ValueError(
+                f"clip {bound}: a secure sum needs a finite bound on every record; use trust='curator'."
+            )
+        if multiplier == 0.0:
+            return bound
+        share = multiplier * math.sqrt(dimension) / self.terms(dimension).noise_units
+        if share >= 0.5:
+            raise ValueError(f"noise multiplier {multiplier:g} in {dimension} dimensions: the grid is too coarse.")
+        return multiplier * bound / (1.0 - share)
+
+    @property
+    def variance_factor(self) -> float:
+        """Variance of the noise in a sum ÷ that of a trusted curator."""
+        if self.trust == "secure":
+            return self.terms(1).variance_factor if self.is_private else 0.0
+        return 1.0 if self.trust == "curator" else sum(f * f for f in self.factors) / self.largest_factor**2
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    def party_schedule(self, party: int) -> Schedule:
+        """What one party's records go through: the schedule with its own fixed batches and the spare rounds."""
+        slots = []
+        for slot in self.schedule.slots:
+            sampling = slot.sampling
+            if isinstance(sampling, FixedSize):
+                batch = self.batch_sizes(sampling.batch_size)[party]
+                if batch == 0:
+                    continue
+                sampling = FixedSize(self.sizes[party], batch)
+            law = None if slot.law is None else tuple((r + self.spare, p) for r, p in slot.law)
+            slots.append(replace(slot, sampling=sampling, count=slot.count + self.spare, law=law))
+        return replace(self.schedule, slots=tuple(slots))
+
+    def batch_sizes(self, total: int) -> tuple[int, ...]:
+        """Fixed local batches b_j ∝ n_j that sum to ``total``, by largest remainders; small parties may get 0."""
+        return shares(total, self.sizes)
+
+    def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
+        """What ``counts`` askings of each slot released; of all of them, spare rounds too, if ``None``."""
+        parts = [event for j in range(len(self.names)) if (event := self.party_event(j, counts)) is not None]
+        if not parts or (counts is not None and len(parts) < len(self._parts)):
+            return self.event_of(None)
+        same = all(part == parts[0] for part in parts)
+        return parts[0] if same and self.trust != "local" else events.PerParty(tuple(parts))
+
+    def party_event(self, party: int, counts: Mapping[str, int] | None) -> events.Event | None:
+        """What the records of one party gave away; ``None`` if they were never asked."""
+        schedule = self.party_schedule(party)
+        named = {slot.name for slot in schedule.slots}
+        if not named or (counts is not None and not any(counts.get(name, 0) for name in named)):
+            return None
+        run = schedule.event(self.noise_multiplier, self._relation, counts)
+        slack = [events.Slack(self.slack)] if self.slack else []
+        return events.composed([*self.extra, run, *slack])
+
+    def filter_event(self, rho: float) -> events.Event:
+        """What a run with a zCDP filter released when it spent ``rho`` of it."""
+        slack = [events.Slack(self.slack)] if self.slack else []
+        part = events.composed([*self.extra, events.ZCDP(rho, self._relation), *slack])
+        return events.PerParty((part,) * len(self.names)) if self.trust == "local" else part
+
+    @cached_property
+    def _parts(self) -> list[int]:
+        return [j for j in range(len(self.names)) if self.party_event(j, None) is not None]
+
+    @cached_property
+    def slack(self) -> float:
+        """Total variation that the discrete noise of all secure sums of the run adds up to."""
+        if self.trust != "secure" or not self.is_private:
+            return 0.0
+        return math.fsum(
+            self.limit(slot.name) * self.terms(self.dims.get(slot.name, self.shape.dim)).slack()
+            for slot in self.schedule.slots
+        )
+
+    def proves(self) -> None:
+        """Raise unless the plan's own events prove its budget: what a party checks before it approves."""
+        if self.budget is None:
+            raise BudgetError("this plan adds no noise: its run is not private.")
+        if self.epsilon() > self.budget.epsilon * (1.0 + 1e-9) and self.paper_noise is None:
+            raise BudgetError(
+                f"the plan promises ε={self.budget.epsilon:g} but its events cost {self.epsilon():g}."
+            )
+
+    # --- agreement --------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values: what a party reads, approves and pins."""
+        body = super().to_json()
+        for entry, slot in zip(body["slots"], self.schedule.slots, strict=True):
+            entry["law"] = None if slot.law is None else [list(pair) for pair in slot.law]
+        return {
+            **body,
+            "adaptive": self.schedule.adaptive,
+            "extra": [event.to_json() for event in self.extra],
+            "trust": self.trust,
+            "parties": list(self.names),
+            "sizes": list(self.sizes),
+            "factors": list(self.factors),
+            "secure": self.secure,
+            "quorum": self.quorum,
+            "colluders": self.colluders,
+            "servers": list(self.servers),
+            "spare": self.spare,
+            "shape": self.shape.to_json(),
+            "queries": {slot: list(templates) for slot, templates in self.templates.items()},
+            "dims": dict(self.dims),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FederatedPlan:
+        """Rebuild a plan from :meth:`to_json`; its events are recomputed, not believed."""
+        slots = tuple(
+            Slot(
+                entry["name"],
+                from_json(entry["sampling"]),
+                entry["count"],
+                entry["noise"],
+                None if entry["law"] is None else tuple((int(r), float(p)) for r, p in entry["law"]),
+                entry["mechanism"],
+            )
+            for entry in data["slots"]
+        )
+        return cls(
+            algorithm=data["algorithm"],
+            config=data["config"],
+            schedule=Schedule(slots, data["composition"], data["adaptive"]),
+            n_public=data["n_public"],
+            budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
+            noise_multiplier=data["noise_multiplier"],
+            paper_noise=data["paper_noise"],
+            extra=tuple(events.from_json(event) for event in data["extra"]),
+            trust=data["trust"],
+            names=tuple(data["parties"]),
+            sizes=tuple(data["sizes"]),
+            factors=tuple(data["factors"]),
+            secure=data["secure"],
+            quorum=data["quorum"],
+            colluders=data["colluders"],
+            servers=tuple(data["servers"]),
+            spare=data["spare"],
+            shape=Shape(**data["shape"]),
+            templates={slot: tuple(templates) for slot, templates in data["queries"].items()},
+            dims=dict(data["dims"]),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the plan: two sides with the same digest agree on every word of it."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=list)
+        return hashlib.sha256(b"quietgrad federated plan 1\0" + text.encode()).hexdigest()
+
+
+def shares(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Whole numbers proportional to ``sizes`` that sum to ``total``, by largest remainders, never above a size.
+
+    >>> shares(10, (70, 20, 10)), shares(2, (50, 30, 20))
+    ((7, 2, 1), (1, 1, 0))
+    """
+    everyone = sum(sizes)
+    exact = [total * size / everyone for size in sizes]
+    given = [min(int(share), size) for share, size in zip(exact, sizes, strict=True)]
+    order = sorted(range(len(sizes)), key=lambda j: given[j] - exact[j])
+    for j in order[: total - sum(given)]:
+        given[j] += 1
+    return tuple(given)

@@ -1,0 +1,231 @@
+"""Making a federated plan without data: price the algorithm, and rehearse it to learn which queries it asks.
+
+The rehearsal steps the algorithm through a door that answers made-up numbers. What it asks is public, so the
+parties can pin it: the kind of each query, its clips, the lengths of its vectors. A number that changes during the
+rehearsal, such as SPIDER's clip M‖x − x′‖, is left free; noise follows a query's bound, so ε does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quietgrad.errors import ExhaustedError
+from quietgrad.federation.plan import FederatedPlan, Shape, Trust
+from quietgrad.federation.queries import Scores, Template, flat, merged, pack
+from quietgrad.federation.terms import Mode
+from quietgrad.objectives.base import Query
+from quietgrad.privacy import events
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.schedule import Plan
+from quietgrad.vectors import Vector, zeros_like
+
+Weights = str | Sequence[float]
+
+_REHEARSED_NUMBERS = 3e7  # vector entries a rehearsal may touch
+_REHEARSED_STEPS = 20_000
+
+
+def federate(
+    algorithm: Any,
+    objective: Any,
+    *,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    shape: Shape,
+    budget: Budget | None,
+    trust: Trust = "curator",
+    secure: Mode | None = None,
+    weights: Weights = "size",
+    quorum: int | None = None,
+    colluders: int = 1,
+    servers: int | None = None,
+    spare: int = 0,
+    noise_multiplier: float | None = None,
+) -> FederatedPlan:
+    """Price ``algorithm`` for many parties, without touching a record.
+
+    Args:
+        algorithm: a method of :mod:`quietgrad.algorithms`.
+        objective: the loss; it holds no data.
+        names, sizes: the parties and their public numbers of records.
+        shape: the public shape of the records.
+        budget: the promise to every record of every party; ``None`` adds no noise.
+        trust, secure, quorum, colluders, spare: see :class:`~quietgrad.federation.plan.FederatedPlan`.
+        weights: ``"size"`` (n_j/n: every record the same), ``"equal"`` (1/m: every party the same), or one number
+            per party, which are divided by their sum.
+        servers: how many servers ``"servers"`` uses; 2 unless given. ``"mpc"`` has 3.
+        noise_multiplier: fix the noise; the plan's ε is then whatever it proves to be.
+
+    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.objectives.glm import Logistic
+    >>> plan = federate(DPGD(steps=3), Logistic(), names=["a", "b"], sizes=[60, 40], shape=Shape(2, 2),
+    ...                 budget=Budget(1.0, 1e-5), trust="secure", secure="masks")
+    >>> plan.dims, plan.templates["gradient"][0]["query.clip"], plan.variance_factor
+    ({'gradient': 2}, 1.0, 2.0)
+    """
+    names, sizes = tuple(names), tuple(int(size) for size in sizes)
+    if len(names) != len(sizes) or any(size < 1 for size in sizes):
+        raise ValueError(f"sizes={sizes}: must be one whole number ≥ 1 for each of {len(names)} parties.")
+    n = sum(sizes)
+    if budget is not None and not algorithm.private:
+        raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
+    schedule = algorithm.schedule(n)
+    if budget is not None:
+        schedule = schedule.under(budget.relation)
+        if hasattr(algorithm, "check_budget"):
+            algorithm.check_budget(budget)
+    plan = FederatedPlan(
+        algorithm=algorithm.name,
+        config=json.loads(json.dumps(algorithm.config())),
+        schedule=schedule,
+        n_public=n,
+        budget=budget,
+        noise_multiplier=1.0 if budget is not None else 0.0,
+        trust=trust,
+        names=names,
+        sizes=sizes,
+        factors=_factors(weights, sizes),
+        secure=secure,
+        quorum=len(names) if quorum is None else quorum,
+        colluders=colluders if secure == "masks" else 1,
+        servers=_server_names(secure, servers),
+        spare=spare,
+        shape=shape,
+    )
+    door = rehearse(algorithm, objective, plan)
+    settings = {**_settings(plan), "templates": door.templates, "dims": door.dims}
+    if budget is None:
+        return FederatedPlan(**settings)
+    printed = algorithm.paper_noise(n, budget) if hasattr(algorithm, "paper_noise") else None
+    if printed is not None:
+        return FederatedPlan(**{**settings, "noise_multiplier": printed, "paper_noise": algorithm.name})
+    if noise_multiplier is None:
+        from quietgrad.privacy.calibrate import calibrate_event
+
+        def event(z: float) -> events.Event:
+            return FederatedPlan(**{**settings, "noise_multiplier": z}).event
+
+        noise_multiplier = calibrate_event(event, budget=budget)
+    return FederatedPlan(**{**settings, "noise_multiplier": noise_multiplier})
+
+
+class Rehearsal:
+    """A door that answers made-up numbers and writes down what it is asked."""
+
+    def __init__(self, objective: Any, plan: Plan, shape: Shape, before: Rehearsal | None = None) -> None:
+        self.plan, self.objective, self.regularizer = plan, objective, objective.regularizer
+        self.rho_left = plan.event_rho if plan.schedule.composition == "filter" and plan.budget else math.inf
+        self.used: dict[str, int] = {slot.name: 0 for slot in plan.schedule.slots}
+        self.templates: dict[str, tuple[Template, ...]] = {} if before is None else before.templates
+        self.dims: dict[str, int] = {} if before is None else before.dims
+        self._shape = shape
+        self._zero = zeros_like(objective.initial(shape))
+        self._random = np.random.default_rng(0 if before is None else 1)
+
+    def initial(self) -> Vector:
+        """As in a run."""
+        return self.objective.initial(self._shape)
+
+    def expected_batch(self, slot: str) -> float:
+        """As in a run."""
+        return self.plan.schedule[slot].sampling.expected_batch(self.plan.n_public)
+
+    def uniform(self, label: str) -> float:
+        """As late as possible, so that all kinds of releases are met."""
+        return 0.999999
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        """Write the query down and make an answer up."""
+        dim = query.dim(self._shape)
+        self._note(slot, query, dim)
+        length = min(float(query.bound), 1.0) * self.expected_batch(slot)
+        answer = self._random.standard_normal(dim) * (length / math.sqrt(dim))
+        return (
+            answer
+            if isinstance(self._zero, np.ndarray) or dim != len(self._zero)
+            else self._zero.new_tensor(answer)
+        )
+
+    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+        """Write the candidates down and choose in turn."""
+        relation = Relation.ADD_REMOVE if self.plan.budget is None else self.plan.budget.relation
+        self._note(slot, Scores(tuple(queries), relation), len(queries))
+        return self.used[slot] % len(queries)
+
+    def close(self, reason: str, *, data_dependent: bool = False) -> Any:
+        """Nothing was opened."""
+
+    def _note(self, slot: str, query: Query, dim: int) -> None:
+        if math.isinf(query.bound) and getattr(self.plan, "trust", None) == "secure":
+            raise ValueError("a secure sum needs a finite bound on every record: clip, or use trust='curator'.")
+        self.used[slot] += 1
+        if self.used[slot] > self.plan.schedule[slot].count:
+            raise ExhaustedError(f"the plan allows {self.plan.schedule[slot].count} releases of {slot!r}.")
+        packed = json.loads(json.dumps(flat(*pack(query))))
+        old = self.templates.get(slot)
+        self.templates[slot] = (merged(None if old is None else old[0], packed),)
+        self.dims[slot] = dim
+
+
+def rehearse(algorithm: Any, objective: Any, plan: FederatedPlan) -> Rehearsal:
+    """Step ``algorithm`` until every slot was asked, as long as that is cheap; see the module's docstring.
+
+    Twice, with different answers: a number that differs follows from the answers.
+    """
+    door = _rehearsed(algorithm, Rehearsal(objective, plan, plan.shape))
+    door = _rehearsed(algorithm, Rehearsal(objective, plan, plan.shape, door))
+    # A slot that was not reached (a late stage) asks what the others ask.
+    seen = tuple(template for templates in door.templates.values() for template in templates)
+    for slot in plan.schedule.slots:
+        if slot.name not in door.templates:
+            door.templates[slot.name] = seen
+            door.dims[slot.name] = max(door.dims.values())
+    return door
+
+
+def _rehearsed(algorithm: Any, door: Rehearsal) -> Rehearsal:
+    schedule, initial = door.plan.schedule, door.initial()
+    state = algorithm.init(initial)
+    steps = int(min(_REHEARSED_STEPS, max(8.0, _REHEARSED_NUMBERS / len(initial))))
+    try:
+        while not state.done and steps > 0:
+            state = algorithm.step(state, door)
+            steps -= 1
+            if all(used >= min(4, schedule[slot].count) for slot, used in door.used.items()):
+                break
+    except ExhaustedError:
+        pass  # made-up answers may use a slot up sooner than real ones
+    return door
+
+
+def _settings(plan: FederatedPlan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+
+
+def _factors(weights: Weights, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    m, n = len(sizes), sum(sizes)
+    if weights == "size":
+        return (1.0,) * m
+    if weights == "equal":
+        given: list[float] = [1.0] * m
+    elif isinstance(weights, str):
+        raise ValueError(f"weights={weights!r}: must be 'size', 'equal' or one number per party.")
+    else:
+        given = [float(w) for w in weights]
+    if len(given) != m or not all(0.0 <= w < math.inf for w in given) or not sum(given) > 0.0:
+        raise ValueError(f"weights={weights!r}: must be {m} numbers ≥ 0, one per party, that do not sum to 0.")
+    return tuple(w / sum(given) * n / size for w, size in zip(given, sizes, strict=True))
+
+
+def _server_names(secure: Mode | None, servers: int | None) -> tuple[str, ...]:
+    if secure in (None, "masks"):
+        if servers is not None:
+            raise ValueError(f"servers={servers}: only secure='servers' and 'mpc' use servers.")
+        return ()
+    count = servers if servers is not None else 3 if secure == "mpc" else 2
+    return tuple(f"server-{k + 1}" for k in range(count))

@@ -1,0 +1,180 @@
+"""A whole federation in one process: the real plan, the real messages, the real secure sums, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.curators.federated import FederatedCurator, FederatedSession, adversary
+from quietgrad.curators.party import PartyCurator
+from quietgrad.federation.identity import Identity, Roster
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.parties import Party, names_of
+from quietgrad.federation.plan import FederatedPlan, Shape, Trust
+from quietgrad.federation.planning import Weights, federate
+from quietgrad.federation.terms import Mode
+from quietgrad.federation.transport import Handler
+from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.privacy.budget import Budget
+from quietgrad.result import Result
+from quietgrad.training import Callback, run
+from quietgrad.vectors import Vector
+
+
+def simulate(
+    algorithm: Algorithm,
+    objective: Any,
+    parties: Sequence[Party],
+    *,
+    budget: Budget | None,
+    trust: Trust = "curator",
+    secure: Mode | None = None,
+    weights: Weights = "size",
+    quorum: int | None = None,
+    colluders: int = 1,
+    servers: int | None = None,
+    spare: int = 0,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    start: Vector | None = None,
+    seed: int | None = None,
+    folder: str | Path | None = None,
+    timeout: float = 60.0,
+    faults: Sequence[Fault] = (),
+    callback: Callback | None = None,
+    noise_multiplier: float | None = None,
+) -> Result:
+    """Train one model on the records of many parties.
+
+    Args:
+        algorithm: any method that releases sums; on many parties ``DPSRM`` is DDP-SRM (paper 000, Algorithm 2).
+        objective: the loss, the same for everybody.
+        parties: the data holders.
+        budget: the promise to every record of every party; ``None`` adds no noise.
+        trust: ``"curator"`` (the coordinator sees exact sums), ``"secure"`` (nobody does), or ``"local"`` (every
+            party adds its own noise, ICRL-DP).
+        secure: ``"masks"``, ``"servers"`` or ``"mpc"``, with ``trust="secure"``.
+        weights: ``"size"``, ``"equal"`` or one number per party.
+        quorum: complete a round with this many parties at least; all of them unless given.
+        colluders: masks: how many parties may work with the coordinator.
+        servers: how many servers ``secure="servers"`` uses.
+        spare: rounds of each kind reserved to pay for lost ones.
+        ledger, account, cap: the coordinator's record; each :class:`Party` can have its own.
+        seed: fixed randomness for tests; the result is then not private.
+        folder: keep aggregates and the parties' journals here; calling again after an interruption resumes.
+        faults: things that go wrong, for rehearsals.
+
+    >>> import numpy as np, quietgrad as qg
+    >>> from quietgrad.federation import Party, simulate
+    >>> X = np.linspace(-1, 1, 400)[:, None]
+    >>> parties = [Party(X[::2], X[::2, 0] > 0), Party(X[1::2], X[1::2, 0] > 0)]
+    >>> result = simulate(qg.DPGD(steps=5), qg.objectives.Logistic(), parties, budget=qg.Budget(1.0, 1e-5),
+    ...                   trust="secure", secure="masks")
+    >>> result.params.shape, result.privacy.is_private, result.details["trust"]
+    ((1,), True, 'secure')
+    """
+    plan, federation = assemble(
+        algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
+        colluders=colluders, servers=servers, spare=spare, seed=seed, folder=folder,
+        noise_multiplier=noise_multiplier,
+    )  # fmt: skip
+    transport = InProcess(federation.handlers, faults)
+    curator = FederatedCurator(
+        objective, transport, timeout=timeout, ledger=ledger, account=account, cap=cap,
+        identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
+    )  # fmt: skip
+    declared = all(party.n_public is not None for party in parties)
+    notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
+    x0 = objective.initial(plan.shape) if start is None else start
+    return train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes)
+
+
+class Federation:
+    """Everybody of a simulated federation, ready to be put behind a transport."""
+
+    def __init__(self, identity: Identity, roster: Roster, handlers: dict[str, Handler]) -> None:
+        self.identity, self.roster, self.handlers = identity, roster, handlers
+
+
+def assemble(
+    algorithm: Algorithm,
+    objective: Any,
+    parties: Sequence[Party],
+    *,
+    seed: int | None = None,
+    folder: str | Path | None = None,
+    **settings: Any,
+) -> tuple[FederatedPlan, Federation]:
+    """The plan for ``parties`` and a handler for each of them; ``settings`` are those of :func:`federate`."""
+    names = names_of(parties)
+    records = objective.prepare(parties[0].data)
+    shape = Shape(records.dim, getattr(records, "features", 0))
+    plan = federate(
+        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape, **settings
+    )
+    coordinator = Identity("coordinator")
+    people = {name: Identity(name) for name in (*names, *plan.servers)}
+    last = [people[name] for name in plan.servers] or [coordinator]
+    roster = Roster.of([*(people[name] for name in names), *last])
+    handlers: dict[str, Handler] = {}
+    for name, party in zip(names, parties, strict=True):
+        handlers[name] = PartyCurator(
+            name, objective, party.data, plan, ledger=party.ledger, account=party.account, cap=party.cap,
+            identity=people[name], roster=roster, folder=folder,
+            ids=party.ids if seed is not None else None, seed=seed,
+        ).handle  # fmt: skip
+    for name in plan.servers:
+        handlers[name] = SumMember(plan, people[name], roster, seed=seed).handle
+    return plan, Federation(coordinator, roster, handlers)
+
+
+def train(
+    algorithm: Algorithm,
+    curator: FederatedCurator,
+    plan: FederatedPlan,
+    x0: Vector,
+    *,
+    account: str | None = None,
+    callback: Callable[..., None] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Result:
+    """Run ``algorithm`` through a federation that is up; the coordinator's whole job, on any transport."""
+    session = curator.open(plan)
+    try:
+        result = run(
+            algorithm, session, np.array(x0) if isinstance(x0, np.ndarray) else x0, callback=callback,
+            account=account, seeded=curator.seeded, notes=notes,
+        )  # fmt: skip
+    except Exception as error:
+        if curator.folder is None:
+            session.close(f"aborted: {error}"[:200], data_dependent=True)
+        raise
+    return _described(result, session, plan)
+
+
+def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -> Result:
+    """The result with what is true of a federation: who was trusted, what the noise cost, who was missing."""
+    notes = (*result.privacy.notes, *session.notes)
+    if plan.is_private and plan.trust == "secure":
+        notes = (
+            f"secure sums by {plan.secure}: noise variance {plan.variance_factor:.4g} times a trusted curator's",
+            *notes,
+        )
+    if plan.trust == "curator":
+        notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
+    details = {
+        **result.details,
+        "trust": plan.trust,
+        "secure": plan.secure,
+        "parties": list(plan.names),
+        "sizes": list(plan.sizes),
+        "variance_factor": plan.variance_factor,
+        "lost_rounds": len([1 for _, faults in session.faults if faults]),
+    }
+    return replace(result, privacy=replace(result.privacy, adversary=adversary(plan), notes=notes), details=details)

@@ -1,0 +1,133 @@
+"""Algorithm 2 is Algorithm 1 with another curator: without noise all trust settings walk one path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import quietgrad as qg
+from quietgrad.curators.central import CentralCurator
+from quietgrad.federation.parties import Party, deal
+from quietgrad.federation.simulation import simulate
+from quietgrad.objectives.glm import Logistic
+from quietgrad.objectives.regularizers import Nonconvex
+from quietgrad.privacy.rng import SecureStream
+from quietgrad.sampling import Poisson, SinglePass
+from quietgrad.sampling.samplers import KeyedSampler, SlotSampler, hashed_slots
+from quietgrad.training import plan, run
+
+Floats = npt.NDArray[np.float64]
+N, D, SEED = 400, 6, 5
+OBJECTIVE = Logistic(regularizer=Nonconvex(1e-2), intercept=True)
+
+ALGORITHMS: dict[str, Any] = {
+    "dp-srm": qg.DPSRM(steps=15, batch_size=40, first_batch_size=80),
+    "dp-srm joint": qg.DPSRM(steps=15, batch_size=40, joint_clip=True, returns="average"),
+    "dp-srm smooth": qg.DPSRM(steps=15, batch_size=40, smoothness=0.5),
+    "dp-srm random": qg.DPSRM(steps=15, batch_size=40, returns="random"),
+    "dp-sgd": qg.DPSGD(steps=15, batch_size=40, momentum=0.5),
+    "dp-adam": qg.DPAdam(steps=15, batch_size=40),
+    "dp-gd": qg.DPGD(steps=10),
+    "dp-agd": qg.DPAGD(max_steps=8),
+    "stagewise": qg.StagewiseDPSGD(stages=2, first_steps=3, batch_size=40),
+    "rrpsgd": qg.RRPSGD(steps=20, batch_size=40),
+    "bassily-sgd": qg.BassilySGD(steps=10, batch_size=40),
+    "whitened-gd": qg.WhitenedGD(steps=6),
+}
+OPEN = {
+    "storm": qg.STORM(steps=12, batch_size=40),
+    "sgd": qg.SGD(steps=12, batch_size=40),
+    "gd": qg.GD(steps=8),
+}
+TRUSTS: list[dict[str, Any]] = [
+    {"trust": "curator"},
+    {"trust": "local"},
+    {"trust": "secure", "secure": "masks"},
+    {"trust": "secure", "secure": "servers"},
+    {"trust": "secure", "secure": "mpc"},
+]
+
+
+@pytest.fixture
+def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the central curator sample by record id, as parties with a shared key do."""
+
+    def poisson(self: Poisson, n_records: int, stream: SecureStream) -> KeyedSampler:
+        return self.keyed_sampler(np.arange(n_records), stream)
+
+    def single(self: SinglePass, n_records: int, stream: SecureStream) -> SlotSampler:
+        return SlotSampler(hashed_slots(np.arange(n_records), self.n, stream), self.n, self.batch_size)
+
+    monkeypatch.setattr(Poisson, "sampler", poisson)
+    monkeypatch.setattr(SinglePass, "sampler", single)
+
+
+def table() -> tuple[Floats, Floats]:
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(N, D)) * np.linspace(0.3, 2.0, D)
+    y = (X @ rng.normal(size=D) + 0.3 * rng.normal(size=N) > 0.0).astype(np.float64)
+    return X, y
+
+
+def central(algorithm: Any) -> Floats:
+    curator = CentralCurator(OBJECTIVE, table(), seed=SEED)
+    session = curator.open(plan(algorithm, n=N, budget=None))
+    params: Floats = run(algorithm, session, curator.initial(), seeded=True).params
+    return params
+
+
+def federated(algorithm: Any, parties: list[Party], **settings: Any) -> Floats:
+    params: Floats = simulate(algorithm, OBJECTIVE, parties, budget=None, seed=SEED, **settings).params
+    return params
+
+
+@pytest.mark.usefixtures("keyed")
+@pytest.mark.parametrize("settings", TRUSTS, ids=lambda s: s.get("secure") or s["trust"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_walks_the_central_path(name: str, settings: dict[str, Any]) -> None:
+    algorithm = ALGORITHMS[name]
+    expected = central(algorithm)
+    got = federated(algorithm, deal(*table(), 4, unevenness=5.0), **settings)
+    assert np.linalg.norm(expected) > 1e-3
+    np.testing.assert_allclose(got, expected, rtol=0.0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("keyed")
+@pytest.mark.parametrize("trust", ["curator", "local"])
+@pytest.mark.parametrize("name", OPEN)
+def test_unclipped_baselines_walk_the_central_path(name: str, trust: str) -> None:
+    expected = central(OPEN[name])
+    got = federated(OPEN[name], deal(*table(), 3, dirichlet=0.3), trust=trust)
+    np.testing.assert_allclose(got, expected, rtol=0.0, atol=1e-9)
+
+
+def test_unclipped_sums_cannot_be_secure() -> None:
+    with pytest.raises(ValueError, match="finite bound"):
+        federated(OPEN["gd"], deal(*table(), 3), trust="secure", secure="masks")
+
+
+def test_one_party_is_the_central_case_with_any_weights(keyed: None) -> None:
+    algorithm = ALGORITHMS["dp-srm"]
+    got = federated(algorithm, deal(*table(), 1, seed=None), weights="equal")
+    np.testing.assert_allclose(got, central(algorithm), rtol=0.0, atol=1e-9)
+
+
+def test_equal_weights_average_the_parties(keyed: None) -> None:
+    """w_j = 1/m: the mean of the parties' own means, here of one full gradient step."""
+    X, y = table()
+    parties = deal(X, y, 3, unevenness=6.0)
+    got = federated(qg.DPGD(steps=1, learning_rate=1.0, clip=0.7), parties, weights="equal")
+    means = [
+        CentralCurator(OBJECTIVE, (party.X, party.y)).open(plan(qg.DPGD(steps=1), n=party.size, budget=None))
+        for party in parties
+    ]
+    from quietgrad.objectives.base import Gradient
+
+    steps = [
+        session.release("gradient", Gradient(np.zeros(D + 1), 0.7)) / party.size
+        for session, party in zip(means, parties, strict=True)
+    ]
+    np.testing.assert_allclose(got, -np.mean(steps, axis=0), rtol=0.0, atol=1e-12)
