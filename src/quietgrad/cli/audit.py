@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quietgrad.audit.distinguish import Finding
     from quietgrad.audit.report import AuditReport
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 _QUICK, _FULL = 2000, 20_000
 

@@ -131,7 +131,7 @@ def train(
 
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
-    from quietgrad.cli.progress import SpentSoFar, progress
+    from quietgrad.progress import SpentSoFar, progress
     from quietgrad.training import minimize, plan, resume
 
     data = spec.load_data()

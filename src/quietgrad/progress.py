@@ -1,4 +1,4 @@
-"""The progress of a run with the ε it has spent so far: an upper value, proved at a few points beforehand."""
+"""How far a run has come and the ε it has spent: an upper value, proved at a few points beforehand."""
 
 from __future__ import annotations
 
