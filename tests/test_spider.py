@@ -208,7 +208,7 @@ def test_differences_are_clipped_to_smoothness_times_the_step() -> None:
 
 
 def test_stated_error_covers_the_true_one() -> None:
-    """Errors of O1 over 200 runs: their mean square is below ψ² and above the noise's share, both far from chance."""
+    """Errors of O1 over 200 runs: their mean square is below ψ², and above the noise's share."""
     oracle = qg.AdaptiveSpider(200, 50, clip=1.5, kappa=0.01)
     errors = []
     for seed in range(200):

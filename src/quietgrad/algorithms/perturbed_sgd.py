@@ -214,7 +214,7 @@ class PerturbedSGD:
         gamma = math.sqrt(rho * alpha)
         if self.mode == "practical" and gamma >= smoothness:
             raise ValueError(
-                f"n={door.plan.n_public}: too small. χ={chi:.3g} means α={alpha:.3g} and √(ρα)={gamma:.3g}, not below "
+                f"n={door.plan.n_public}: too small. χ={chi:.3g} means α={alpha:.3g}, √(ρα)={gamma:.3g} not below "
                 f"M={smoothness:.3g}, so every point of small gradient would pass. Use more records, a larger ε, "
                 "larger batches or a smaller clip."
             )
