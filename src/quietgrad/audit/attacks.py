@@ -17,12 +17,16 @@ _GENEROUS = (6.0, 1e-5)  # μ = 1.31
 
 @dataclass(frozen=True)
 class Attack:
-    """One configuration to audit: a label, the algorithm, its public n and the promise."""
+    """One configuration to audit: a label, the algorithm, its public n and the promise.
+
+    ``share`` of the runs asked for is made where a run is dear; the budget then leaves signal to spare.
+    """
 
     label: str
     algorithm: Any
     n: int
     budget: Budget
+    share: float = 1.0
 
 
 def _budget(relation: str = "add-remove") -> Budget:
@@ -110,6 +114,23 @@ def _whitened_gd() -> Iterator[Attack]:
     yield Attack("every record", WhitenedGD(steps=2, row_bound=1.0), 4, _budget("replace-one"))
 
 
+def _perturbed_sgd() -> Iterator[Attack]:
+    from quietgrad.algorithms.perturbed_sgd import PerturbedSGD
+    from quietgrad.oracles.spider import AdaptiveSpider
+
+    # χ so small that the run never thinks it has arrived, κ so large that differences follow the first gradient.
+    public = {"learning_rate": 0.1, "chi": 1e-3, "radius": 1.0, "escape_steps": 2, "attempts": 1}
+
+    def make(steps: int, **oracle: Any) -> Any:
+        spider = AdaptiveSpider(clip=1.0, smoothness=1.0, kappa=1e6, **oracle)
+        return PerturbedSGD(oracle=spider, steps=steps, hessian_lipschitz=1e-6, **public)  # type: ignore[arg-type]
+
+    again = make(4, batch_size=4, difference_batch_size=4, regime="reuse", full_queries=1)
+    fresh = make(2, batch_size=6, difference_batch_size=6)
+    yield Attack("every record", again, 4, _budget())
+    yield Attack("fresh records", fresh, 6, _budget("replace-one"), share=0.2)
+
+
 ATTACKS: dict[str, Callable[[], Iterator[Attack]]] = {
     "dp-sgd": _dp_sgd,
     "dp-srm": _dp_srm,
@@ -121,6 +142,7 @@ ATTACKS: dict[str, Callable[[], Iterator[Attack]]] = {
     "rrpsgd": _rrpsgd,
     "output-perturbation": _output_perturbation,
     "whitened-gd": _whitened_gd,
+    "perturbed-sgd": _perturbed_sgd,
 }
 """By the algorithm's name on the command line."""
 

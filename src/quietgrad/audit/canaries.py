@@ -197,7 +197,7 @@ class CanaryGame:
             raise ValueError(f"n={self.n}: must be ≥ {len(self._background()) + 1} with this background.")
 
     def _background(self) -> tuple[str, ...]:
-        return ("against", "aside") if self.background else ()
+        return ("against",) * 3 + ("aside",) if self.background else ()
 
     def roles(self, which: int) -> tuple[str, ...]:
         """The records of one run, the attacked one first."""

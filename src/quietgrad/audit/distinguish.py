@@ -22,7 +22,7 @@ from quietgrad.audit.replicas import Views
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
-from quietgrad.sampling import FixedSize, Poisson, Sampling
+from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 from quietgrad.schedule import Plan
 
 Floats = npt.NDArray[np.float64]
@@ -235,7 +235,7 @@ def _mu_through(epsilon: float, delta: float) -> float:
 def _rate(sampling: Sampling) -> float:
     if isinstance(sampling, Poisson):
         return sampling.rate
-    return sampling.batch_size / sampling.n if isinstance(sampling, FixedSize) else 1.0
+    return sampling.batch_size / sampling.n if isinstance(sampling, FixedSize | SinglePass) else 1.0
 
 
 def _log(x: float) -> float:

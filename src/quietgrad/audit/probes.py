@@ -132,6 +132,24 @@ def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: 
     return judge_noise(np.stack(heard), 1.5 * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
 
 
+def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: float = 1e-6) -> Finding:
+    """Whether what the server sees of one party in different rounds is unrelated, though her vector is the same.
+
+    A mask used twice cancels in the difference of two submissions and bares the change of the vector.
+    """
+    from quietgrad.federation.channel import Kind, View
+    from quietgrad.federation.secure import SecureSession
+    from quietgrad.federation.terms import Terms
+
+    view = View()
+    session = SecureSession(Terms("masks", parties=parties, dimension=size, bound=1.0, sigma=1.0), view=view)
+    for _ in range(rounds):
+        session.sum(np.zeros((parties, size)))
+    seen = [s.payload[-8 * size :] for s in view.of("server", Kind.MASKED) if s.sender == "party-1"]
+    words = np.stack([np.frombuffer(payload, "<i8").astype(np.float64) for payload in seen])
+    return _fresh(words / 2.0**63, "masked vectors of one party", alpha)
+
+
 def sums(query: Query, objective: Any, records: Any, indices: Any = None) -> Floats:
     """The query's sum without noise, in float64."""
     out = np.zeros(query.dim(records))

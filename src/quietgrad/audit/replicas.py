@@ -272,8 +272,15 @@ def _walk(algorithm: Algorithm, session: Listener, start: Vector) -> Views:
 
 def spread(plan: Plan, game: Game, *, blocks: int = 1, rounds: int = 1) -> Plan:
     """One run's plan made into that of ``blocks`` runs side by side, ``rounds`` times over; the noise stays."""
+    single = any(isinstance(slot.sampling, SinglePass) for slot in plan.schedule.slots)
+    if single and blocks > 1:
+        raise NotSeparableError  # a curator shares one pass among all slots
     slots = tuple(
-        replace(slot, sampling=Replicated(slot.sampling, blocks, plan.n_public), count=slot.count * rounds)
+        replace(
+            slot,
+            sampling=slot.sampling if single else Replicated(slot.sampling, blocks, plan.n_public),
+            count=slot.count * rounds,
+        )
         for slot in plan.schedule.slots
     )
     held = int(getattr(game, "held", game.n))

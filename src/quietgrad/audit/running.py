@@ -79,7 +79,7 @@ def run(
     claim = Claim(claimed or plan)
     notes: list[str] = []
     findings: list[Finding] = probe_noise(holder, alpha=alpha / 10, seed=seed)
-    games = _games(plan, claim, n, budget) if game is None else [("neighbouring tables", None, game)]
+    games = _games(plan, claim, n, budget) if game is None else [_given(game)]
     for number, (what, pattern, worlds) in enumerate(games):
         views = tuple(
             collect(algorithm, plan, worlds, w, runs, curator=holder, seed=None if seed is None else seed + number)
@@ -138,6 +138,11 @@ def _games(plan: Plan, claim: Claim, n: int, budget: Budget) -> list[tuple[str, 
         (f"{p} canary", p, CanaryGame(n, budget.relation, p, background=background, all_records=whole))
         for p in _PATTERNS
     ]
+
+
+def _given(game: Game) -> tuple[str, Pattern | None, Game]:
+    pattern = getattr(game, "pattern", None)
+    return ("neighbouring tables" if pattern is None else f"{pattern} canary"), pattern, game
 
 
 def _default_n(algorithm: Any) -> int:

@@ -1,0 +1,374 @@
+"""Audits: bounds against references, attacks that find what is there and nothing else, command, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import quietgrad as qg
+from quietgrad.algorithms import HOMES, by_name
+from quietgrad.audit import bounds
+from quietgrad.audit.attacks import ATTACKS, Attack, attacks_on
+from quietgrad.audit.canaries import CanaryGame, shorten
+from quietgrad.audit.distinguish import Claim, likelihood
+from quietgrad.audit.replicas import NotSeparableError, collect
+from quietgrad.audit.running import run
+from quietgrad.audit.worlds import TableGame
+from quietgrad.cli import main
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.gaussian import gaussian_epsilon
+from tests.broken import Broken
+
+ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
+
+
+# --- bounds -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 400), st.data(), st.sampled_from([1e-6, 1e-3, 0.05]))
+@settings(max_examples=60, deadline=None)
+def test_clopper_pearson_inverts_the_binomial(trials: int, data: st.DataObject, alpha: float) -> None:
+    hits = data.draw(st.integers(0, trials))
+    low, high = bounds.clopper_pearson(hits, trials, alpha)
+    if hits:
+        assert stats.binom.sf(hits - 1, trials, low) == pytest.approx(alpha, rel=1e-6)
+    if hits < trials:
+        assert stats.binom.cdf(hits, trials, high) == pytest.approx(alpha, rel=1e-6)
+    assert low <= hits / trials <= high
+
+
+@pytest.mark.parametrize(("dprime", "size"), [(0.3, 800), (1.2, 1500), (4.0, 300)])
+def test_dprime_bound_inverts_the_noncentral_t(dprime: float, size: int) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(dprime, 1, size), rng.normal(0, 1, size)
+    estimate, low = bounds.dprime_lower(a, b, 1e-3)
+    unit = math.sqrt(2 / size)
+    if low > 0:
+        assert stats.nct.sf(estimate / unit, 2 * size - 2, low / unit) == pytest.approx(5e-4, rel=1e-3)
+    assert estimate / unit == pytest.approx(abs(stats.ttest_ind(a, b).statistic))
+
+
+def test_dprime_bound_covers() -> None:
+    """At α = 0.1 the bound is above the truth in at most 10 % of 2000 audits; P(> 140) < 1e-8."""
+    rng = np.random.default_rng(1)
+    over = sum(bounds.dprime_lower(rng.normal(1, 1, 60), rng.normal(0, 1, 60), 0.1)[1] > 1.0 for _ in range(2000))
+    assert 60 <= over <= 140  # α/2 each side: expected 100
+
+
+def test_epsilon_bound_covers_the_gaussian_profile() -> None:
+    rng = np.random.default_rng(2)
+    truth = gaussian_epsilon(1.5, 0.01)
+    over = 0
+    for _ in range(300):
+        s = rng.normal(1.5, 1, 400), rng.normal(0, 1, 400)
+        cut = bounds.best_threshold((s[0][:100], s[1][:100]), 0.01, 0.05, 300)
+        over += bounds.epsilon_lower((s[0][100:], s[1][100:]), cut, 0.01, 0.1) > truth
+    assert over <= 50  # at most 10 %, and P(> 50) < 1e-3 even then
+
+
+def test_one_run_epsilon_agrees_with_its_definition() -> None:
+    m, r, v, delta = 500, 60, 58, 1e-6
+    epsilon = bounds.one_run_epsilon(m, r, v, delta, 0.01)
+    q = 1 / (1 + math.exp(-epsilon))
+    tail = stats.binom.sf(v - 1, r, q)
+    alpha = max(2 * (stats.binom.cdf(v - 1, r, q) - stats.binom.cdf(v - 1 - i, r, q)) / i for i in range(1, v + 1))
+    assert tail + alpha * m * delta == pytest.approx(0.01, rel=1e-4)
+
+
+@pytest.mark.parametrize("mu", [0.5, 1.5])
+def test_one_run_mu_never_exceeds_the_truth_at_its_rate(mu: float) -> None:
+    """At α = 0.05, of 200 one-run audits of a μ-GDP mechanism at most 10 may exceed μ in expectation."""
+    rng = np.random.default_rng(3)
+    over = 0
+    for _ in range(200):
+        coins = rng.random(400) < 0.5
+        order = np.argsort(coins * mu + rng.standard_normal(400))
+        correct = int(coins[order[-40:]].sum() + (~coins[order[:40]]).sum())
+        over += bounds.one_run_mu(400, 80, correct, 0.05) > mu
+    assert over <= 25
+
+
+def test_one_run_mu_grows_with_the_evidence() -> None:
+    values = [bounds.one_run_mu(10_000, 1000, c, 1e-3) for c in (500, 700, 900, 1000)]
+    assert values == sorted(values)
+    assert values[0] == 0.0
+    assert values[-1] > 1.2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: bounds.clopper_pearson(5, 3, 0.1),
+        lambda: bounds.dprime_lower([1.0], [2.0], 0.1),
+        lambda: bounds.one_run_mu(100, 200, 50, 0.1),
+        lambda: bounds.one_run_epsilon(100, 0, 0, 1e-5, 0.1),
+    ],
+)
+def test_bounds_refuse_nonsense(call: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        call()
+
+
+# --- runs side by side --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
+def test_blocks_are_independent_runs(sampling: Any) -> None:
+    """A canary's presence and the noise of one block say nothing about another's."""
+    algorithm = qg.DPSGD(steps=3, batch_size=2, sampling=sampling)
+    plan = qg.plan(algorithm, n=4, budget=qg.Budget(40.0, 1e-5, REPLACE))
+    game = CanaryGame(4, REPLACE, background=False, all_records=True)
+    x = collect(algorithm, plan, game, 0, 4000, seed=5).transcript
+    x = x - x.mean(axis=0)
+    z = plan.noise_multiplier
+    # Half of the releases hold the canary (shift 1): variance ¼ beside the noise's; the other axis is noise.
+    assert x[:, 0].var() == pytest.approx(z**2 + 0.25, rel=0.12)
+    assert x[:, 1].var() == pytest.approx(z**2, rel=0.12)
+    neighbours = (x[:-1] * x[1:]).mean(axis=0) / x.var(axis=0)
+    assert np.abs(neighbours).max() < 5.0 / math.sqrt(4000)
+
+
+def test_blocks_and_loop_agree_without_noise_differences() -> None:
+    """Block by block and one by one, transcripts have the same law: means agree within five standard errors."""
+    algorithm = qg.DPSRM(steps=4, batch_size=4, difference_clip=0.2)
+    plan = qg.plan(algorithm, n=4, budget=qg.Budget(6.0, 1e-5, REPLACE))
+    slow = qg.DPSRM(steps=4, batch_size=4, difference_clip=0.2, smoothness=1e12)  # takes a norm: one by one
+    game = CanaryGame(4, REPLACE)
+    fast_view, slow_view = collect(algorithm, plan, game, 0, 1500), collect(slow, plan, game, 0, 1500)
+    assert not fast_view.looped
+    assert slow_view.looped
+    error = 5 * plan.noise_multiplier * math.sqrt(2 / 1500)
+    assert np.abs(fast_view.transcript.mean(axis=0) - slow_view.transcript.mean(axis=0)).max() < error
+
+
+def test_worlds_of_tables_refuse_blocks() -> None:
+    with pytest.raises(NotSeparableError):
+        TableGame(4, ADD).world(0, 2)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=5), st.floats(1e-3, 1e3))
+@settings(max_examples=50, deadline=None)
+def test_shorten_never_exceeds_the_clip(row: list[float], clip: float) -> None:
+    short = shorten(np.array([row]), clip)[0]
+    assert np.linalg.norm(short) <= clip * (1 + 1e-12)
+    if np.linalg.norm(row) <= clip:
+        assert short.tolist() == row
+
+
+def test_likelihood_is_the_log_density_ratio() -> None:
+    algorithm = qg.DPSGD(steps=2, batch_size=1)
+    plan = qg.plan(algorithm, n=4, budget=qg.Budget(6.0, 1e-5))
+    view = collect(algorithm, plan, CanaryGame(4, ADD, background=False), 0, 300, seed=1)
+    z, q = plan.noise_multiplier, 0.25
+    x = view.transcript[:, ::2]
+    ratio = (1 - q) + q * stats.norm.pdf(x, 1, z) / stats.norm.pdf(x, 0, z)
+    got = likelihood(view, Claim(plan), lambda t: 1.0)
+    assert got is not None
+    np.testing.assert_allclose(got, np.log(ratio).sum(axis=1), rtol=1e-9)
+
+
+# --- audits -------------------------------------------------------------------------------------------------------
+
+
+def test_every_private_algorithm_has_an_attack() -> None:
+    classes = [getattr(import_module(f"quietgrad.algorithms.{home}"), cls) for cls, home in HOMES.items()]
+    missing = {c.name for c in classes if c.private} - set(ATTACKS)
+    assert not missing, f"no attack is prepared for {sorted(missing)}"
+
+
+SLOW = ("whitened-gd", "dp-agd", "perturbed-sgd")
+FAST = [(name, attack) for name in ATTACKS for attack in attacks_on(name) if name not in SLOW]
+
+
+@pytest.mark.parametrize(("name", "attack"), FAST, ids=[f"{n}-{a.label}-{a.budget.relation}" for n, a in FAST])
+def test_correct_algorithms_pass_with_signal(name: str, attack: Attack) -> None:
+    """Not accused, and not vacuously: half the noise would have been seen. False-alarm rate 1e-6 each."""
+    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=800, seed=11)
+    assert report.verdict == "pass", str(report)
+    assert report.epsilon_lower <= report.epsilon_claimed
+    assert by_name(name) is type(attack.algorithm)
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_algorithms_pass(name: str) -> None:
+    attack = attacks_on(name)[0]
+    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=400, seed=11)
+    assert report.verdict != "violation", str(report)
+    assert any("one by one" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("label", ["Poisson", "fixed-size"])
+def test_half_the_noise_is_seen_through_sampling(label: str) -> None:
+    attack = next(a for a in attacks_on("dp-sgd") if a.label == label)
+    report = run(attack.algorithm, budget=attack.budget, n=attack.n, curator=Broken(noise=0.5), seed=3)
+    assert "L2" in {f.layer for f in report.findings if f.verdict == "violation"}
+    assert not report.passed
+
+
+def test_small_claims_are_vacuous_and_say_so() -> None:
+    report = run(qg.DPSRM(steps=6, batch_size=4), budget=qg.Budget(0.2, 1e-5), n=4, seed=0)
+    assert report.vacuous
+    assert not report.passed
+    assert "half the noise would pass as well" in report.notes[-1]
+
+
+def test_long_runs_are_summarised() -> None:
+    report = run(qg.DPSGD(steps=300, batch_size=4), budget=qg.Budget(6.0, 1e-5), n=4, runs=1000, seed=0)
+    assert report.passed
+    assert report.epsilon_lower > 3.0
+
+
+def test_lower_bound_is_tight_with_more_runs() -> None:
+    report = run(qg.DPSRM(steps=6, batch_size=4), budget=qg.Budget(6.0, 1e-5), n=4, runs=20_000, seed=0)
+    assert report.passed
+    assert report.tightness > 0.85
+
+
+def test_audit_of_a_random_seed_draws_secret_noise() -> None:
+    first, second = (run(qg.DPGD(steps=3), budget=qg.Budget(6.0, 1e-5), runs=300) for _ in range(2))
+    assert first.epsilon_lower != second.epsilon_lower
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"runs": 50}, "runs=50: must be ≥ 200"),
+        ({"confidence": 1.0}, "confidence=1.0"),
+        ({"curator": "nobody"}, "curator='nobody'"),
+        ({"budget": None}, "claims nothing"),
+    ],
+)
+def test_bad_input_is_refused(settings_: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"budget": qg.Budget(6.0, 1e-5), **settings_}
+    with pytest.raises(ValueError, match=message):
+        run(qg.DPGD(steps=3), **arguments)
+
+
+# --- one run ------------------------------------------------------------------------------------------------------
+
+
+def table(rng: np.random.Generator, n: int = 300, d: int = 8) -> tuple[Any, Any]:
+    X = rng.standard_normal((n, d))
+    return X, (X[:, 0] > 0).astype(float)
+
+
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_one_run_sees_half_the_noise_and_nothing_else(relation: Relation) -> None:
+    data = table(np.random.default_rng(0))
+    budget = qg.Budget(8.0, 1e-5, relation)
+    for noise, verdict in ((1.0, "pass"), (0.5, "violation")):
+        report = qg.audit.one_run(
+            qg.objectives.Logistic(),
+            data,
+            qg.DPSRM(steps=10, batch_size=2300),
+            budget=budget,
+            canaries=2000,
+            curator=Broken(noise=noise),
+            seed=4,
+        )
+        assert report.verdict == verdict, str(report)
+    assert report.layer == "L3 d′"
+
+
+def test_one_run_trains_the_same_model_beside_its_canaries() -> None:
+    """The planted coordinates leave the model's own sums alone."""
+    from quietgrad.audit.single_run import PlantedObjective
+    from quietgrad.objectives.base import Batch, RecursiveMomentum
+
+    rng = np.random.default_rng(1)
+    data = table(rng)
+    objective = qg.objectives.Logistic()
+    planted = PlantedObjective(objective, 50, rng.random(50) < 0.5, ADD)
+    records = planted.prepare(data)
+    theta, before = rng.standard_normal((2, records.dim))
+    for indices in (None, np.arange(0, len(records), 2, dtype=np.int64)):
+        out, plain = np.zeros(records.dim), np.zeros(8)
+        RecursiveMomentum(theta, before, 0.1, 1.0, 0.2).sum_into(planted, Batch(records, indices), out)
+        own = indices if indices is None else indices[indices < 300]
+        query = RecursiveMomentum(theta[:8].copy(), before[:8].copy(), 0.1, 1.0, 0.2)
+        query.sum_into(objective, Batch(records.inner, own), plain)
+        np.testing.assert_allclose(out[:8], plain, rtol=1e-12)
+        assert set(np.unique(out[8:].round(12))) <= {0.0, 0.28}
+
+
+def test_one_run_with_records_as_canaries() -> None:
+    rng = np.random.default_rng(2)
+    data, canaries = table(rng), (30 * rng.standard_normal((100, 8)), rng.integers(0, 2, 100).astype(float))
+    report = qg.audit.one_run(
+        qg.objectives.Logistic(), data, qg.DPSGD(steps=10, batch_size=100), budget=qg.Budget(4.0, 1e-5), seed=0,
+        canaries=canaries,
+    )  # fmt: skip
+    assert report.verdict in ("pass", "vacuous")
+    assert "input space" in report.notes[0]
+    with pytest.raises(ValueError, match="add-remove"):
+        qg.audit.one_run(
+            qg.objectives.Logistic(), data, qg.DPGD(), budget=qg.Budget(4.0, 1e-5, REPLACE), canaries=canaries
+        )
+    with pytest.raises(ValueError, match="≥ 20 canaries"):
+        qg.audit.one_run(qg.objectives.Logistic(), data, qg.DPGD(), budget=qg.Budget(4.0, 1e-5), canaries=5)
+
+
+# --- command ------------------------------------------------------------------------------------------------------
+
+
+def test_command_prints_tables_json_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "audit.html"
+    assert main(["audit", "dp-gd", "--runs", "500", "--html", str(page)]) == 0
+    assert "PASS" in capsys.readouterr().out
+    assert "<td>dp-gd: every record</td>" in page.read_text()
+    assert main(["audit", "dp-gd", "--runs", "500", "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)
+    assert {r["verdict"] for r in text["reports"]} == {"pass"}
+    assert text["reports"][0]["epsilon_lower"] < text["reports"][0]["epsilon_claimed"]
+
+
+def test_command_exits_1_on_a_violation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quietgrad.audit import running
+
+    monkeypatch.setitem(running.CURATORS, "central", Broken(noise=0.5))
+    assert main(["audit", "dp-gd", "--runs", "2000"]) == 1
+    assert "VIOLATION" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        qg.DPSGD(steps=20, batch_size=150, learning_rate="cosine:0.5"),
+        qg.DPSRM(steps=10, batch_size=300),
+        qg.OutputPerturbation(steps=5),
+    ],
+    ids=lambda a: a.name,
+)
+def test_command_audits_a_finished_run(algorithm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    objective = qg.objectives.Huber(row_bound=1.0, rows="clip")
+    budget = qg.Budget(4.0, 1e-5, REPLACE if algorithm.name == "output-perturbation" else ADD)
+    qg.minimize(objective, table(np.random.default_rng(0)), algorithm, budget=budget).save(tmp_path)
+    assert main(["audit", str(tmp_path), "--runs", "1000", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["reports"][0]
+    assert report["epsilon_claimed"] == pytest.approx(4.0, rel=2e-3)
+    assert report["verdict"] == "pass"
+
+
+def test_command_explains_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit"]) == 2
+    assert main(["audit", "dp-gd", "--all"]) == 2
+    assert main(["audit", "sgd"]) == 2
+    assert main(["audit", "dp-gd", "--runs", "10"]) == 2
+    assert "runs=10: must be" in capsys.readouterr().err
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "result.json is missing" in capsys.readouterr().err
+    result = qg.minimize(qg.objectives.Logistic(), table(np.random.default_rng(0)), qg.GD(steps=2), budget=None)
+    result.save(tmp_path)
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "not private" in capsys.readouterr().err
