@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from quietgrad.algorithms.dp_gd import DPGD, GD
     from quietgrad.algorithms.dp_sgd import DPSGD, SGD
     from quietgrad.algorithms.dp_srm import DPSRM, STORM
+    from quietgrad.algorithms.model_selection import ModelSelection
     from quietgrad.algorithms.output_perturbation import OutputPerturbation
     from quietgrad.algorithms.perturbed_sgd import PerturbedSGD
     from quietgrad.algorithms.rrpsgd import RRPSGD
     from quietgrad.algorithms.stagewise import StagewiseDPSGD
+    from quietgrad.algorithms.weighted_average import WeightedAverage
     from quietgrad.algorithms.whitened_gd import WhitenedGD
     from quietgrad.certificate import Certificate, certify
     from quietgrad.oracles.spider import AdaptiveSpider, Spider
@@ -64,11 +66,13 @@ _HOMES = {
     "RRPSGD": "algorithms.rrpsgd",
     "BassilySGD": "algorithms.bassily_sgd",
     "PerturbedSGD": "algorithms.perturbed_sgd",
+    "ModelSelection": "algorithms.model_selection",
     "AdaptiveSpider": "oracles.spider",
     "Spider": "oracles.spider",
     "certify": "certificate",
     "Certificate": "certificate",
     "WhitenedGD": "algorithms.whitened_gd",
+    "WeightedAverage": "algorithms.weighted_average",
 }
 _MODULES = {"audit": "audit", "events": "privacy.events", "objectives": "objectives"}
 
@@ -98,11 +102,13 @@ __all__ = [
     "RRPSGD",
     "BassilySGD",
     "PerturbedSGD",
+    "ModelSelection",
     "AdaptiveSpider",
     "Spider",
     "certify",
     "Certificate",
     "WhitenedGD",
+    "WeightedAverage",
     "audit",
     "events",
     "objectives",

@@ -84,7 +84,7 @@ def certify(
         product = _product_on(objective, records, params)
     least = least_eigenvalue(product, params)
     length = norm(gradient)
-    rho = _rho(objective) if rho is None else rho
+    rho = known_rho(objective) if rho is None else rho
     return Certificate(length, least, classify(length, least, alpha, rho), alpha, rho)
 
 
@@ -138,7 +138,8 @@ def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Any],
     return differences
 
 
-def _rho(objective: Any) -> float | None:
+def known_rho(objective: Any) -> float | None:
+    """The objective's ρ, or ``None`` if it states none."""
     try:
         value = objective.constants().hessian_lipschitz
     except (AttributeError, ValueError):

@@ -39,11 +39,11 @@ def explain(plan: Plan) -> str:
 
 def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
     times = f"up to {slot.count}×" if slot.law else f"{slot.count}×"
-    kind = "a sum" if slot.mechanism == "gaussian" else "a model"
-    noise = "Gaussian" if slot.mechanism == "gaussian" else "L2-Laplace"
+    kind = {"gaussian": "a sum", "pure": "a model", "threshold": "the first of many numbers to pass a test"}
+    noise = {"gaussian": "Gaussian", "pure": "L2-Laplace", "threshold": "Laplace"}[slot.mechanism]
     text = (
-        f"{times} {slot.name!r}: {kind} over {slot.sampling.describe()}; one record contributes at most C, "
-        f"sensitivity {_SENSITIVITY[relation]}; "
+        f"{times} {slot.name!r}: {kind[slot.mechanism]} over {slot.sampling.describe()}; "
+        f"one record contributes at most C, sensitivity {_SENSITIVITY[relation]}; "
     )
     if plan.schedule.composition == "filter":
         return text + "noise chosen per release within one zCDP filter"

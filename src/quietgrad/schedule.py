@@ -19,7 +19,7 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import Sampling, SinglePass
 
 Law = tuple[tuple[int, float], ...]
-Mechanism = Literal["gaussian", "pure"]
+Mechanism = Literal["gaussian", "pure", "threshold"]
 Composition = Literal["sequential", "parallel", "filter"]
 
 
@@ -27,7 +27,9 @@ Composition = Literal["sequential", "parallel", "filter"]
 class Slot:
     """One kind of release.
 
-    ``count`` releases at most; the noise multiplier is the plan's times ``noise``. With a ``law`` the number of
+    ``count`` releases at most; the noise multiplier is the plan's times ``noise``. Mechanisms are Gaussian noise,
+    L2-Laplace noise (``pure``) and the noisy search for the first small number of a list (``threshold``), the last
+    two of pure ε = Δ/(multiplier·C). With a ``law`` the number of
     releases is a random round drawn before the run (see :class:`~quietgrad.privacy.events.RandomRound`).
     """
 
@@ -49,7 +51,7 @@ class Slot:
     def event(self, noise_multiplier: float, relation: Relation, count: int | None = None) -> events.Event:
         """The event of ``count`` releases (default: all) at the plan's noise multiplier."""
         once: events.Event
-        if self.mechanism == "pure":
+        if self.mechanism != "gaussian":
             from quietgrad.privacy.accounting import sensitivity_factor
 
             once = events.Pure(sensitivity_factor(relation) / (noise_multiplier * self.noise), relation)

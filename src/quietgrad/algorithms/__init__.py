@@ -19,7 +19,9 @@ HOMES = {
     "RRPSGD": "rrpsgd",
     "BassilySGD": "bassily_sgd",
     "PerturbedSGD": "perturbed_sgd",
+    "ModelSelection": "model_selection",
     "WhitenedGD": "whitened_gd",
+    "WeightedAverage": "weighted_average",
 }
 """Where each algorithm lives; imported when used."""
 

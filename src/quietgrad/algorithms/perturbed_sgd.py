@@ -21,7 +21,7 @@ from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Constants
-from quietgrad.oracles.base import Estimate, Oracle, constant_of
+from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SinglePass
@@ -245,11 +245,18 @@ class PerturbedSGD:
                 )
             return self.chi, self.chi / math.sqrt(dim)
         error = find(door)
-        chi = self.chi
-        if chi is None:
-            tail = math.sqrt(dim) + math.sqrt(2.0 * math.log(4.0 * self.steps / self.failure))
-            chi = error.noise * tail + error.sampling
+        chi = estimate_error(error, dim, self.steps, self.failure) if self.chi is None else self.chi
         return chi, error.noise or error.sampling / math.sqrt(dim)
+
+
+def estimate_error(error: Error, dim: int, steps: int, failure: float) -> float:
+    """χ = r(√d + √(2 ln(4T/ω))) + σ: what ‖ĝ − ∇F‖ stays below, the noise in all T steps with probability 1 − ω/2.
+
+    >>> estimate_error(Error(sampling=0.1, noise=0.0), dim=5, steps=10, failure=0.1)
+    0.1
+    """
+    tail = math.sqrt(dim) + math.sqrt(2.0 * math.log(4.0 * steps / failure))
+    return error.noise * tail + error.sampling
 
 
 def _stop(state: State, reason: str) -> State:

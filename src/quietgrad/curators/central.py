@@ -8,7 +8,7 @@ addressed by (slot, number of the release), so that a resumed run replays exactl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,14 @@ from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Objective, Query, Regularizer
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.noise import l2_laplace_for, noisy_argmax, release_gaussian, release_l2_laplace, sigma_for
+from quietgrad.privacy.noise import (
+    l2_laplace,
+    l2_laplace_for,
+    noisy_argmax,
+    release_gaussian,
+    release_l2_laplace,
+    sigma_for,
+)
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FixedSize, SinglePass
 from quietgrad.schedule import Plan, Slot
@@ -66,6 +73,7 @@ class CentralCurator:
         self.run = run
         self.seeded = seed is not None
         self._key = seed_key(seed) if seed is not None else (key or fresh_key())
+        self._opened = 0
         self._ledger = ledger
 
     def initial(self) -> Vector:
@@ -82,9 +90,19 @@ class CentralCurator:
         """
         self._check(plan)
         ledger, reservation = self._reserve(plan, resumed=used is not None)
-        session = CentralSession(plan, self.objective, self.records, self._key, ledger, reservation)
+        session = CentralSession(
+            plan, self.objective, self.records, self._session_key(), ledger, reservation, seeded=self.seeded
+        )
         session.advance(used or {}, rho_left)
         return session
+
+    def _session_key(self) -> bytes:
+        """The curator's key for the first session, a new one for each other: two sessions that drew the same noise
+        would let anyone subtract it."""
+        self._opened += 1
+        if self._opened == 1:
+            return self._key
+        return SecureStream(self._key, f"session/{self._opened}").bytes(0, len(self._key))
 
     def _check(self, plan: Plan) -> None:
         exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
@@ -187,8 +205,11 @@ class CentralSession:
         key: bytes,
         ledger: Ledger | None = None,
         reservation: Reservation | None = None,
+        *,
+        seeded: bool = False,
     ) -> None:
         self.plan = plan
+        self.seeded = seeded
         self.objective = objective
         self.regularizer: Regularizer = objective.regularizer
         self._records = records
@@ -224,6 +245,7 @@ class CentralSession:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        self._check_mechanism(slot, search=False)
         source, batch = self._take(slot)
         index = source.used - 1
         dim = query.dim(self._records)
@@ -255,6 +277,37 @@ class CentralSession:
         # in [0, bound], which one record moves by at most the bound under either relation.
         bound = max(query.bound for query in queries)
         return noisy_argmax(-scores[:, 0], float(np.sqrt(8.0 * rho)), bound, source.choices, source.used - 1)
+
+    def first_below(self, slot: str, queries: Iterable[Query], threshold: float) -> int | None:
+        """The position of the first scalar query whose sum is, noisily, at most ``threshold``; ``None`` if none is.
+
+        AboveThreshold (Dwork and Roth 2014, Algorithm 1): Laplace noise of twice the release's scale on the
+        threshold and of four times on each sum; however many are asked, all of it is one ε-DP release. Sums and
+        threshold are rounded to a public grid before they meet the noise, which is on it too.
+        """
+        self._check_mechanism(slot, search=True)
+        source, batch = self._take(slot)
+        level, bound = threshold, 0.0
+        for position, query in enumerate(queries):
+            score = np.zeros(1)
+            query.sum_into(self.objective, batch, score)
+            value = float(score[0])
+            if self.plan.budget is not None:
+                if position == 0:
+                    bound = query.bound
+                    multiplier = self._multiplier(source.slot, None)
+                    scale, step = l2_laplace_for(1.0 / multiplier, bound, 1)
+                    first = (source.used - 1) << 32  # blocks of the stream: as many searches as there are releases
+                    level = round(threshold / step) * step
+                    level += float(l2_laplace(1, 2.0 * scale, source.stream, first)[0])
+                if query.bound != bound:
+                    raise BudgetError("one search compares numbers of one bound; scale the queries to it.")
+                # Whatever is not a number counts as far above: an error would tell which record caused it.
+                value = round(value / step) * step if math.isfinite(value) else math.inf
+                value += float(l2_laplace(1, 4.0 * scale, source.stream, first + position + 1)[0])
+            if value <= level:
+                return position
+        return None
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         if self._closed:
@@ -293,6 +346,12 @@ class CentralSession:
         batch = Batch(self._records, source.batch())
         source.used += 1
         return source, batch
+
+    def _check_mechanism(self, slot: str, *, search: bool) -> None:
+        if (self._source(slot).slot.mechanism == "threshold") != search:
+            raise BudgetError(
+                f"release {slot!r} was planned {'with noise' if search else 'as a search'}: it costs otherwise."
+            )
 
     def _multiplier(self, slot: Slot, rho: float | None) -> float:
         if self._filter != (rho is not None):

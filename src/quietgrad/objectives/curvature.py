@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.objectives.base import Indices
 from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.linear import LinearObjective, _lift, _scores
 from quietgrad.objectives.regularizers import L2, Nonconvex
@@ -19,7 +20,7 @@ from quietgrad.objectives.table import Floats, Table
 def covers(objective: Any) -> bool:
     """Whether :func:`hessian_product` knows this objective and its regulariser."""
     known = isinstance(objective, (Logistic, Multinomial, Squared, Huber, Hinge))
-    return known and _regularizer_curvature(objective, np.zeros(1)) is not None
+    return known and (isinstance(objective.regularizer, (L2, Nonconvex)) or not objective.regularizer.smoothness)
 
 
 def hessian_product(objective: LinearObjective, records: Table, params: Floats, vector: Floats) -> Floats:
@@ -48,10 +49,42 @@ def hessian_product(objective: LinearObjective, records: Table, params: Floats, 
         raw = records.transform.apply(raw)
     if records.intercept:
         raw = np.concatenate([raw, records.intercept * total[None]])
-    penalty = _regularizer_curvature(objective, params)
-    assert penalty is not None
-    out: Floats = raw.ravel() / len(records) + penalty * vector
+    out: Floats = raw.ravel() / len(records) + regularizer_curvature(objective, params) * vector
     return out
+
+
+def add_hessians(
+    objective: LinearObjective, records: Table, indices: Indices | None, params: Floats, clip: float, out: Floats
+) -> None:
+    """out += Σ h(scoreᵢ)·x̃ᵢx̃ᵢᵀ, each shortened to a norm of at most ``clip``; for losses of one score.
+
+    >>> squared = Squared()
+    >>> out = np.zeros((2, 2))
+    >>> add_hessians(squared, squared.prepare(([[1.0, 0.0], [0.0, 3.0]], [0, 0])), None, np.zeros(2), 4.0, out)
+    >>> out.round(6).tolist()
+    [[1.0, 0.0], [0.0, 4.0]]
+    """
+    if not isinstance(objective, LinearObjective) or objective.outputs != 1:
+        raise ValueError(
+            f"{type(objective).__name__}: a summed Hessian is known for landscapes and one-score losses."
+        )
+    lifted, limit = _lift(records, params), clip / (1.0 + 1e-12)
+    assert records.y is not None
+    with np.errstate(over="ignore", invalid="ignore"):
+        for which, block in records.blocks(indices):
+            factors = records.factors[which, None] if records.factors.size else None
+            scores = _scores(block, *lifted, factors)
+            bends = np.nan_to_num(_tilted(objective, scores, records.y[which], np.ones_like(scores)))
+            rows = block if isinstance(block, np.ndarray) else block.toarray()
+            if records.transform is not None:
+                rows = records.transform.apply((rows - records.transform.shift).T).T
+            if factors is not None:
+                rows = rows * factors
+            if records.intercept:
+                rows = np.hstack([rows, np.full((len(rows), 1), records.intercept)])
+            squares = np.einsum("ij,ij->i", rows, rows)[:, None]
+            weights = np.minimum(bends, limit / np.maximum(squares, 1e-300))
+            out += rows.T @ (weights * rows)
 
 
 def _tilted(objective: Any, scores: Floats, y: Any, tilts: Floats) -> Floats:
@@ -72,16 +105,18 @@ def _tilted(objective: Any, scores: Floats, y: Any, tilts: Floats) -> Floats:
     return tilts
 
 
-def _regularizer_curvature(objective: Any, params: Floats) -> Floats | float | None:
-    """The diagonal of the regulariser's Hessian; ``None`` if it is not known."""
+def regularizer_curvature(objective: Any, params: Floats) -> Floats:
+    """The diagonal of the regulariser's Hessian."""
     regularizer = objective.regularizer
     if isinstance(regularizer, L2):
         diagonal = np.full_like(params, regularizer.strength)
     elif isinstance(regularizer, Nonconvex):
         square = params**2
         diagonal = 2.0 * regularizer.strength * (1.0 - 3.0 * square) / (1.0 + square) ** 3
+    elif not regularizer.smoothness:
+        return np.zeros_like(params)
     else:
-        return 0.0 if regularizer.smoothness == 0.0 else None
+        raise ValueError(f"{type(regularizer).__name__}: its second derivative is not known; use L2 or Nonconvex.")
     if regularizer.unpenalized:
         diagonal[len(diagonal) - regularizer.unpenalized :] = 0.0
     return diagonal

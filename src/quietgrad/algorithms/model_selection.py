@@ -1,0 +1,238 @@
+"""Selecting a second-order stationary point among released iterates (Liu et al. 2024), and certifying privately.
+
+Where :class:`~quietgrad.algorithms.perturbed_sgd.PerturbedSGD` knows that it has arrived, this pipeline only knows
+that some iterate was good: SPIDER runs on one part of the records, and the first of its iterates to pass a noisy
+test on the held-out rest is returned. The test is one AboveThreshold search over a scalar per iterate
+(:class:`~quietgrad.objectives.second_order.Excess`); the parts are disjoint, so each may spend the whole budget.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.certificate import Certificate, classify
+from quietgrad.curators.base import Session
+from quietgrad.errors import ExhaustedError
+from quietgrad.objectives.second_order import Excess, GradientNorm, LeastEigenvalue
+from quietgrad.oracles.base import Estimate, constant_of
+from quietgrad.oracles.spider import AdaptiveSpider
+from quietgrad.privacy.budget import Budget
+from quietgrad.result import Privacy
+from quietgrad.sampling import FullBatch, SinglePass
+from quietgrad.schedule import Schedule, Slot
+from quietgrad.vectors import Vector, copy, norm
+
+_SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1, δ = 1e-5 both then spend about ε
+
+
+@dataclass(frozen=True)
+class ModelSelection:
+    """SPIDER on (1 − held_out)·n fresh records, then a noisy search over its iterates on the others.
+
+    Wherever ‖ĝ‖ ≤ 3χ the iterate becomes a candidate, and after ``patience`` such steps the oracle asks in full
+    again, which renews the perturbation (in the original, noise is added there; here the privacy noise is it).
+
+    Args:
+        oracle: an :class:`AdaptiveSpider` on fresh records.
+        alpha: α of the test (default 4χ, χ as in perturbed SGD).
+        held_out: the share of records kept for the search.
+        patience: steps near a critical point before a full query is asked again.
+        steps: cap on oracle calls.
+        learning_rate: η (default 1/M). failure: ω of χ.
+
+    >>> import quietgrad as qg
+    >>> hill = qg.objectives.landscape("strict-saddle", d=5)
+    >>> run = qg.minimize(hill, 10**6, ModelSelection(), budget=qg.Budget(4.0, 1e-6), seed=0)
+    >>> run.stopped_by, qg.certify(hill, run.params, alpha=run.details["alpha"]).kind
+    ('sosp', 'sosp')
+    """
+
+    oracle: AdaptiveSpider = field(default_factory=AdaptiveSpider)
+    alpha: float | None = None
+    held_out: float = 0.5
+    patience: int = 20
+    steps: int = 1000
+    learning_rate: float | None = None
+    failure: float = 0.05
+    hessian_lipschitz: float | None = None
+
+    name: ClassVar[str] = "model-selection"
+    private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_count("patience", self.patience)
+        check_range("held_out", self.held_out, 0.0, 1.0 - 1e-9, closed=False)
+        check_range("failure", self.failure, 0.0, 1.0 - 1e-9, closed=False)
+        for setting in ("alpha", "learning_rate", "hessian_lipschitz"):
+            if (value := getattr(self, setting)) is not None:
+                check_range(setting, value, 0.0, math.inf, closed=False)
+        if self.oracle.regime != "fresh":
+            raise ValueError("regime='reuse': selection needs held-out records; use an oracle of the fresh regime.")
+
+    def schedule(self, n_public: int) -> Schedule:
+        """The oracle's slots and one search, all on disjoint records."""
+        kept = int(self.held_out * n_public)
+        if kept < 1 or n_public - kept < self.oracle.batches(n_public)[0]:
+            raise ValueError(f"n={n_public}: too small for one full query and a held-out part of {kept} records.")
+        search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism="threshold")
+        return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
+
+    def init(self, x0: Vector) -> State:
+        """Start at ``x0``."""
+        return State(params=copy(x0), extra={"samples_used": 0, "near": 0, "candidates": [], "chosen": -1})
+
+    def step(self, state: State, door: Session) -> State:
+        """One step of SPIDER, or the search when records for the next one would cut into the held-out part."""
+        extra = state.extra
+        if state.step == 0:
+            extra.update(self._settle(door, len(state.params)))
+        state.step += 1
+        left = door.plan.n_public - extra["samples_used"] - door.expected_batch("select")
+        if state.step > self.steps or left < door.expected_batch("o1"):
+            return self._search(state, door)
+        try:
+            state.estimate = self.oracle.estimate(state.estimate, state.params, door)
+        except ExhaustedError:
+            return self._search(state, door)
+        extra["samples_used"] = _samples(door)
+        gradient = state.estimate.value + door.regularizer.gradient(state.params)
+        if norm(gradient) <= 3.0 * extra["chi"]:
+            extra["candidates"].append(state.params)
+            extra["near"] += 1
+            if extra["near"] % self.patience == 0:
+                state.estimate = Estimate(calls=state.estimate.calls)
+        state.params = state.params - extra["eta"] * gradient
+        return state
+
+    def output(self, state: State) -> Vector:
+        """The chosen iterate, or the last one if none passed."""
+        return state.params
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return config_of(self)
+
+    def _search(self, state: State, door: Session) -> State:
+        extra = state.extra
+        search = getattr(door, "first_below", None)
+        if search is None:
+            raise ValueError("the noisy search needs one curator of all held-out records; parties use Algorithm 4.")
+        clip, smoothness = self.oracle.lipschitz(door), self.oracle.smooth(door)
+        n = door.expected_batch("select")
+        chosen = search(
+            "select",
+            (Excess(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]),
+            0.0,
+        )
+        extra["samples_used"] = _samples(door)
+        extra["asked"] = len(extra["candidates"])
+        if chosen is not None:
+            extra["chosen"], state.params = chosen, extra["candidates"][chosen]
+        state.stopped_by, state.done = "samples" if chosen is None else "sosp", True
+        return state
+
+    def _settle(self, door: Session, dim: int) -> dict[str, float]:
+        from quietgrad.algorithms.perturbed_sgd import estimate_error
+
+        smoothness = self.oracle.smooth(door) + door.regularizer.smoothness
+        chi = estimate_error(self.oracle.error(door), dim, self.steps, self.failure)
+        return {
+            "eta": 1.0 / smoothness if self.learning_rate is None else self.learning_rate,
+            "chi": chi,
+            "alpha": 4.0 * chi if self.alpha is None else self.alpha,
+            "rho": constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door),
+        }
+
+
+def _samples(door: Session) -> int:
+    return round(sum(used * door.expected_batch(slot) for slot, used in door.used.items()))
+
+
+@dataclass(frozen=True)
+class PrivateCertificate(Certificate):
+    """A certificate whose two numbers are noisy releases; ``*_error`` are the noise's standard deviations."""
+
+    gradient_error: float
+    curvature_error: float
+    privacy: Privacy
+
+
+@dataclass(frozen=True)
+class _TwoScalars:
+    """The plan of :func:`certify_privately`: a gradient norm and a least eigenvalue of the same records."""
+
+    name: ClassVar[str] = "private-certificate"
+    private: ClassVar[bool] = True
+
+    def schedule(self, n_public: int) -> Schedule:
+        return Schedule((Slot("norm", FullBatch()), Slot("curvature", FullBatch())))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=x0)
+
+    def step(self, state: State, door: Session) -> State:
+        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "smoothness"))
+        n = float(door.plan.n_public)
+        slope = float(door.release("norm", GradientNorm(state.params, clip, n))[0]) / n
+        curve = float(door.release("curvature", LeastEigenvalue(state.params, smoothness, n))[0]) / n
+        scale = door.plan.noise_multiplier / n
+        state.extra = {
+            "gradient_norm": slope,
+            "lambda_min": curve,
+            "gradient_error": scale * clip,
+            "curvature_error": scale * smoothness,
+        }
+        state.step, state.done = 1, True
+        return state
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+
+def certify_privately(
+    objective: Any,
+    params: Vector,
+    data: Any,
+    *,
+    budget: Budget,
+    alpha: float = 0.01,
+    rho: float | None = None,
+    **options: Any,
+) -> PrivateCertificate:
+    """A certificate on people's records: ‖∇F‖ and λ_min with Gaussian noise of G/n and M/n times the multiplier.
+
+    The records must be held out from training, or the budgets add up: give ``ledger`` and ``account`` and they do.
+    The objective must state G and M (``constants()``); every record is shortened to them.
+
+    Args:
+        options: passed to :func:`quietgrad.minimize`: ledger, account, cap, n_public, seed.
+
+    >>> import quietgrad as qg
+    >>> hill = qg.objectives.landscape("strict-saddle", d=5)
+    >>> found = certify_privately(hill, hill.saddle(), 10**5, budget=Budget(1.0, 1e-6), alpha=0.03, seed=0)
+    >>> found.kind, found.curvature_error < 1e-3
+    ('saddle', True)
+    """
+    from quietgrad.certificate import known_rho
+    from quietgrad.training import minimize
+
+    result = minimize(objective, data, _TwoScalars(), budget=budget, start=params, **options)
+    rho = known_rho(objective) if rho is None else rho
+    slope, curve = (float(result.details[key]) for key in ("gradient_norm", "lambda_min"))
+    return PrivateCertificate(
+        slope,
+        curve,
+        classify(slope, curve, alpha, rho),
+        alpha,
+        rho,
+        float(result.details["gradient_error"]),
+        float(result.details["curvature_error"]),
+        result.privacy,
+    )
