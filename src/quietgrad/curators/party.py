@@ -22,6 +22,7 @@ from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.queries import flat, off_plan, unpack
 from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode, limit
 from quietgrad.objectives.base import Batch, Objective, Query
+from quietgrad.objectives.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.events import PerParty
 from quietgrad.privacy.noise import l2_laplace_for, release_gaussian, release_l2_laplace, sigma_for
@@ -90,6 +91,7 @@ class PartyCurator:
         self._held: tuple[Ledger, Reservation] | None = None
         self._samplers: dict[str, Any] = {}
         self._run: str | None = None
+        self._reply: bytearray | None = None
 
     def _check_records(self) -> None:
         shape = Shape(self.records.dim, getattr(self.records, "features", 0))
@@ -107,10 +109,14 @@ class PartyCurator:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def handle(self, data: Bytes) -> bytearray:
-        """Answer one message; never raises, and what it says of a failure depends on no record."""
+        """Answer one message; never raises, and what it says of a failure depends on no record.
+
+        The reply stays as it is until the next call.
+        """
         try:
             message = decode(data, most=self._most)
-            return encode(self._answer(message))
+            self._reply = encode(self._answer(message), self._reply)  # large replies use one buffer again
+            return self._reply
         except Stranger as refusal:
             return _refused("stranger", str(refusal))
         except (BudgetError, DataError) as refusal:
@@ -184,6 +190,8 @@ class PartyCurator:
         if reason is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nothing was given.")
         query = unpack(packed, arrays, self._zero)
+        if isinstance(query, LocalFit):
+            self._check_stability(query)
         multiplier = self.plan.multiplier(slot, rho)
         if self._member is not None:
             self._member.ready(message)
@@ -197,6 +205,12 @@ class PartyCurator:
         if self.plan.trust == "local" and multiplier > 0.0:
             self._add_noise(total, slot, t, query.bound * self.plan.factors[self._place], multiplier)
         return Message("sum", {"run": self._run, "round": t}, {"total": total})
+
+    def _check_stability(self, fit: LocalFit) -> None:
+        """A fit's noise follows from its claimed sensitivity: prove it here instead of believing it."""
+        proved = local_fit(self.objective, self.plan.n_public, fit.steps, fit.step_size, fit.row_bound)
+        if fit.n != self.plan.n_public or fit.sensitivity < proved.sensitivity * (1.0 - 1e-12):
+            raise BudgetError(f"a fit of sensitivity {fit.sensitivity:g} is asked; it is {proved.sensitivity:g}.")
 
     def _check_turn(self, fields: Mapping[str, Any]) -> tuple[str, int, int, float | None]:
         slot, draw, t, rho = (fields.get(name) for name in ("slot", "draw", "round", "rho"))

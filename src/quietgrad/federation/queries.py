@@ -28,7 +28,6 @@ _KINDS = {
     "JointMomentum": "objectives.base",
     "Loss": "objectives.base",
     "LocalFit": "objectives.local_fit",
-    "NoisyFit": "objectives.noisy_fit",
     "FeatureMean": "objectives.features",
     "SecondMoments": "objectives.features",
     "FeatureMoments": "objectives.features",

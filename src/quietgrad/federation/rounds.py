@@ -48,9 +48,9 @@ class Ask:
     bound: float
     multiplier: float
 
-    def message(self, extra: Mapping[str, Array] | None = None) -> bytearray:
+    def message(self, extra: Mapping[str, Array] | None = None, into: bytearray | None = None) -> bytearray:
         """The message to a party."""
-        return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}))
+        return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}), into)
 
 
 @dataclass
@@ -90,11 +90,12 @@ class PlainRounds:
 
     def __init__(self, plan: FederatedPlan, caller: Caller) -> None:
         self._plan, self._caller = plan, caller
+        self._message: bytearray | None = None
 
     def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
         """The sum of the good answers of at least a quorum."""
-        message = ask.message()
-        replies = self._caller.call(dict.fromkeys(self._plan.names, message), faults)
+        self._message = ask.message(into=self._message)
+        replies = self._caller.call(dict.fromkeys(self._plan.names, self._message), faults)
         total = np.zeros(ask.dim)
         present = 0
         for name, reply in replies.items():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.weighted_average import WeightedAverage
 from quietgrad.curators.federated import FederatedCurator, FederatedSession, adversary
 from quietgrad.curators.party import PartyCurator
 from quietgrad.federation.identity import Identity, Roster
@@ -79,6 +80,8 @@ def simulate(
     >>> result.params.shape, result.privacy.is_private, result.details["trust"]
     ((1,), True, 'secure')
     """
+    if isinstance(algorithm, WeightedAverage) and algorithm.noise == "paper":
+        return _as_printed(algorithm, objective, parties, budget, trust, weights, seed)
     plan, federation = assemble(
         algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
         colluders=colluders, servers=servers, spare=spare, seed=seed, folder=folder,
@@ -93,6 +96,26 @@ def simulate(
     notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
     x0 = objective.initial(plan.shape) if start is None else start
     return train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes)
+
+
+def _as_printed(
+    algorithm: WeightedAverage,
+    objective: Any,
+    parties: Sequence[Party],
+    budget: Budget | None,
+    trust: Trust,
+    weights: Weights,
+    seed: int | None,
+) -> Result:
+    if trust != "curator" or weights not in ("size", "equal"):
+        raise ValueError(
+            "noise='paper': the printed algorithm has a server that sees every model and weights n_j/n "
+            "or 1/m; pass trust='curator' and weights='size' or 'equal'."
+        )
+    from quietgrad.algorithms.printed_average import reproduce
+
+    tables = [party.data for party in parties]
+    return reproduce(algorithm, objective, tables, budget=budget, weighted=weights == "size", seed=seed)
 
 
 class Federation:

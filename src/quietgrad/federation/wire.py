@@ -25,6 +25,7 @@ VERSION = 1
 _MAGIC = b"QGM"
 _HEAD = struct.Struct("<3sBIIQ4x")  # 24 bytes, so that arrays start on a word
 _LARGEST_HEADER = 1 << 20
+_HEADER_GRAIN = 256
 _DTYPES: dict[str, np.dtype[Any]] = {
     "<f8": np.dtype("<f8"),
     "<f4": np.dtype("<f4"),
@@ -76,8 +77,8 @@ def limit(dimension: int, vectors: int = 4) -> int:
     return _HEAD.size + _LARGEST_HEADER + _OVERHEAD + 8 * dimension * vectors
 
 
-def encode(message: Message) -> bytearray:
-    """The message as bytes."""
+def encode(message: Message, into: bytearray | None = None) -> bytearray:
+    """The message as bytes; ``into`` is a buffer to use again if it has the right length."""
     arrays, pieces = [], []
     for name, value in message.arrays.items():
         array = np.ascontiguousarray(value)
@@ -87,15 +88,18 @@ def encode(message: Message) -> bytearray:
         arrays.append([name, kind, list(array.shape)])
         pieces.append(array.astype(kind, copy=False).reshape(-1).view(np.uint8))
     text = json.dumps({"kind": message.kind, "fields": dict(message.fields), "arrays": arrays}).encode()
+    text += b" " * (-len(text) % _HEADER_GRAIN)  # a few digits more do not change the message's length
     if len(text) > _LARGEST_HEADER:
         raise WireError(f"header of {len(text)} bytes: at most {_LARGEST_HEADER} are allowed")
     start = _padded(_HEAD.size + len(text))
-    buffer = bytearray(start + sum(_padded(piece.size) for piece in pieces))
+    size = start + sum(_padded(piece.size) for piece in pieces)
+    buffer = into if into is not None and len(into) == size else bytearray(size)
     out = np.frombuffer(buffer, np.uint8)
     out[_HEAD.size : _HEAD.size + len(text)] = np.frombuffer(text, np.uint8)
     at = start
     for piece in pieces:
         out[at : at + piece.size] = piece
+        out[at + piece.size : at + _padded(piece.size)] = 0
         at += _padded(piece.size)
     _HEAD.pack_into(buffer, 0, _MAGIC, VERSION, len(text), zlib.crc32(text), _word_sum(out[start:]))
     return buffer

@@ -13,7 +13,11 @@ from quietgrad.federation.wire import Bytes
 
 __all__ = ["Bytes", "Handler", "Transport"]
 Handler = Callable[[Bytes], Bytes]
-"""What sits at the other end: takes a message, returns the reply; see ``PartyCurator.handle``."""
+"""What sits at the other end: takes a message, returns the reply; see ``PartyCurator.handle``.
+
+A reply may be overwritten by the next call: a transport that keeps it copies it. So may a message, once the
+exchange it was given to has returned.
+"""
 
 
 class Transport(Protocol):

@@ -86,7 +86,7 @@ class InProcess:
     def _plain(self, name: str, message: Bytes) -> Bytes:
         reply = self._handlers[name](message)
         if self._faults:
-            self._earlier[name] = reply
+            self._earlier[name] = bytes(reply)
         return reply
 
     def _call(self, name: str, message: Bytes, faults: Sequence[Fault], timeout: float) -> Bytes | None:

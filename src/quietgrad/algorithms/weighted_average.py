@@ -1,0 +1,127 @@
+"""Weighted averaging of parties' models (WD-DP, paper 002), with noise that keeps what the paper promised.
+
+The printed theorem is false: averaging weighted models also averages their noise away, so the output carries
+‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed (:mod:`printed_average`
+measures both). Three calibrations are right, all runs of this one algorithm through different doors:
+
+(i)   ``method="rounds"``: every round the n_j/n-weighted mean gradient leaves with noise for all n records together;
+      under a secure sum nobody sees more. T rounds.
+(ii)  ``method="one-shot"`` with ``trust="local"``: party j sends its model under its own noise, for its n_j records.
+(iv)  ``method="one-shot"`` with ``trust="secure"``: the weighted sum Σ(n_j/n)θ_j leaves under noise on the sum. One
+      replaced record moves it by Δ = (n_j/n)·(2G/(n_jλ))(1−(1−ηλ)ᵀ) = (2G/(nλ))(1−(1−ηλ)ᵀ): independent of the
+      number of parties and of the smallest one, which is what the paper advertised. One round. Recommended.
+
+With ``weights="equal"`` the same code is the unweighted average (Jayaraman et al. 2018), whose Δ grows by
+n/(m·n_min); on a central curator ``method="rounds"`` is DP-GD and ``"one-shot"`` is output perturbation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.local_fit import local_fit
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.sampling import FullBatch
+from quietgrad.schedule import Schedule, Slot
+from quietgrad.vectors import Vector, copy
+
+
+@dataclass(frozen=True)
+class WeightedAverage:
+    """Σ (n_j/n)·θ_j over parties, after T local steps each, or the same average in every step.
+
+    Args:
+        steps: T.
+        learning_rate: η; default 2/(μ+β) if the risk is strongly convex, else 1/β.
+        method: ``"one-shot"`` (local fits, one noisy sum; convex losses with bounded rows, replace-one) or
+            ``"rounds"`` (a noisy mean gradient per step).
+        clip: C of one record's gradient, ``"rounds"`` only.
+        noise: ``"tight"``, or ``"paper"``: Algorithm 1 as printed, for reproduction only; its result reports the ε
+            that is true for an observer and for the server.
+        constant: c of the printed noise σ² = c·G²T·ln(1/δ)/(n²ε²), which the paper leaves open; its proof needs 16.
+
+    >>> WeightedAverage(steps=100).schedule(1000).releases, WeightedAverage(100, method="rounds").schedule(9).releases
+    (1, 100)
+    """
+
+    steps: int = 1000
+    learning_rate: float | None = None
+    method: Literal["one-shot", "rounds"] = "one-shot"
+    clip: float = 1.0
+    noise: Literal["tight", "paper"] = "tight"
+    constant: float = 16.0
+
+    name: ClassVar[str] = "weighted-average"
+    private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        if self.learning_rate is not None:
+            check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
+        if self.method not in ("one-shot", "rounds"):
+            raise ValueError(f"method={self.method!r}: must be 'one-shot' or 'rounds'.")
+        if self.noise not in ("tight", "paper"):
+            raise ValueError(f"noise={self.noise!r}: must be 'tight' or 'paper'.")
+        if self.noise == "paper" and self.method != "one-shot":
+            raise ValueError("noise='paper': Algorithm 1 as printed is one-shot; leave method out.")
+        check_range("clip", self.clip, 0.0, math.inf, closed=False)
+        check_range("constant", self.constant, 0.0, math.inf, closed=False)
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise unless the budget is stated under a relation that is proved."""
+        if self.method == "one-shot" and budget.relation is not Relation.REPLACE_ONE:
+            raise ValueError(
+                f"relation={str(budget.relation)!r}: a fit's stability is proved under 'replace-one' only; "
+                "pass Budget(..., relation='replace-one'), or method='rounds'."
+            )
+        if self.noise == "paper":
+            raise ValueError(
+                "noise='paper': the printed noise proves nothing like its claim, so no plan is made of it; "
+                "reproduce it with quietgrad.federation.simulate(..., trust='curator')."
+            )
+
+    def schedule(self, n_public: int) -> Schedule:
+        if self.method == "one-shot":
+            return Schedule((Slot("model", FullBatch()),))
+        return Schedule((Slot("gradient", FullBatch(), self.steps),))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=copy(x0))
+
+    def step(self, state: State, door: Session) -> State:
+        rate = self.step_size(door.objective)
+        if self.method == "one-shot":
+            fit = local_fit(door.objective, door.plan.n_public, self.steps, rate, start=state.params)
+            state.params = door.release("model", fit)
+            state.step, state.done = 1, True
+            return state
+        gradient = door.release("gradient", Gradient(state.params, self.clip))
+        gradient *= 1.0 / door.expected_batch("gradient")
+        gradient += door.regularizer.gradient(state.params)
+        state.estimate.value = gradient
+        state.params = state.params - rate * gradient
+        state.step += 1
+        state.done = state.step >= self.steps
+        return state
+
+    def step_size(self, objective: Any) -> float:
+        """η: as given, or from the objective's constants."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        constants = objective.constants()
+        mu, smooth = constants.strong_convexity, constants.smoothness
+        if smooth is None:
+            raise ValueError("learning_rate=None: this loss is not smooth, so no step follows from it; give one.")
+        beta = smooth + constants.regularizer_smoothness
+        return float(2.0 / (mu + beta) if mu else 1.0 / beta)
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+    def config(self) -> dict[str, Any]:
+        return config_of(self)
