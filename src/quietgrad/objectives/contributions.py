@@ -10,18 +10,32 @@ and weights have shape (examples, families):
 
 The change is never computed by subtracting two large vectors or two large norms. For layers whose gradient
 is Σ_t b_t ⊗ a_t it is split as  (a − a′) ⊗ b + a′ ⊗ (b − s·b′), which loses no digits when θ′ → θ.
+Where gradient and change are both written out, the change is the difference of two written-out vectors: its
+norm is that of the very vector that is summed, and its rounding is that of the forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Combination", "Contribution", "OuterLayer", "OuterProducts", "Record", "Stored", "TokenSums"]
+__all__ = [
+    "Combination",
+    "Contribution",
+    "OuterLayer",
+    "OuterProducts",
+    "Record",
+    "Stored",
+    "TokenSums",
+    "Workspace",
+    "same_input",
+    "write_gradient_and_change",
+]
 
 # A squared norm that comes from Gram matrices is a sum of signed terms; this fraction of their absolute
 # sum covers the rounding, so the computed norm is never below the true one.
@@ -41,11 +55,15 @@ class Combination:
         """Number of vectors per example."""
         return int(self.gradient) + int(self.change)
 
-    def stack(self, now: Tensor, change: Tensor | None, dim: int) -> Tensor:
-        """The asked-for families side by side along `dim`."""
+    def join(self, now: Tensor, change: Tensor | None, dim: int) -> Tensor:
+        """The asked-for families one after the other along `dim`."""
         if change is None:
             return now
         return torch.cat([now, change], dim) if self.gradient else change
+
+    def stored(self, now: Tensor, change: Tensor | None) -> Stored:
+        """The asked-for families of vectors (examples, size)."""
+        return Stored(self.join(now[None], None if change is None else change[None], 0))
 
 
 class Record(NamedTuple):
@@ -67,19 +85,49 @@ class Contribution(Protocol):
         ...
 
 
+class Workspace:
+    """Memory for per-example vectors, kept from step to step so that no step pays for fresh pages.
+
+    Grants requests in order until `limit` bytes are used; what is granted depends on sizes alone.
+    """
+
+    def __init__(self, limit: float, like: Tensor) -> None:
+        self.dtype = like.dtype
+        self._capacity = limit // like.element_size()
+        self._buffer = like.new_empty(0)
+        self._used = 0
+
+    def reset(self) -> None:
+        """Take everything back, and have room at once for as much as was wanted last time."""
+        if self._used > len(self._buffer):
+            self._buffer = self._buffer.new_empty(self._used)
+        self._used = 0
+
+    def take(self, *shape: int) -> Tensor | None:
+        """Uninitialised memory, or None if the limit is reached."""
+        start, size = self._used, prod(shape)
+        if start + size > self._capacity:
+            return None
+        self._used += size
+        if self._used <= len(self._buffer):
+            return self._buffer[start : self._used].view(shape)
+        return self._buffer.new_empty(shape)
+
+
 class Stored:
-    """Per-example vectors written out: values of shape (examples, families, size)."""
+    """Per-example vectors written out: values of shape (families, examples, size)."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
     def squared_norms(self) -> Tensor:
         """Sums of squares."""
-        return torch.linalg.vector_norm(self.values, dim=2).square()
+        norms: Tensor = torch.linalg.vector_norm(self.values, dim=2)
+        return norms.square().T
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """One matrix–vector product."""
-        out.addmv_(self.values.flatten(0, 1).T, weights.flatten())
+        out.addmv_(self.values.flatten(0, 1).T, weights.T.flatten())
 
 
 class TokenSums:
@@ -108,9 +156,9 @@ class TokenSums:
     def dense(self) -> Stored:
         """The same vectors written out, for a table that other layers use as well."""
         examples, _, families, width = self.values.shape
-        values = self.values.new_zeros((examples, families, self.rows, width))
-        index = self.tokens[:, None, :, None].expand(-1, families, -1, width)
-        values.scatter_add_(2, index, self.values.transpose(1, 2))
+        values = self.values.new_zeros((families, examples, self.rows, width))
+        index = self.tokens[None, :, :, None].expand(families, -1, -1, width)
+        values.scatter_add_(2, index, self.values.permute(2, 0, 1, 3))
         return Stored(values.flatten(2))
 
 
@@ -164,17 +212,11 @@ class OuterProducts:
         if before is None:
             return cls(layer, [now.output_grad], [now.input], 1)
         change = torch.sub(now.output_grad, before.output_grad, alpha=mix.scale)
-        left = mix.stack(now.output_grad, change, layer.channel_dim)
-        if now.input.data_ptr() == before.input.data_ptr():
+        left = mix.join(now.output_grad, change, layer.channel_dim)
+        if same_input(now, before):
             return cls(layer, [left], [now.input], mix.families)
         step = now.input - before.input
         return cls(layer, [left, now.output_grad], [before.input, step], mix.families)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the vectors if they were written out."""
-        outputs, fan_in = self.layer.shape
-        return len(self.rights[0]) * self.families * outputs * fan_in * self.lefts[0].element_size()
 
     def squared_norms(self) -> Tensor:
         """By Gram matrices, or from a few examples at a time, whichever multiplies less."""
@@ -185,35 +227,33 @@ class OuterProducts:
         columns = [self.layer.columns(right) for right in self.rights]
         rows = [self.layer.rows(left) for left in self.lefts]
         counts = [self.families] + [1] * (len(rows) - 1)
-        rows = [r.unflatten(1, (f, -1)) for r, f in zip(rows, counts, strict=True)]
-        total, magnitude = None, None
+        rows = [r.reshape(len(r), f, -1, r.shape[2]) for r, f in zip(rows, counts, strict=True)]
+        terms = []
         for k in range(len(rows)):
             for other in range(k, len(rows)):
                 inputs = _gram(columns[k], columns[other]).unsqueeze(1)
                 term = (inputs * _gram(rows[k], rows[other])).sum((-2, -1))
-                term = term if other == k else 2 * term
-                total = term if total is None else total + term
-                magnitude = term.abs() if magnitude is None else magnitude + term.abs()
-        assert total is not None
-        assert magnitude is not None
-        norms = total + _ROUNDING[total.dtype] * magnitude
-        return norms.unflatten(0, (-1, self.layer.groups)).sum(1)
+                terms.append(term if other == k else 2 * term)
+        norms = sum(term + _ROUNDING[term.dtype] * term.abs() for term in terms[1:])
+        norms = norms + terms[0] * (1 + _ROUNDING[terms[0].dtype])
+        return norms.view(-1, self.layer.groups, self.families).sum(1)
 
     def _blockwise_norms(self) -> Tensor:
         """By writing out a few examples at a time and forgetting them again."""
         workspace = self._space(min(self._block, len(self.rights[0])))
         norms = []
         for part in self._parts():
-            values = workspace[: part.stop - part.start]
+            values = workspace[:, : part.stop - part.start]
             self._write(part, values)
             norms.append(Stored(values.flatten(2)).squared_norms())
         return torch.cat(norms)
 
-    def stored(self) -> Stored:
-        """All vectors written out."""
-        values = self._space(len(self.rights[0]))
+    def stored(self, values: Tensor | None = None) -> Stored:
+        """All vectors written out, into `values` (families, examples, outputs, fan-in) if given."""
+        if values is None:
+            values = self._space(len(self.rights[0]))
         for part in self._parts():
-            self._write(part, values[part])
+            self._write(part, values[:, part])
         return Stored(values.flatten(2))
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
@@ -236,14 +276,39 @@ class OuterProducts:
         return [slice(i, min(i + self._block, examples)) for i in range(0, examples, self._block)]
 
     def _space(self, examples: int) -> Tensor:
-        return self.lefts[0].new_empty((examples, self.families, *self.layer.shape))
+        return self.lefts[0].new_empty((self.families, examples, *self.layer.shape))
 
     def _write(self, part: slice, values: Tensor) -> None:
-        self.layer.products(self.lefts[0][part], self.rights[0][part], values.flatten(1, 2))
+        if self.families == 1:
+            self.layer.products(self.lefts[0][part], self.rights[0][part], values[0])
+        else:
+            _, examples, outputs, fan_in = values.shape
+            joined = values.new_empty((examples, self.families * outputs, fan_in))
+            self.layer.products(self.lefts[0][part], self.rights[0][part], joined)
+            values.copy_(joined.view(examples, self.families, outputs, fan_in).transpose(0, 1))
         if len(self.lefts) == 2:
-            common = torch.empty_like(values[:, 0])
+            common = torch.empty_like(values[0])
             self.layer.products(self.lefts[1][part], self.rights[1][part], common)
-            values += common[:, None]
+            values += common
+
+
+def same_input(now: Record, before: Record) -> bool:
+    """Whether the layer saw the same memory at both points, as the first layers do."""
+    return now.input.data_ptr() == before.input.data_ptr() and now.input.stride() == before.input.stride()
+
+
+def write_gradient_and_change(
+    layer: OuterLayer, now: Record, before: Record, scale: float, values: Tensor
+) -> Stored:
+    """g_i(θ) and g_i(θ) − s·g_i(θ′), written into `values` (2, examples, outputs, fan-in)."""
+    examples, size = len(now.input), layer.block(now.input, 2)
+    for start in range(0, examples, size):
+        part = slice(start, min(start + size, examples))
+        gradient, change = values[0, part], values[1, part]
+        layer.products(now.output_grad[part], now.input[part], gradient)
+        layer.products(before.output_grad[part], before.input[part], change)
+        torch.sub(gradient, change, alpha=scale, out=change)
+    return Stored(values.flatten(2))
 
 
 def _gram(left: Tensor, right: Tensor) -> Tensor:

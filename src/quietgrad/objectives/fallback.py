@@ -76,7 +76,7 @@ def model_gradients(
         rows: Tensor = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(theta, x, y)
         return rows.detach()
     leaf = theta.detach().requires_grad_()
-    gradients = []
+    gradients: list[Tensor] = []
     for i in range(batch_length(x)):
         part = slice(i, i + 1)
         with torch.enable_grad():

@@ -26,28 +26,16 @@ from quietgrad.objectives.contributions import (
     OuterLayer,
     OuterProducts,
     Record,
-    Stored,
     TokenSums,
+    Workspace,
+    same_input,
+    write_gradient_and_change,
 )
 
-__all__ = ["Kernel", "MemoryBudget", "kernel_for"]
+__all__ = ["Kernel", "kernel_for"]
 
 _CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-
-class MemoryBudget:
-    """Bytes of per-example gradients that may be kept until the weights are known."""
-
-    def __init__(self, available: float) -> None:
-        self.available = available
-
-    def take(self, wanted: int) -> bool:
-        """Reserve `wanted` bytes if they are there."""
-        if wanted > self.available:
-            return False
-        self.available -= wanted
-        return True
 
 
 class Kernel(Protocol):
@@ -56,7 +44,7 @@ class Kernel(Protocol):
     any_batch_dim: bool  # the example axis may be any axis but the last
 
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, budget: MemoryBudget, wanted: Container[str]
+        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
     ) -> Iterator[tuple[str, Contribution]]:
         """(name in the layer, contribution) of each wanted parameter."""
         ...
@@ -97,8 +85,12 @@ class _Convolution:
         self.padding = tuple(module._reversed_padding_repeated_twice)
         before, after = self.padding[::-2], self.padding[-2::-2]
         self.built_in = before if self.mode == "constant" and before == after else None
-        # oneDNN works in blocks of 16 channels; there a convolution with one group per example is fastest.
-        self.grouped = module.groups == 1 and all(c % 16 == 0 for c in weight.shape[:2])
+        # oneDNN works in blocks of 16 channels; there, if it has positions enough to be worth it, one
+        # convolution with a group per example is fastest.
+        self.blocked = module.groups == 1 and all(c % 16 == 0 for c in weight.shape[:2])
+
+    def _grouped(self, inputs: Tensor) -> bool:
+        return self.blocked and inputs[0, 0].numel() >= 256 * prod(self.stride)
 
     def _padded(self, inputs: Tensor) -> Tensor:
         return F.pad(inputs, self.padding, self.mode) if any(self.padding) else inputs
@@ -118,11 +110,12 @@ class _Convolution:
         if self.groups == 1:
             return grads.flatten(2)
         families = grads.shape[1] // self.shape[0]
-        split = grads.flatten(2).unflatten(1, (families, self.groups, -1)).transpose(1, 2)
-        return split.flatten(2, 3).flatten(0, 1)
+        examples, fan_out = len(grads), self.shape[0] // self.groups
+        split = grads.reshape(examples, families, self.groups, fan_out, -1).transpose(1, 2)
+        return split.reshape(examples * self.groups, families * fan_out, -1)
 
     def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
-        if self.grouped:
+        if self._grouped(inputs):
             examples, outputs = grads.shape[:2]
             weight = self._backward(
                 grads.reshape(1, -1, *grads.shape[2:]),
@@ -135,7 +128,7 @@ class _Convolution:
             torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
         else:
             block = torch.bmm(self.rows(grads), self.columns(inputs).mT)
-            block = block.unflatten(0, (-1, self.groups)).unflatten(2, (-1, self.shape[0] // self.groups))
+            block = block.view(len(grads), self.groups, -1, self.shape[0] // self.groups, self.shape[1])
             out.copy_(block.transpose(1, 2).reshape(out.shape))
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
@@ -143,7 +136,7 @@ class _Convolution:
         return self._backward(grads, inputs, weight, self.groups).flatten()
 
     def _backward(self, grads: Tensor, inputs: Tensor, weight: Tensor, groups: int) -> Tensor:
-        none = [0] * len(self.kernel)
+        none = (0,) * len(self.kernel)
         padding = self.built_in
         if padding is None:
             inputs, padding = self._padded(inputs), none
@@ -154,7 +147,7 @@ class _Convolution:
         return gradients[1]
 
     def block(self, inputs: Tensor, families: int) -> int:
-        if self.grouped:
+        if self._grouped(inputs):
             return 64
         positions = inputs[0, 0].numel() // prod(self.stride) * self.groups
         return max(1, _CACHE // (self.shape[1] * positions * inputs.element_size()))
@@ -169,15 +162,24 @@ class _OuterKernel:
         self._sum_positions = sum_positions
 
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, budget: MemoryBudget, wanted: Container[str]
+        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
     ) -> Iterator[tuple[str, Contribution]]:
-        factors = OuterProducts.of(self.layer, now, before, mix)
-        if "bias" in wanted:
-            sums = self._sum_positions(factors.lefts[0])
-            yield "bias", Stored(sums.unflatten(1, (mix.families, -1)))
         if "weight" in wanted:
-            keep = factors.positions > 1 and budget.take(factors.nbytes)
-            yield "weight", factors.stored() if keep else factors
+            yield "weight", self._weight(now, before, mix, space)
+        if "bias" in wanted:
+            change = None
+            if before is not None:
+                change = self._sum_positions(torch.sub(now.output_grad, before.output_grad, alpha=mix.scale))
+            yield "bias", mix.stored(self._sum_positions(now.output_grad), change)
+
+    def _weight(self, now: Record, before: Record | None, mix: Combination, space: Workspace) -> Contribution:
+        values = None
+        if now.output_grad[0].numel() > self.layer.shape[0]:  # more than one position
+            values = space.take(mix.families, len(now.input), *self.layer.shape)
+        if values is not None and before is not None and mix.gradient and not same_input(now, before):
+            return write_gradient_and_change(self.layer, now, before, mix.scale, values)
+        factors = OuterProducts.of(self.layer, now, before, mix)
+        return factors if values is None else factors.stored(values)
 
 
 class _AffineKernel:
@@ -190,19 +192,28 @@ class _AffineKernel:
         self._sum_positions = sum_positions
 
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, budget: MemoryBudget, wanted: Container[str]
+        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
     ) -> Iterator[tuple[str, Contribution]]:
-        grads, normal = now.output_grad, self.normalise(now.input)
-        scale, shift = self._sum_positions(normal * grads), self._sum_positions(grads)
+        scale, shift = self._sums(now)
         scale_change = shift_change = None
-        if before is not None:
-            change = torch.sub(grads, before.output_grad, alpha=mix.scale)
-            old = self.normalise(before.input)
-            scale_change = self._sum_positions((normal - old) * grads + old * change)
+        if before is not None and mix.gradient:
+            old_scale, old_shift = self._sums(before)
+            scale_change = torch.sub(scale, old_scale, alpha=mix.scale)
+            shift_change = torch.sub(shift, old_shift, alpha=mix.scale)
+        elif before is not None:
+            change = torch.sub(now.output_grad, before.output_grad, alpha=mix.scale)
             shift_change = self._sum_positions(change)
-        for name, value, moved in (("weight", scale, scale_change), ("bias", shift, shift_change)):
-            if name in wanted:
-                yield name, Stored(mix.stack(value, moved, 1).unflatten(1, (mix.families, -1)))
+            old = self.normalise(before.input)
+            step = self.normalise(now.input).sub_(old)
+            scale_change = self._sum_positions(step.mul_(now.output_grad).add_(old.mul_(change)))
+        if "weight" in wanted:
+            yield "weight", mix.stored(scale, scale_change)
+        if "bias" in wanted:
+            yield "bias", mix.stored(shift, shift_change)
+
+    def _sums(self, record: Record) -> tuple[Tensor, Tensor]:
+        scaled = self.normalise(record.input).mul_(record.output_grad)
+        return self._sum_positions(scaled), self._sum_positions(record.output_grad)
 
 
 class _EmbeddingKernel:
@@ -212,17 +223,17 @@ class _EmbeddingKernel:
         self.rows, self.padding_idx = module.num_embeddings, module.padding_idx
 
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, budget: MemoryBudget, wanted: Container[str]
+        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
     ) -> Iterator[tuple[str, Contribution]]:
         tokens, grads = now.input.flatten(1), now.output_grad.flatten(1, -2).unsqueeze(2)
         if before is not None:
             old = before.output_grad.flatten(1, -2).unsqueeze(2)
             if torch.equal(now.input, before.input):
-                grads = mix.stack(grads, torch.sub(grads, old, alpha=mix.scale), 2)
+                grads = mix.join(grads, torch.sub(grads, old, alpha=mix.scale), 2)
             else:  # the tokens depend on the parameters: both sets of rows move
                 tokens = torch.cat([tokens, before.input.flatten(1)], 1)
-                gone = mix.stack(torch.zeros_like(old), -mix.scale * old, 2)
-                grads = torch.cat([mix.stack(grads, grads, 2), gone], 1)
+                gone = mix.join(torch.zeros_like(old), -mix.scale * old, 2)
+                grads = torch.cat([mix.join(grads, grads, 2), gone], 1)
         if self.padding_idx is not None:
             grads = grads * (tokens != self.padding_idx)[:, :, None, None]
         yield "weight", TokenSums(tokens, grads, self.rows)

@@ -20,23 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from quietgrad.objectives.contributions import (
-    Combination,
-    Contribution,
-    OuterProducts,
-    Record,
-    Stored,
-    TokenSums,
-)
-from quietgrad.objectives.fallback import model_gradients, module_gradients
-from quietgrad.objectives.layers import MemoryBudget
+from quietgrad.objectives.collector import Collector, Network, Piece
+from quietgrad.objectives.contributions import Combination, Workspace
+from quietgrad.objectives.fallback import model_gradients
 from quietgrad.objectives.plan import plan_units, refuse_mixing_layers, refuse_mixing_losses
 from quietgrad.objectives.tape import (
     Batch,
-    Call,
     LossFunction,
     Unit,
-    backpropagate,
     batch_length,
     per_example_losses,
     replayed_randomness,
@@ -94,7 +85,7 @@ class PerExampleEngine:
         module: nn.Module,
         loss_fn: LossFunction,
         *,
-        memory_budget: float = 256e6,
+        memory_budget: float = 512e6,
         micro_batch: int | None = None,
         strategy: Strategy = "auto",
     ) -> None:
@@ -123,6 +114,8 @@ class PerExampleEngine:
         self.device = next(iter(trainable.values())).device
         self._plans: dict[tuple[bool, ...], list[Unit] | None] = {}
         self._vectorised = True
+        self._network = Network(module, loss_fn, self.unflatten, self._slices)
+        self._space = Workspace(self.memory_budget, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def flatten(self, params: Mapping[str, Tensor]) -> Tensor:
         """One flat vector of a dict of the trainable parameters."""
@@ -131,12 +124,13 @@ class PerExampleEngine:
             raise ValueError(f"parameter {missing[0]!r} is missing; the engine trains {self.names}.")
         return torch.cat([params[name].detach().to(self.dtype).flatten() for name in self.names])
 
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a flat vector by parameter name, in the vector's precision."""
+        return {name: vector[self._slices[name]].view(p.shape) for name, p in self._params.items()}
+
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a flat vector by parameter name (copies where the module's precision is lower)."""
-        return {
-            name: vector[self._slices[name]].view(param.shape).to(param.dtype)
-            for name, param in self._params.items()
-        }
+        """Parameters for the module: views, or copies where the module's precision is lower."""
+        return {name: view.to(self._params[name].dtype) for name, view in self.views(vector).items()}
 
     def losses(self, theta: Tensor, x: Batch, y: Batch) -> Tensor:
         """The loss of each example at θ, in whatever mode (train or eval) the module is."""
@@ -227,7 +221,7 @@ class PerExampleEngine:
         if units is None:
             pieces = self._model_pieces(theta, previous, x, y, mix)
         else:
-            pieces = _Collector(self, units, mix).collect(theta, previous, x, y)
+            pieces = Collector(self._network, units, mix, self._space).collect(theta, previous, x, y)
         squares = theta.new_zeros((batch_length(x), mix.families))
         for _, piece in pieces:
             squares += piece.squared_norms()
@@ -249,7 +243,7 @@ class PerExampleEngine:
 
     def _model_pieces(
         self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination
-    ) -> list[tuple[slice, Contribution]]:
+    ) -> list[Piece]:
         def rows(point: Tensor) -> Tensor:
             return model_gradients(self.module, self.loss_fn, self.unflatten, point, x, y, self._vectorised)
 
@@ -261,8 +255,7 @@ class PerExampleEngine:
             now = rows(theta)
             if change is not None:
                 change += now
-        values = mix.stack(now, change, 1).unflatten(1, (mix.families, -1))
-        return [(slice(0, self.dim), Stored(values))]
+        return [(slice(0, self.dim), mix.stored(now, change))]
 
     def _plan(self, theta: Tensor, x: Batch, y: Batch) -> list[Unit] | None:
         """How to take the module apart; planned anew when a layer changes between train and eval mode."""
@@ -285,7 +278,7 @@ class PerExampleEngine:
             return units
         if units is not None:
             try:
-                _Collector(self, units, mix).collect(theta, None, x, y)
+                Collector(self._network, units, mix, self._space).collect(theta, None, x, y)
                 return units
             except (RuntimeError, NotImplementedError):
                 units = None  # vmap has no rule for something in the module
@@ -308,109 +301,3 @@ class PerExampleEngine:
                     f"{name} has shape {tuple(vector.shape)} and {vector.dtype}: it must be the flat vector of "
                     f"{self.dim} parameters in {self.dtype}, e.g. engine.flatten(dict(module.named_parameters()))."
                 )
-
-
-class _Collector:
-    """Runs one or two points and gathers the contributions of all layers."""
-
-    def __init__(self, engine: PerExampleEngine, units: list[Unit], mix: Combination) -> None:
-        self.engine = engine
-        self.units = units
-        self.mix = mix
-        self.budget = MemoryBudget(engine.memory_budget)
-        self.pieces: list[tuple[slice, Contribution]] = []
-        self.joint: dict[int, Stored] = {}
-        self.uses: dict[int, int] = {}
-        self.before: dict[tuple[Unit, int], Record | dict[str, Tensor]] = {}
-
-    def collect(
-        self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch
-    ) -> list[tuple[slice, Contribution]]:
-        """Contributions of all parameters to the combination of g_i(θ) and g_i(θ′)."""
-        with replayed_randomness(theta.device) as rewind:
-            if previous is not None:
-                self._run(previous, x, y, self._remember)
-                rewind()
-            self._run(theta, x, y, self._receive)
-        if self.before:
-            unit, _ = next(iter(self.before))
-            raise RuntimeError(
-                f"layer {unit.name!r} was used at one of the two points only: the module's path depends on its "
-                "parameters. Use PerExampleEngine(..., strategy='functional')."
-            )
-        return self.pieces
-
-    def _run(
-        self, point: Tensor, x: Batch, y: Batch, receive: Callable[[Call, Mapping[str, Tensor]], None]
-    ) -> None:
-        params = self.engine.unflatten(point.detach())
-        backpropagate(
-            self.engine.module, self.engine.loss_fn, params, x, y, self.units,
-            lambda call: receive(call, params), self._count,
-        )  # fmt: skip
-
-    def _count(self, numbers: Mapping[Unit, int]) -> None:
-        self.uses = {}
-        for unit, number in numbers.items():
-            for slot in unit.slots.values():
-                self.uses[slot.start] = self.uses.get(slot.start, 0) + number
-
-    def _remember(self, call: Call, params: Mapping[str, Tensor]) -> None:
-        self.before[call.unit, call.number] = self._content(call, params)
-
-    def _receive(self, call: Call, params: Mapping[str, Tensor]) -> None:
-        before = self.before.pop((call.unit, call.number)) if self.mix.change else None
-        now = self._content(call, params)
-        if isinstance(now, Record):
-            assert call.unit.kernel is not None
-            assert before is None or isinstance(before, Record)
-            kernel, wanted = call.unit.kernel, call.unit.slots
-            for name, piece in kernel.contributions(now, before, self.mix, self.budget, wanted):
-                self._put(call.unit.slots[name], piece)
-            return
-        for name, value in now.items():
-            change = None
-            if before is not None:
-                assert isinstance(before, dict)
-                change = torch.sub(value, before[name], alpha=self.mix.scale)
-            values = self.mix.stack(value, change, 1).unflatten(1, (self.mix.families, -1))
-            self._put(call.unit.slots[name], Stored(values))
-
-    def _content(self, call: Call, params: Mapping[str, Tensor]) -> Record | dict[str, Tensor]:
-        """What the unit's gradient is made of: input and output gradient, or the fallback's gradients."""
-        dtype = self.engine.dtype
-        if call.unit.kernel is None:
-            own = {name: self._own(params, slot) for name, slot in call.unit.slots.items()}
-            return {k: v.to(dtype).flatten(1) for k, v in module_gradients(call, own).items()}
-        (grad,) = call.output_grads
-        assert grad is not None
-        given = call.args[0] if call.args else next(iter(call.kwargs.values()))
-        given, axis = given.detach(), call.unit.input_dims[0]
-        if axis:
-            given, grad = given.movedim(axis, 0), grad.movedim(axis, 0)
-        return Record(given.to(dtype) if given.is_floating_point() else given, grad.to(dtype))
-
-    def _own(self, params: Mapping[str, Tensor], slot: slice) -> Tensor:
-        return next(params[name] for name, where in self.engine._slices.items() if where == slot)
-
-    def _put(self, slot: slice, piece: Contribution) -> None:
-        if self.uses[slot.start] == 1:
-            self.pieces.append((slot, piece))
-            return
-        # A parameter that is used several times: its vectors add up before they have a norm.
-        whole = _written_out(piece)
-        if slot.start in self.joint:
-            joint = self.joint[slot.start]
-            joint.values = joint.values + whole.values  # not in place: the values may be views of the tape
-        else:
-            self.joint[slot.start] = whole
-            self.pieces.append((slot, whole))
-
-
-def _written_out(piece: Contribution) -> Stored:
-    if isinstance(piece, OuterProducts):
-        return piece.stored()
-    if isinstance(piece, TokenSums):
-        return piece.dense()
-    assert isinstance(piece, Stored)
-    return piece

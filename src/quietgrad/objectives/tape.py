@@ -107,8 +107,10 @@ def backpropagate(
     numbers: Counter[Unit] = Counter()
     calls: list[Call] = []
 
+    root: Callable[[Tensor, Tensor], Tensor] = _Root.apply
+
     def leave(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        outputs = tensors_of(output)
+        outputs: list[Any] = tensors_of(output)
         call = Call(unit, numbers[unit], args, kwargs, len(outputs))
         numbers[unit] += 1
         calls.append(call)
@@ -116,8 +118,7 @@ def backpropagate(
             if not tensor.is_floating_point():
                 continue
             if not tensor.requires_grad:
-                tensor = _Root.apply(tensor, anchor)
-                assert tensor is outputs[place]  # marked in place: the caller holds the same object
+                root(tensor, anchor)  # in place: the caller holds the same object
             tensor.register_hook(_arrival(call, place, receive))
         return None
 
