@@ -71,6 +71,11 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sa
     raise ValueError(f"sampling={name!r}: must be 'poisson', 'fixed-size' or 'full'.")
 
 
+def noise_multiplier(door: Session) -> float:
+    """Standard deviation of the noise on a sum ÷ C: the plan's, times √m where m parties each add their own."""
+    return door.plan.noise_multiplier * math.sqrt(getattr(door, "noise_sources", 1))
+
+
 def constant_of(setting: str, name: str, given: float | None, door: Session) -> float:
     """The value ``given`` for a setting, or else the objective's own constant ``name``."""
     if given is not None:

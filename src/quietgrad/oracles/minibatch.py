@@ -8,7 +8,7 @@ from typing import Any
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
-from quietgrad.oracles.base import Error, Estimate, SamplingName, sampling_of
+from quietgrad.oracles.base import Error, Estimate, SamplingName, noise_multiplier, sampling_of
 from quietgrad.schedule import Law, Slot
 from quietgrad.vectors import Vector
 
@@ -38,7 +38,7 @@ class MiniBatch:
     def error(self, door: Session) -> Error:
         """σ ≤ C/√b and r = zC/b."""
         size = door.expected_batch("gradient")
-        return Error(self.clip / math.sqrt(size), door.plan.noise_multiplier * self.clip / size)
+        return Error(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
 
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "law"}

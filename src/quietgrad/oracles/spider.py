@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, GradientDifference
-from quietgrad.oracles.base import Error, Estimate, constant_of, sampling_of
+from quietgrad.oracles.base import Error, Estimate, constant_of, noise_multiplier, sampling_of
 from quietgrad.sampling import Sampling, SinglePass
 from quietgrad.schedule import Slot
 from quietgrad.vectors import Vector, norm
@@ -154,7 +154,7 @@ class AdaptiveSpider(_PathIntegrated):
         """Lemma 7 with its constants: σ² = G²/b₁ + M²κ/b₂ and r² = (zG/b₁)² + (zM/b₂)²κ."""
         full, difference = (door.expected_batch(slot) for slot in ("o1", "o2"))
         g, m_drift = self.lipschitz(door), self.smooth(door) * math.sqrt(self.drift_limit(door))
-        z = door.plan.noise_multiplier
+        z = noise_multiplier(door)
         return Error(
             math.hypot(g / math.sqrt(full), m_drift / math.sqrt(difference)),
             z * math.hypot(g / full, m_drift / difference),
