@@ -296,10 +296,18 @@ def test_an_interrupted_run_guards_its_folder_and_its_data(
     assert main(["resume", str(out)]) == 1
     assert "not those that the run was interrupted on" in capsys.readouterr().err
     table.write_text(original)
+    shutil.copy(out / "checkpoint.safetensors", tmp_path)
     assert main(["resume", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["privacy"]["is_private"] is True
     assert main(["resume", str(out)]) == 0
     assert "finished already" in capsys.readouterr().out
+    # A crash after the key was destroyed leaves a checkpoint beside the result: nothing is left to do but tidy up.
+    model = (out / "model.safetensors").read_bytes()
+    shutil.copy(tmp_path / "checkpoint.safetensors", out)
+    assert main(["resume", str(out)]) == 0
+    assert (out / "model.safetensors").read_bytes() == model
+    assert not (out / "checkpoint.safetensors").exists()
+    assert len(Ledger(out / "ledger.jsonl").book().held) == 1
 
 
 def test_stopped_between_training_and_scores(table: Path, tmp_path: Path) -> None:

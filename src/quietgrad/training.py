@@ -16,7 +16,7 @@ from quietgrad import checkpoint as checkpoints
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session, Spent
 from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
 from quietgrad.result import Privacy, Result
@@ -55,7 +55,7 @@ def plan(
     schedule = algorithm.schedule(int(n))
     if budget is not None:
         schedule = schedule.under(budget.relation)
-    paper = None
+    paper, calibrated = None, False
     if budget is None:
         noise_multiplier = 0.0
     else:
@@ -71,7 +71,15 @@ def plan(
                 return events.composed([*extra, schedule.event(z, budget.relation)])
 
             noise_multiplier = calibrate_event(event, budget=budget)
-    return Plan(algorithm.name, algorithm.config(), schedule, int(n), budget, float(noise_multiplier), paper, extra)
+            calibrated = True
+    made = Plan(algorithm.name, algorithm.config(), schedule, int(n), budget, float(noise_multiplier), paper, extra)
+    # Calibrations are remembered in files that anybody may have written; the plan's own proof is needed anyway.
+    if calibrated and not made.proof.within(budget):
+        raise BudgetError(
+            f"the remembered noise multiplier {noise_multiplier:g} costs ε = {made.epsilon():.4g}, not the budget: "
+            "the calibration cache was altered. Delete it (QUIETGRAD_CACHE, or ~/.cache/quietgrad) and plan again."
+        )
+    return made
 
 
 def minimize(
@@ -118,24 +126,21 @@ def minimize(
     name = uuid.uuid4().hex
     if folder is not None and (Path(folder) / _Saver.FILE).exists():
         raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
-    key = _key(name, folder, seed)
+    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed)
+    declared = len(curator.records) if n_public is None else n_public
+    the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
+    x0 = curator.initial() if start is None else _check_start(start, curator.initial())
     saver = None
     try:
-        curator = CentralCurator(
-            objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed, key=key
-        )
-        declared = len(curator.records) if n_public is None else n_public
-        the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
-        notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
-        x0 = curator.initial() if start is None else _check_start(start, curator.initial())
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            identity = _identity(curator, key)
-            saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity)
+            identity = _identity(curator, _key(name, curator))
+            saver = _Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity, curator.seeded)
             saver.write(algorithm.init(x0), {}, None)
         session = curator.open(the_plan)
     except Exception:
-        _discard(name, key, saver)
+        _discard(name, folder)
         raise
     result = run(
         algorithm, session, x0, callback=callback, saver=saver, account=account, seeded=curator.seeded, notes=notes
@@ -165,11 +170,16 @@ def resume(
 
     saved = checkpoints.load(Path(folder) / _Saver.FILE)
     meta = saved.meta
+    if (finished := _finished(Path(folder), meta["run"])) is not None:
+        _discard(meta["run"], folder)
+        return finished
     budget = None if meta["budget"] is None else Budget.from_json(meta["budget"])
     if meta["algorithm"] != algorithm.name or meta["config"] != _json(algorithm.config()):
         raise DataError(
             f"{folder}: the checkpoint is of {meta['algorithm']} with other settings; resume with those."
         )
+    if meta["seeded"]:
+        raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
     same = meta["environment"] == checkpoints.environment()
     name = meta["run"] if same else uuid.uuid4().hex
@@ -223,7 +233,10 @@ def run(
                 every *= 2
                 history[:] = [record for record in history if record["step"] % every == 0 or state.done]
         if callback is not None:
+            finished = state.done
             callback(state, session)
+            if state.done and not finished:  # whatever the callback looked at, its stop may depend on data
+                state.stopped_by = "callback"
         if saver is not None:
             saver.save(state, session)
     if saver is not None:
@@ -233,7 +246,7 @@ def run(
     slots = session.plan.to_json()["slots"]
     return Result(
         params=algorithm.output(state),
-        privacy=_privacy(session, spent, account, seeded, notes),
+        privacy=_privacy(session, spent, account, seeded or getattr(session, "seeded", False), notes),
         algorithm=algorithm.name,
         config=session.plan.config,
         n_public=session.plan.n_public,
@@ -243,6 +256,7 @@ def run(
         versions=checkpoints.versions(),
         details={
             **{key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool))},
+            **({} if saver is None else {"run": saver.name}),
             "composition": session.plan.schedule.composition,
             "slots": slots,
         },
@@ -262,6 +276,7 @@ class _Saver:
         seconds: float,
         notes: tuple[str, ...],
         identity: str | None,
+        seeded: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.FILE
@@ -280,6 +295,7 @@ class _Saver:
             "environment": checkpoints.environment(),
             "notes": list(notes),
             "identity": identity,
+            "seeded": seeded,
         }
 
     def save(self, state: State, session: Session, *, now: bool = False) -> None:
@@ -299,20 +315,20 @@ class _Saver:
 
     def finish(self, result: Result) -> Result:
         """The run is closed: once its result is safe, its key must not outlive it."""
-        from quietgrad.privacy.keys import KeyFile
-
         result.save(self.path.parent)
-        KeyFile.destroy(self.name)
-        self.path.unlink(missing_ok=True)
+        _discard(self.name, self.path.parent)
         return result
 
 
-def _key(name: str, folder: str | Path | None, seed: int | None) -> bytes | None:
-    if folder is None or seed is not None:
+def _key(name: str, curator: CentralCurator) -> bytes | None:
+    """Make the run's key file and let the curator draw from it; a seeded run has no secret to keep."""
+    if curator.seeded:
         return None
     from quietgrad.privacy.keys import KeyFile
 
-    return KeyFile.create(name)
+    key = KeyFile.create(name)
+    curator.use_key(key)
+    return key
 
 
 def _identity(curator: CentralCurator, key: bytes | None) -> str | None:
@@ -328,14 +344,23 @@ def _identity(curator: CentralCurator, key: bytes | None) -> str | None:
     return mac.hexdigest()
 
 
-def _discard(name: str, key: bytes | None, saver: _Saver | None) -> None:
-    """Nothing was reserved: leave neither a key nor a checkpoint behind."""
-    if key is not None:
+def _discard(name: str, folder: str | Path | None) -> None:
+    """Leave neither a key nor a checkpoint of a run that is over or never began; the key goes first."""
+    if folder is not None:
         from quietgrad.privacy.keys import KeyFile
 
         KeyFile.destroy(name)
-    if saver is not None:
-        saver.path.unlink(missing_ok=True)
+        (Path(folder) / _Saver.FILE).unlink(missing_ok=True)
+
+
+def _finished(folder: Path, name: str) -> Result | None:
+    """The saved result of the run, if it came so far before it was interrupted."""
+    from quietgrad.result import load
+
+    if not (folder / "result.json").exists():
+        return None
+    result = load(folder)
+    return result if result.details.get("run") == name else None
 
 
 def _json(config: Any) -> Any:
@@ -380,7 +405,8 @@ def _privacy(session: Session, spent: Spent, account: str | None, seeded: bool, 
     from quietgrad.privacy.accounting import prove
 
     budget = the_plan.budget
-    whole = spent.event == the_plan.event
+    # A filter's run is charged what it spent, but how much that is depends on data: what is proved is its total.
+    whole = spent.event == the_plan.event or the_plan.schedule.composition == "filter"
     proof = the_plan.proof if whole else prove(spent.event, delta=budget.delta, relation=budget.relation)
     if the_plan.paper_noise:
         notes = (f"noise as printed for {the_plan.paper_noise}; ε is what is proved, not what was claimed", *notes)
@@ -392,7 +418,7 @@ def _privacy(session: Session, spent: Spent, account: str | None, seeded: bool, 
         relation=budget.relation,
         accountant=proof.accountant,
         noise_multiplier=the_plan.noise_multiplier,
-        events=spent.event,
+        events=the_plan.event if whole else spent.event,
         releases=spent.releases,
         sampling=sampling,
         adversary=adversary,

@@ -66,6 +66,8 @@ class CentralCurator:
         key: bytes | None = None,
         seed: int | None = None,
     ) -> None:
+        if cap is not None and ledger is None:
+            raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
         self.objective = objective
         self.records = objective.prepare(data)
         self.account = account
@@ -75,6 +77,10 @@ class CentralCurator:
         self._key = seed_key(seed) if seed is not None else (key or fresh_key())
         self._opened = 0
         self._ledger = ledger
+
+    def use_key(self, key: bytes) -> None:
+        """Draw samples and noise of the sessions to come from ``key``, that of a key file a run is resumed with."""
+        self._key = key
 
     def initial(self) -> Vector:
         """The starting point, which depends on no record."""

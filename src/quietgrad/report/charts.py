@@ -79,7 +79,7 @@ def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) 
     >>> nice_ticks(0.0, 0.93)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):
         high = low + (abs(low) or 1.0)
     raw = (high - low) / count
     magnitude = 10.0 ** math.floor(math.log10(raw))
