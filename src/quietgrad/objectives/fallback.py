@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quietgrad.objectives.tape import Batch, Call, LossFunction, batch_length, select, tensors_of
 
@@ -47,7 +48,7 @@ def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tens
         gradients: dict[str, Tensor] = vjp(outputs, dict(params))[1](tuple(output_grads))[0]
         return gradients
 
-    with torch.enable_grad():
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused attention has no vmap rule
         result: dict[str, Tensor] = vmap(
             one, in_dims=(list(unit.input_dims), [grads[p][1] for p in present]), randomness="error"
         )(tensors, [grads[p][0] for p in present])
@@ -73,7 +74,8 @@ def model_gradients(
         return loss(flat, _unsqueezed(xi), _unsqueezed(yi))
 
     if vectorised:
-        rows: Tensor = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(theta, x, y)
+        with sdpa_kernel(SDPBackend.MATH):
+            rows: Tensor = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(theta, x, y)
         return rows.detach()
     leaf = theta.detach().requires_grad_()
     gradients: list[Tensor] = []
