@@ -77,6 +77,16 @@ def test_module_runs_as_a_program() -> None:
     assert "did you mean `quietgrad plan`?" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["--help", "data list --json", "plan --list"])
+def test_a_reader_that_goes_away_is_no_error(command: str) -> None:
+    program = [sys.executable, "-m", "quietgrad", *command.split()]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
 def test_account_says_what_the_accountant_proves(capsys: pytest.CaptureFixture[str]) -> None:
     described = ("--n", "60000", "--batch-size", "512", "--steps", "2000", "--noise-multiplier", "1.42")
     proof = answer(capsys, "account", *described, "--delta", "1e-5")

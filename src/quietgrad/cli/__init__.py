@@ -6,6 +6,7 @@ Exit codes are 0 (fine), 1 (refused, or a check failed) and 2 (bad usage). An er
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -40,27 +41,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
-    if not args or args[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if args[0] in ("-V", "--version"):
-        from quietgrad import __version__
-
-        print(f"quietgrad {__version__}")
-        return 0
-    if args[0] not in available():
-        return _unknown(args[0])
+    name = args[0] if args else "--help"
     try:
-        return _run(args[0], args[1:])
+        code = _answer(name, args[1:])
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
         return 1
     except Exception as error:
         if debug:
             raise
-        return _refuse(args[0], error)
+        return _refuse(name, error)
+
+
+def _answer(name: str, args: list[str]) -> int:
+    if name in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if name in ("-V", "--version"):
+        from quietgrad import __version__
+
+        print(f"quietgrad {__version__}")
+        return 0
+    return _run(name, args) if name in available() else _unknown(name)
 
 
 def available() -> dict[str, str]:
