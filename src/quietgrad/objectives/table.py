@@ -23,6 +23,7 @@ Rows = Literal["refuse", "clip", "normalize"]
 
 _EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # numbers per block: 2 MB of float64, so that temporaries stay small and in the cache
+_TINY = 1e-290  # squares below 1e-308 lose their digits; this much per feature covers what they were
 _ROW_TOLERANCE = 1e-6  # rows this little above the bound (float32 rounding) are shortened, not refused
 _NO_FLOATS: Floats = np.zeros(0)
 
@@ -257,12 +258,13 @@ class Table:
 
         Rounding up matters: a norm computed too small lets a record exceed its clip. Squares of centred rows
         are off by up to eps·(‖s∘x‖² + ‖s∘m‖²), whether they cancel here or in the gradient sum, so that much is
-        added; it also covers the rounding of rᵢxᵢ − rᵢm when xᵢ is close to m.
+        added; it also covers the rounding of rᵢxᵢ − rᵢm when xᵢ is close to m. A row so short that its square
+        underflows would pass as one of norm 0, whatever its residual; ``_TINY`` keeps every norm above that.
         """
         if self.transform is not None and self.transform.is_matrix:
             return self._whitened_norms(self.transform)
         norms = np.empty(len(self))
-        slack = (32 + self.features) * _EPS
+        slack, least = (32 + self.features) * _EPS, self.features * _TINY
         shift, scale = (self.transform.shift, self.transform.scale) if self.transform else (None, None)
         squared_scale = np.ones(self.features) if scale is None else scale * scale
         shift_square = 0.0 if shift is None else float(squared_scale @ (shift * shift))
@@ -270,7 +272,7 @@ class Table:
             for which, block in self.blocks():
                 raw = _row_sums(block, squared_scale, None)
                 squares = raw if shift is None else _row_sums(block, squared_scale, shift) + shift_square
-                norms[which] = np.sqrt(np.maximum(squares, 0.0) + slack * (raw + shift_square))
+                norms[which] = np.sqrt(np.maximum(squares, 0.0) + slack * (raw + shift_square) + least)
         norms[np.isnan(norms)] = math.inf
         return norms
 
@@ -278,6 +280,7 @@ class Table:
         """Upper bounds on ‖S(xᵢ−m)‖; the slack is that of :meth:`_feature_norms` times ‖S‖²."""
         norms = np.empty(len(self))
         slack = (32 + self.features) * _EPS * float(np.linalg.norm(transform.scale, 2)) ** 2
+        least = self.features * _TINY
         shift_square = float(transform.shift @ transform.shift)
         step = max(1, _BLOCK // self.features)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -287,7 +290,7 @@ class Table:
                 raw = np.einsum("ij,ij->i", dense, dense)
                 moved = (dense - transform.shift) @ transform.scale
                 squares = np.einsum("ij,ij->i", moved, moved)
-                norms[start : start + step] = np.sqrt(squares + slack * (raw + shift_square))
+                norms[start : start + step] = np.sqrt(squares + slack * (raw + shift_square) + least)
         norms[np.isnan(norms)] = math.inf
         return norms
 
