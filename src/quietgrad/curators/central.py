@@ -256,9 +256,11 @@ class CentralSession:
         index = source.used - 1
         dim = query.dim(self._records)
         out = zeros_like(self._zero) if dim == len(self._zero) else np.zeros(dim)
+        if self.plan.budget is not None and query.bound == 0.0:
+            return out  # zero whatever the data, so nothing needs to look at them
         query.sum_into(self.objective, batch, out)
-        if self.plan.budget is None or query.bound == 0.0:
-            return out  # a query of bound zero is exactly zero whatever the data
+        if self.plan.budget is None:
+            return out
         multiplier = self._multiplier(source.slot, rho)
         if source.slot.mechanism == "pure":
             # On the grid both C and Δ grow by √d steps, so scale ÷ C = multiplier holds with the growth in it.
@@ -305,12 +307,12 @@ class CentralSession:
                     scale, step = l2_laplace_for(1.0 / multiplier, bound, 1)
                     first = (source.used - 1) << 32  # blocks of the stream: as many searches as there are releases
                     level = round(threshold / step) * step
-                    level += float(l2_laplace(1, 2.0 * scale, source.stream, first)[0])
+                    level += float(l2_laplace(1, 2.0 * scale, source.stream, first, step)[0])
                 if query.bound != bound:
                     raise BudgetError("one search compares numbers of one bound; scale the queries to it.")
                 # Whatever is not a number counts as far above: an error would tell which record caused it.
                 value = round(value / step) * step if math.isfinite(value) else math.inf
-                value += float(l2_laplace(1, 4.0 * scale, source.stream, first + position + 1)[0])
+                value += float(l2_laplace(1, 4.0 * scale, source.stream, first + position + 1, step)[0])
             if value <= level:
                 return position
         return None

@@ -143,8 +143,13 @@ def l2_laplace_for(epsilon: float, sensitivity: float, dim: int) -> tuple[float,
     return grid_bound(sensitivity, dim, step) / epsilon, step
 
 
-def l2_laplace(dim: int, scale: float, stream: SecureStream, block: int) -> npt.NDArray[np.float64]:
-    """Return noise of density ∝ exp(−‖x‖/scale) on ℝ^dim, rounded to the grid ``grid_step(scale)``.
+def l2_laplace(
+    dim: int, scale: float, stream: SecureStream, block: int, step: float | None = None
+) -> npt.NDArray[np.float64]:
+    """Return noise of density ∝ exp(−‖x‖/scale) on ℝ^dim, rounded to the grid of ``step`` (``grid_step(scale)``).
+
+    Noise for a sum needs the step that the sum is rounded to: on a coarser grid it would leave the sum's last bit
+    bare.
 
     ‖x‖ is Gamma(dim, scale), a sum of ``dim`` exponentials, and the direction is a normalised Gaussian.
     Takes the blocks 2·``block`` and 2·``block`` + 1 of the stream. Its arithmetic is finite, so strictly
@@ -154,7 +159,7 @@ def l2_laplace(dim: int, scale: float, stream: SecureStream, block: int) -> npt.
     >>> l2_laplace(3, 1.0, SecureStream(seed_key(0), "output"), 0).shape
     (3,)
     """
-    step = grid_step(scale)
+    step = grid_step(scale) if step is None else step
     direction = stream.normal(2 * block, dim)
     radius = scale * math.fsum(stream.exponential(2 * block + 1, dim))
     noise = direction * (radius / (float(np.linalg.norm(direction)) * step))
@@ -171,7 +176,7 @@ def release_l2_laplace(total: Any, scale: float, step: float, stream: SecureStre
     >>> (weights / step % 1).tolist()
     [0.0, 0.0, 0.0]
     """
-    noise = l2_laplace(math.prod(total.shape), scale, stream, block)
+    noise = l2_laplace(math.prod(total.shape), scale, stream, block, step)
     release_gaussian(total, noise.reshape(tuple(total.shape)), 1.0, step)
 
 
