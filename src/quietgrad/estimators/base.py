@@ -20,6 +20,7 @@ from sklearn.utils.validation import validate_data
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import UnprovableError
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.regularizers import L2
 from quietgrad.privacy import events
@@ -32,12 +33,15 @@ from quietgrad.training import run
 
 LOOK_SHARE = 0.05  # of the squared budget μ², for a private look at labels or targets
 
-_tally: dict[str, list[events.Event]] = {}
+_tally: dict[str, list[tuple[events.Event, Relation]]] = {}
 _tally_lock = threading.Lock()
 
 
 def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = "replace-one") -> float:
     """The ε that all fits of this process without a ledger spent together on ``account``.
+
+    Fits under replace-one are not priced under add-remove: they publish n, and some of their bounds are about two
+    records.
 
     >>> spent("nobody")
     0.0
@@ -46,13 +50,24 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
 
     with _tally_lock:
         parts = list(_tally.get(account, []))
-    return price(events.composed(parts), delta=delta, relation=relation) if parts else 0.0
+    if not parts:
+        return 0.0
+    asked = Relation.parse(relation)
+    if asked is Relation.ADD_REMOVE and any(planned is Relation.REPLACE_ONE for _, planned in parts):
+        raise UnprovableError(f"{account}: a fit was made under replace-one; ask for what was spent under that.")
+    return price(events.composed([event for event, _ in parts]), delta=delta, relation=asked)
 
 
-def tally(account: str, event: events.Event) -> None:
+def tally(account: str, event: events.Event, relation: Relation) -> None:
     """Add ``event`` to what this process spent on ``account`` without a ledger."""
     with _tally_lock:
-        _tally.setdefault(account, []).append(event)
+        _tally.setdefault(account, []).append((event, relation))
+
+
+def forget(account: str) -> None:
+    """Drop what was added up for ``account``, which another entry covers."""
+    with _tally_lock:
+        _tally.pop(account, None)
 
 
 class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
@@ -115,7 +130,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         """Charge the whole fit before anything is released; returns a function that closes the entry."""
         assert plan.budget is not None
         if self.ledger is None:
-            tally(self.account, plan.event)
+            if self.cap is not None:
+                raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
+            tally(self.account, plan.event, plan.budget.relation)
             return lambda: None
         from quietgrad.privacy.ledger import Ledger
 

@@ -97,7 +97,8 @@ class Ledger:
             book = self._book(writer.entries)
             for bound in dict.fromkeys([book.caps.get(account), cap]):
                 if bound is not None:
-                    _check_cap(account, bound, book.counted(account), event)
+                    planned = (*book.relations(account), Relation.parse(relation))
+                    _check_cap(account, bound, book.counted(account), event, planned)
             found = book.table_warnings(account, fingerprint) if fingerprint else []
             for message in found:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
@@ -155,8 +156,14 @@ class Ledger:
             writer.append("adopt", {"reason": reason})
 
     def spent(self, account: str, *, delta: float, relation: str | Relation) -> Proof:
-        """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged."""
-        return _prove(self.book().counted(account), check_delta(delta), Relation.parse(relation))
+        """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged.
+
+        Runs planned under replace-one are not priced under add-remove (``UnprovableError``): they publish n, and
+        some of their bounds are about two records, not one.
+        """
+        book, asked = self.book(), Relation.parse(relation)
+        _check_relation(book.relations(account), asked)
+        return _prove(book.counted(account), check_delta(delta), asked)
 
     def cap(self, account: str) -> Budget | None:
         """The account's cap, if it has one."""
@@ -237,6 +244,13 @@ def _check_event(name: str, value: events.Event) -> events.Event:
     return value
 
 
+def _check_relation(planned: Sequence[Relation], asked: Relation) -> None:
+    if asked is Relation.ADD_REMOVE and Relation.REPLACE_ONE in planned:
+        raise UnprovableError(
+            "a run was planned under replace-one, which proves nothing under add-remove; ask under replace-one."
+        )
+
+
 def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> Proof:
     from quietgrad.privacy.accounting import Proof, prove
 
@@ -246,9 +260,12 @@ def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> P
     return prove(event, delta=delta, relation=relation)
 
 
-def _check_cap(account: str, cap: Budget, counted: list[events.Event], event: events.Event) -> None:
+def _check_cap(
+    account: str, cap: Budget, counted: list[events.Event], event: events.Event, planned: Sequence[Relation]
+) -> None:
     """Raise ``BudgetError`` unless the account's events and ``event`` together stay within the cap."""
     try:
+        _check_relation(planned, cap.relation)
         together = _prove([*counted, event], cap.delta, cap.relation).epsilon
         if together <= cap.epsilon:
             return

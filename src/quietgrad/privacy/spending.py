@@ -120,6 +120,10 @@ class Book:
         """The events that count for one account."""
         return [held.counts for held in self.of(account) if held.counts is not None]
 
+    def relations(self, account: str) -> tuple[Relation, ...]:
+        """The relations that what counts for one account was planned under."""
+        return tuple(dict.fromkeys(h.reservation.relation for h in self.of(account) if h.counts is not None))
+
     def table_warnings(self, account: str, fingerprint: str) -> list[str]:
         """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
         pairs = {(held.reservation.account, held.fingerprint) for held in self.held.values() if held.fingerprint}
