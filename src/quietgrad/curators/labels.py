@@ -46,13 +46,20 @@ class LabelDiscovery:
         """The noisy count a label must pass: one record does with probability at most ``failure``."""
         from scipy.special import ndtri
 
-        # Two counts to spare for the rounding of count and noise to the grid.
-        return float(1.0 + 1e-3 - self.noise_multiplier * self.bound * 1.001 * ndtri(self.failure))
+        sigma, step = self._noise
+        return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
+
+    @property
+    def _noise(self) -> tuple[float, float]:
+        # Neighbours differ in two counts at most, so no other is rounded apart. The number of labels must not
+        # enter: it would make the noise depend on the data.
+        return sigma_for(self.noise_multiplier, self.bound, dim=2)
 
     def run(self, labels: Any, key: bytes) -> Any:
         """The labels that pass, sorted; everything else about ``labels`` stays here."""
         values, counts = np.unique(labels, return_counts=True)
         total = counts.astype(np.float64)
-        sigma, step = sigma_for(self.noise_multiplier, self.bound, len(total))
-        release_gaussian(total, SecureStream(key, "labels").normal(0, len(total)), sigma, step)
-        return values[total > self.threshold]
+        release_gaussian(total, SecureStream(key, "labels").normal(0, len(total)), *self._noise)
+        found = values[total > self.threshold]
+        # An array of texts is as wide as its longest: that one may be a label that did not pass.
+        return np.array(found.tolist(), dtype=found.dtype.kind) if found.dtype.kind in "US" else found
