@@ -1,0 +1,249 @@
+"""Attacks that once worked: each test is a promise that was broken and what keeps it now."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sparse
+from scipy.special import ndtr
+
+import quietgrad as qg
+from quietgrad import checkpoint
+from quietgrad.algorithms.base import State
+from quietgrad.algorithms.dp_agd import DPAGD
+from quietgrad.algorithms.dp_gd import DPGD
+from quietgrad.algorithms.dp_sgd import DPSGD
+from quietgrad.algorithms.output_perturbation import OutputPerturbation
+from quietgrad.algorithms.whitened_gd import WhitenedGD
+from quietgrad.curators.base import Session
+from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.labels import LabelDiscovery
+from quietgrad.errors import BudgetError, DataError, UnprovableError
+from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, spent
+from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.glm import Huber, Logistic, Squared
+from quietgrad.objectives.regularizers import L2
+from quietgrad.privacy import cache
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.noise import grid_step, l2_laplace_for, release_l2_laplace, sigma_for
+from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
+from quietgrad.training import plan, run
+
+BUDGET = Budget(1.0, 1e-5)
+_rng = np.random.default_rng(0)
+X = _rng.standard_normal((400, 3))
+Y = (X[:, 0] > 0) * 1.0
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("QUIETGRAD_CACHE", str(tmp_path / "cache"))
+
+
+# --- noise ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_two_sessions_of_one_curator_share_no_noise(seed: int | None) -> None:
+    curator = CentralCurator(Logistic(), (X, Y), seed=seed)
+    plans = [plan(DPGD(steps=steps), n=len(X), budget=BUDGET) for steps in (5, 20)]
+    query = Gradient(np.zeros(3), 1.0)
+    one, two = (curator.open(p).release("gradient", query) for p in plans)
+    z, other = (p.noise_multiplier for p in plans)
+    exact = np.zeros(3)
+    Logistic().add_gradients(Logistic().prepare((X, Y)), None, np.zeros(3), 1.0, exact)
+    solved = (one * other - two * z) / (other - z)  # cancels noise that is the same up to its scale
+    assert np.abs(solved - exact).max() > 0.1
+
+
+def test_pure_noise_covers_the_last_bit_of_the_sum() -> None:
+    scale, step = l2_laplace_for(1.0, 1.0 - 1e-9, 64)
+    assert grid_step(scale) == 2.0 * step  # the growth for rounding crosses a power of two
+    total = np.zeros(64)
+    release_l2_laplace(total, scale, step, SecureStream(seed_key(0), "output"), 0)
+    odd = np.abs(total / step) % 2.0
+    assert 0 < odd.sum() < 64  # all even would tell the sum's last bit; false alarm 2^-63
+
+
+# --- sensitivity ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0.0, 5e-324, 3e-162, 1e-160, 1e-155, 1e-150, 1e-100, 1e153, 1e200])
+@pytest.mark.parametrize("indices", [None, np.array([0])])
+@pytest.mark.parametrize("layout", [np.array, sparse.csr_array])
+def test_a_row_whose_square_leaves_the_floats_is_still_clipped(size: float, indices: Any, layout: Any) -> None:
+    objective = Squared()
+    table = objective.prepare((layout(np.array([[size, -size]])), np.array([1e300])))
+    out = np.zeros(2)
+    objective.add_gradients(table, indices, np.zeros(2), 1.0, out)
+    assert np.linalg.norm(out) <= 1.0 + 1e-9
+
+
+def test_a_short_row_is_still_bounded_after_normalizing() -> None:
+    table = Huber(row_bound=1.0, rows="normalize").prepare(([[1e-160, 0.0], [0.0, 0.0]], [1.0, 1.0]))
+    shortened = np.abs(table.X * table.factors[:, None])
+    assert shortened.max() <= 1.0 + 1e-9
+
+
+# --- what is claimed ------------------------------------------------------------------------------------------
+
+
+def test_a_seeded_curator_is_never_private() -> None:
+    curator = CentralCurator(Logistic(), (X, Y), seed=1)
+    session = curator.open(plan(DPGD(steps=2), n=len(X), budget=BUDGET))
+    assert not run(DPGD(steps=2), session, curator.initial()).privacy.is_private
+
+
+def test_a_seeded_run_cannot_become_private_by_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(state: State, session: Session) -> None:
+        if state.step == 3:
+            raise KeyboardInterrupt
+
+    algorithm, folder = DPGD(steps=6), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        qg.minimize(
+            Logistic(),
+            (X, Y),
+            algorithm,
+            budget=BUDGET,
+            seed=1,
+            folder=folder,
+            callback=crash,
+            checkpoint_seconds=0,
+        )
+    monkeypatch.setattr(checkpoint, "environment", lambda: {"elsewhere": True})
+    with pytest.raises(DataError, match="seeded"):
+        qg.resume(Logistic(), (X, Y), algorithm, folder=folder)
+
+
+def test_a_stop_by_callback_is_charged_in_full(tmp_path: Path) -> None:
+    def stop(state: State, session: Session) -> None:
+        state.done = state.done or state.step == 2
+
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    result = qg.minimize(Logistic(), (X, Y), DPGD(steps=20), budget=BUDGET, callback=stop, ledger=ledger)
+    whole = plan(DPGD(steps=20), n=len(X), budget=BUDGET).epsilon()
+    assert (result.stopped_by, result.privacy.epsilon) == ("callback", whole)
+    assert ledger.spent("default", delta=1e-5, relation="add-remove").epsilon == whole
+
+
+def test_a_filter_claims_its_total_whatever_a_run_happened_to_spend() -> None:
+    algorithm = DPAGD(max_steps=4)
+    result = qg.minimize(Logistic(), (X, Y), algorithm, budget=BUDGET)
+    assert result.privacy.epsilon == plan(algorithm, n=len(X), budget=BUDGET).epsilon()
+
+
+def test_replace_one_runs_are_not_priced_under_add_remove(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    rows = X / np.linalg.norm(X, axis=1, keepdims=True)
+    objective = Logistic(regularizer=L2(0.1), row_bound=1.0)
+    budget = Budget(1.0, 1e-5, Relation.REPLACE_ONE)
+    qg.minimize(objective, (rows, Y), OutputPerturbation(steps=5), budget=budget, ledger=ledger)
+    # The bound of this run is half the distance of two models: read as one record's bound it would halve ε.
+    with pytest.raises(UnprovableError, match="replace-one"):
+        ledger.spent("default", delta=1e-5, relation="add-remove")
+    with pytest.raises(BudgetError, match="replace-one"):
+        qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, cap=Budget(9.0, 1e-5))
+    assert ledger.spent("default", delta=1e-5, relation="replace-one").epsilon <= 1.0
+    PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, account="here").fit(X, Y)
+    with pytest.raises(UnprovableError, match="replace-one"):
+        spent("here", relation="add-remove")
+
+
+def test_a_cap_without_a_ledger_is_refused() -> None:
+    with pytest.raises(ValueError, match="ledger"):
+        qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, cap=Budget(0.1, 1e-5))
+    with pytest.raises(ValueError, match="ledger"):
+        PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, cap=Budget(0.1, 1e-5)).fit(X, Y)
+
+
+def test_an_altered_calibration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "recall", lambda question: 2.0)
+    with pytest.raises(BudgetError, match="cache"):
+        plan(DPGD(steps=30), n=1000, budget=BUDGET)
+
+
+# --- labels ---------------------------------------------------------------------------------------------------
+
+
+def test_found_labels_do_not_tell_how_long_the_others_are() -> None:
+    labels = np.array(["no"] * 2000 + ["yes"] * 2000 + ["a name that nobody else has"])
+    found = LabelDiscovery(10.0, Relation.REPLACE_ONE, 1e-9).run(labels, fresh_key())
+    assert found.tolist() == ["no", "yes"]
+    assert found.dtype == "<U3"
+
+
+@pytest.mark.parametrize("noise_multiplier", [1.0, 1500.0, 1e6])
+@pytest.mark.parametrize("relation", list(Relation))
+def test_a_label_of_one_record_passes_as_rarely_as_promised(noise_multiplier: float, relation: Relation) -> None:
+    look = LabelDiscovery(noise_multiplier, relation, 1e-8)
+    sigma, step = look._noise
+    assert sigma >= sigma_for(noise_multiplier, look.bound, 1)[0]
+    assert ndtr(-(look.threshold - 1.0 - 2.0 * step) / sigma) <= 1e-8 * (1.0 + 1e-6)
+
+
+# --- private search -------------------------------------------------------------------------------------------
+
+
+def _model(**settings: Any) -> PrivateLogisticRegression:
+    return PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, **settings)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "grid"),
+    [
+        (_model(), {"algorithm": [DPSGD(steps=10, batch_size=20)]}),
+        (_model(), {"algorithm": [DPAGD(max_steps=4)]}),
+        (_model(algorithm=DPSGD(steps=10, batch_size=20)), {"regularization": [0.0]}),
+        (_model(), {"classes": [None]}),
+        (_model(random_state=1), {"regularization": [0.0]}),
+        (_model(), {"random_state": [1]}),
+        (_model(), {"epsilon": [8.0]}),
+    ],
+)
+def test_a_search_refuses_rounds_it_cannot_price(estimator: Any, grid: Any) -> None:
+    search = PrivateSearch(estimator, grid, epsilon=2.0, account="refused")
+    with pytest.raises(ValueError):
+        search.fit(X, Y)
+    assert spent("refused") == 0.0
+
+
+@pytest.mark.parametrize("relation", list(Relation))
+def test_the_chosen_model_states_what_the_search_cost(relation: Relation) -> None:
+    grid = {"algorithm": [WhitenedGD(steps=4, row_bound=3.0), WhitenedGD(steps=8, row_bound=3.0)]}
+    search = PrivateSearch(_model(), grid, epsilon=2.0, relation=relation, mean_rounds=3.0, account="owner")
+    chosen = search.fit(X, Y).best_estimator_
+    assert chosen.privacy_.epsilon == chosen.result_.privacy.epsilon == search.privacy_epsilon_ <= 2.0
+    assert "search/" not in json.dumps(chosen.result_.to_json())
+
+
+def test_one_record_more_moves_no_other_across_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = fresh_key()
+    monkeypatch.setattr("quietgrad.estimators.search.fresh_key", lambda: key)
+    seen: list[set[float]] = []
+
+    class Watched(PrivateLogisticRegression):
+        def fit(self, X: Any, y: Any, **options: Any) -> Any:
+            seen.append(set(X[:, 0]))
+            return super().fit(X, y, **options)
+
+    model = Watched(classes=[0, 1], row_bound=3.0, n_public=400)
+    for n in (399, 400):
+        PrivateSearch(model, {"regularization": [0.0]}, relation="add-remove", mean_rounds=1.01).fit(X[:n], Y[:n])
+    with_it, without = seen[-1], seen[0]
+    assert without <= with_it <= without | {X[399, 0]}
+
+
+def test_the_number_of_rounds_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quietgrad.estimators.search import _rounds
+
+    rare = np.array([2**64 - 1], np.uint64)  # a word of probability 2^-53: a cut at 10000 rounds costs e^-11
+    monkeypatch.setattr(SecureStream, "uint64", lambda self, block, size: rare)
+    assert _rounds(900.0, fresh_key()) == 1 + math.floor(53.0 * math.log(2.0) / -math.log1p(-1.0 / 900.0))
