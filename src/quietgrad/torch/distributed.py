@@ -1,0 +1,174 @@
+"""Data-parallel sums inside one institution: ``torchrun`` with the gloo (or nccl) backend.
+
+One process leads: it runs the algorithm, holds the key, the ledger and the checkpoints, and adds the noise, once.
+The others hold the same data and answer its queries: each sums the clipped contributions of its share of the
+sample, and the shares are added. A sum is the same whoever computed its terms, up to the order of additions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quietgrad.errors import DataError, QuietgradError
+from quietgrad.objectives.base import Indices, Regularizer
+from quietgrad.objectives.examples import Examples
+from quietgrad.objectives.module import ModuleObjective
+from quietgrad.result import Result
+
+__all__ = ["one_leader"]
+
+_LEADER = 0
+
+
+def one_leader(objective: ModuleObjective, examples: Examples, lead: Callable[[Any, Examples], Result]) -> Result:
+    """``lead(objective, examples)``, on the leading process if there are several; all return its result."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return lead(objective, examples)
+    _agree(objective, examples)
+    if dist.get_rank() != _LEADER:
+        return _serve(objective, examples)
+    shared = _Shared(objective)
+    try:
+        result = lead(shared, examples)
+    except BaseException as error:
+        _send(("failed", f"{type(error).__name__}: {error}"))
+        raise
+    _send(("done", result))
+    return result
+
+
+class _Shared:
+    """A :class:`ModuleObjective` whose sums are computed by all processes together."""
+
+    def __init__(self, objective: ModuleObjective) -> None:
+        self._objective = objective
+
+    def __repr__(self) -> str:
+        return f"{self._objective!r} on {dist.get_world_size()} processes"
+
+    @property
+    def regularizer(self) -> Regularizer:
+        return self._objective.regularizer
+
+    def prepare(self, data: Any) -> Examples:
+        return self._objective.prepare(data)
+
+    def initial(self, records: Examples) -> Tensor:
+        return self._objective.initial(records)
+
+    def add_gradients(
+        self, records: Examples, indices: Indices | None, params: Tensor, clip: float, out: Tensor
+    ) -> None:
+        self._ask("add_gradients", records, indices, (params,), (clip,), out)
+
+    def add_differences(
+        self, records: Examples, indices: Indices | None, params: Tensor, previous: Tensor, clip: float, out: Tensor
+    ) -> None:
+        self._ask("add_differences", records, indices, (params, previous), (clip,), out)
+
+    def add_momentum(
+        self,
+        records: Examples,
+        indices: Indices | None,
+        params: Tensor,
+        previous: Tensor,
+        gamma: float,
+        clip: float,
+        difference_clip: float,
+        out: Tensor,
+    ) -> None:
+        self._ask("add_momentum", records, indices, (params, previous), (gamma, clip, difference_clip), out)
+
+    def add_joint_momentum(
+        self,
+        records: Examples,
+        indices: Indices | None,
+        params: Tensor,
+        previous: Tensor,
+        gamma: float,
+        clip: float,
+        out: Tensor,
+    ) -> None:
+        self._ask("add_joint_momentum", records, indices, (params, previous), (gamma, clip), out)
+
+    def loss_sum(self, records: Examples, indices: Indices | None, params: Tensor, bound: float) -> float:
+        return self._objective.loss_sum(records, indices, params, bound)
+
+    def risk(self, records: Examples, params: Tensor) -> float:
+        return self._objective.risk(records, params)
+
+    def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
+        return self._objective.risk_gradient(records, params)
+
+    def _ask(
+        self,
+        method: str,
+        records: Examples,
+        indices: Indices | None,
+        points: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
+        out: Tensor,
+    ) -> None:
+        _send((method, indices, len(points), numbers))
+        for point in points:
+            dist.broadcast(point, _LEADER)
+        out += _shares_added(self._objective, records, method, indices, points, numbers)
+
+
+def _serve(objective: ModuleObjective, examples: Examples) -> Result:
+    """Answer the leader's queries until it is done."""
+    like = objective.initial(examples)
+    while True:
+        word, *rest = _receive()
+        if word == "done":
+            result: Result = rest[0]
+            return result
+        if word == "failed":
+            raise QuietgradError(f"the leading process stopped: {rest[0]}")
+        indices, count, numbers = rest
+        points = tuple(torch.empty_like(like) for _ in range(count))
+        for point in points:
+            dist.broadcast(point, _LEADER)
+        _shares_added(objective, examples, word, indices, points, numbers)
+
+
+def _shares_added(
+    objective: ModuleObjective,
+    examples: Examples,
+    method: str,
+    indices: Indices | None,
+    points: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+) -> Tensor:
+    everyone = np.arange(len(examples)) if indices is None else indices
+    share = everyone[dist.get_rank() :: dist.get_world_size()]
+    total = torch.zeros_like(points[0])
+    getattr(objective, method)(examples, share, *points, *numbers, total)
+    dist.reduce(total, _LEADER)
+    return total
+
+
+def _agree(objective: ModuleObjective, examples: Examples) -> None:
+    """All processes must train the same thing; checked before anything is reserved."""
+    mine = hashlib.sha256(f"{objective!r} {len(examples)}".encode()).hexdigest()
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    if len(set(answers)) > 1:
+        raise DataError("the processes do not agree on model, loss, settings or number of records.")
+
+
+def _send(message: Any) -> None:
+    dist.broadcast_object_list([message], _LEADER)
+
+
+def _receive() -> Any:
+    box: list[Any] = [None]
+    dist.broadcast_object_list(box, _LEADER)
+    return box[0]

@@ -1,0 +1,296 @@
+"""``make_private`` and ``make_private_with_epsilon``: the verbs that Opacus users know, for an own loop.
+
+What differs is what is promised: batches are true Poisson samples at rate batch_size / n, a sampler whose law is
+unknown is refused instead of replaced, noise and batch sizes that change over epochs are declared beforehand and
+accounted for, noise is always cryptographic, and a loop that would exceed its budget stops with an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sized
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from quietgrad import training
+from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import DataError
+from quietgrad.objectives.per_example import PerExampleEngine
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.rng import fresh_key, seed_key
+from quietgrad.torch.affording import affordable
+from quietgrad.torch.own_loop import OutputGradients, OwnLoop, PrivateLoop, pairing
+from quietgrad.torch.poisson_loader import PoissonLoader
+from quietgrad.torch.private_module import PrivateModule
+
+__all__ = ["PrivacyEngine", "make_private", "make_private_with_epsilon"]
+
+Private = tuple[PrivateModule, Optimizer, PoissonLoader]
+_Shape = tuple[tuple[tuple[int, int, float], ...], tuple[int, ...]]  # stretches, and batches of each epoch
+
+_OPEN_END = 10**9  # steps of a loop that nobody limited
+_NO_PROMISE = 1e9  # ε of a loop that nobody limited: what it costs is told by PrivateLoop.epsilon
+
+
+def make_private_with_epsilon(
+    *,
+    module: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    target_epsilon: float,
+    target_delta: float,
+    epochs: int,
+    max_grad_norm: float,
+    relation: str | Relation = Relation.ADD_REMOVE,
+    noise_schedule: Callable[[int], float] | None = None,
+    batch_schedule: Callable[[int], int] | None = None,
+    loss_reduction: str = "mean",
+    poisson_sampling: bool = True,
+    micro_batch: int | None = None,
+    memory_budget: float = 256e6,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    seed: int | None = None,
+) -> Private:
+    """Model, optimizer and loader of a loop of ``epochs`` epochs that costs (``target_epsilon``, ``target_delta``).
+
+    Args:
+        module: its examples must not mix; BatchNorm is refused.
+        optimizer: any torch optimizer of the module's parameters; the same object is returned.
+        data_loader: of a map-style data set; its batch_size is the expected size of a sample. Shuffled or not, an
+            epoch becomes ⌈n / batch_size⌉ Poisson samples; any other sampler is refused.
+        max_grad_norm: C, the L2 bound on one record's gradient.
+        noise_schedule: noise of epoch e relative to the calibrated one, such as ``lambda e: 0.95**e``.
+        batch_schedule: expected sample size of epoch e, instead of the loader's.
+        loss_reduction: ``"mean"`` if the loss averages over the batch (undone here), ``"sum"`` if it adds up.
+        micro_batch: examples per backward pass.
+        ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
+
+    Call the returned model once per batch, ``loss.backward()``, ``optimizer.step()``. A loss must treat examples
+    apart: a mean with class weights divides by the weights of the whole batch, which mixes them.
+
+    >>> import torch
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randint(0, 2, (100,)))
+    >>> model = nn.Linear(3, 2)
+    >>> model, optimizer, loader = make_private_with_epsilon(
+    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), target_epsilon=2.0, epochs=2,
+    ...     data_loader=DataLoader(data, batch_size=20, shuffle=True), target_delta=1e-5, max_grad_norm=1.0)
+    >>> for epoch in range(2):
+    ...     for x, y in loader:
+    ...         optimizer.zero_grad()
+    ...         nn.functional.cross_entropy(model(x), y).backward()
+    ...         _ = optimizer.step()
+    >>> round(loader.privacy.epsilon(), 2)
+    2.0
+    """
+    loop = _epochs(data_loader, epochs, noise_schedule, batch_schedule)
+    budget = Budget(target_epsilon, target_delta, Relation.parse(relation))
+    return _private(
+        module, optimizer, data_loader, loop, budget, None, max_grad_norm, loss_reduction, poisson_sampling,
+        micro_batch, memory_budget, ledger, account, cap, seed,
+    )  # fmt: skip
+
+
+def make_private(
+    *,
+    module: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    noise_multiplier: float,
+    max_grad_norm: float,
+    epochs: int | None = None,
+    target_epsilon: float | None = None,
+    target_delta: float = 1e-5,
+    relation: str | Relation = Relation.ADD_REMOVE,
+    noise_schedule: Callable[[int], float] | None = None,
+    batch_schedule: Callable[[int], int] | None = None,
+    loss_reduction: str = "mean",
+    poisson_sampling: bool = True,
+    micro_batch: int | None = None,
+    memory_budget: float = 256e6,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    seed: int | None = None,
+) -> Private:
+    """As :func:`make_private_with_epsilon`, with a noise multiplier of your own.
+
+    ``loader.privacy.epsilon(delta)`` says what the steps so far cost. With ``target_epsilon`` the loop stops with a
+    :class:`~quietgrad.errors.BudgetError` before the step that would exceed it. A ledger or a schedule needs
+    ``epochs``, because what is spent is reserved beforehand.
+    """
+    if epochs is None and (noise_schedule is not None or batch_schedule is not None or ledger is not None):
+        raise ValueError("epochs=None: a schedule or a ledger needs the number of epochs beforehand; give epochs.")
+    if epochs is None:
+        n, size = _checked(data_loader)
+        steps = _OPEN_END
+        if target_epsilon is not None:
+            from quietgrad.privacy.calibrate import calibrate_steps
+
+            steps = calibrate_steps(
+                epsilon=target_epsilon, delta=target_delta, noise_multiplier=noise_multiplier, n=n, batch_size=size,
+                relation=relation,
+            )  # fmt: skip
+        loop: _Shape = ((steps, size, 1.0),), (math.ceil(n / size),)
+    else:
+        loop = _epochs(data_loader, epochs, noise_schedule, batch_schedule)
+    promise = _NO_PROMISE if target_epsilon is None else target_epsilon
+    budget = Budget(promise, target_delta, Relation.parse(relation))
+    return _private(
+        module, optimizer, data_loader, loop, budget, noise_multiplier, max_grad_norm, loss_reduction,
+        poisson_sampling, micro_batch, memory_budget, ledger, account, cap, seed,
+    )  # fmt: skip
+
+
+class PrivacyEngine:
+    """Opacus's entry point by name, so that a script is ported by changing its import.
+
+    ``secure_mode`` is accepted and changes nothing: noise and samples are cryptographic in any case.
+    """
+
+    def __init__(self, *, secure_mode: bool = True) -> None:
+        self._loop: PrivateLoop | None = None
+
+    def make_private(self, **settings: Any) -> Private:
+        """See :func:`make_private`."""
+        return self._keep(make_private(**settings))
+
+    def make_private_with_epsilon(self, **settings: Any) -> Private:
+        """See :func:`make_private_with_epsilon`."""
+        return self._keep(make_private_with_epsilon(**settings))
+
+    def get_epsilon(self, delta: float) -> float:
+        """ε of the steps so far."""
+        if self._loop is None:
+            raise RuntimeError("get_epsilon: nothing was made private yet; call make_private first.")
+        return self._loop.epsilon(delta)
+
+    def _keep(self, made: Private) -> Private:
+        self._loop = made[2].privacy
+        return made
+
+
+def _private(
+    module: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    shape: _Shape,
+    budget: Budget,
+    noise_multiplier: float | None,
+    max_grad_norm: float,
+    loss_reduction: str,
+    poisson_sampling: bool,
+    micro_batch: int | None,
+    memory_budget: float,
+    ledger: Any,
+    account: str,
+    cap: Budget | None,
+    seed: int | None,
+) -> Private:
+    if not poisson_sampling:
+        raise ValueError(
+            "poisson_sampling=False: shuffled or ordered batches are not Poisson samples and have no amplification "
+            "that is proved here. Leave it True, or use qt.fit with sampling='fixed-size'."
+        )
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
+    if not 0.0 < max_grad_norm < math.inf:
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: must be a finite number > 0.")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "DistributedDataParallel sums gradients before they are clipped: use qt.fit under torchrun."
+        )
+    stretches, lengths = shape
+    n, _ = _checked(data_loader)
+    engine = PerExampleEngine(module, pairing, micro_batch=micro_batch, memory_budget=memory_budget)
+    _check_optimizer(optimizer, module)
+    method: Any = OwnLoop(stretches, max_grad_norm)
+    plan = training.plan(method, n=n, budget=budget, noise_multiplier=noise_multiplier)
+    if noise_multiplier is not None and budget.epsilon < _NO_PROMISE:
+        plan = affordable(plan)
+    key = fresh_key() if seed is None else seed_key(seed)
+    objective: Any = OutputGradients(engine)
+    curator = CentralCurator(objective, data_loader.dataset, ledger=ledger, account=account, cap=cap, key=key)
+    loop = PrivateLoop(plan, curator, key, engine, max_grad_norm, loss_reduction == "mean")
+    _attach(optimizer, loop)
+    return PrivateModule(module, loop), optimizer, PoissonLoader(data_loader, loop, lengths)
+
+
+def _attach(optimizer: Optimizer, loop: PrivateLoop) -> None:
+    def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(closure is not None for closure in (*args[1:], *kwargs.values())):
+            raise TypeError(
+                "optimizer.step(closure): a step may use its sample once; call step() without a closure."
+            )
+        loop.write_gradients()
+
+    optimizer.register_step_pre_hook(before_step)
+    forget = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        loop.clear()
+        forget(set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _epochs(
+    loader: DataLoader[Any],
+    epochs: int,
+    noise_schedule: Callable[[int], float] | None,
+    batch_schedule: Callable[[int], int] | None,
+) -> _Shape:
+    """Stretches of equal settings, and the batches of each epoch."""
+    n, size = _checked(loader)
+    if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
+        raise ValueError(f"epochs={epochs!r}: must be a whole number ≥ 1.")
+    sizes = [size if batch_schedule is None else int(batch_schedule(epoch)) for epoch in range(epochs)]
+    if not all(1 <= each <= n for each in sizes):
+        raise ValueError(f"batch_schedule: gives sizes {min(sizes)} … {max(sizes)}; must be between 1 and n={n}.")
+    noises = [1.0 if noise_schedule is None else float(noise_schedule(epoch)) for epoch in range(epochs)]
+    lengths = [math.ceil(n / each) for each in sizes]
+    stretches = [
+        (lengths[run[0]] * len(run), each, noise)
+        for (each, noise), group in groupby(range(epochs), key=lambda epoch: (sizes[epoch], noises[epoch]))
+        for run in [list(group)]
+    ]
+    return tuple(stretches), tuple(lengths)
+
+
+def _checked(loader: DataLoader[Any]) -> tuple[int, int]:
+    """n and the batch size of a loader whose only wish is to go through its data set."""
+    dataset, sampler = loader.dataset, loader.sampler
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise DataError(
+            f"a data set of type {type(dataset).__name__} has no length, so no sample of known probability can be "
+            "drawn from it. Use a map-style data set."
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise DataError(
+            f"batches of {type(loader.batch_sampler).__name__} have no law that can be accounted for. Give the "
+            "loader a batch_size instead."
+        )
+    n = len(dataset)
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == n
+    )
+    if not plain:
+        raise DataError(
+            f"{type(sampler).__name__}: samples drawn by it cannot be accounted for, and it is not replaced behind "
+            "your back. Give the loader shuffle=True or nothing; its batches become Poisson samples."
+        )
+    if not 1 <= loader.batch_size <= n:
+        raise DataError(f"batch_size={loader.batch_size}: must be between 1 and the {n} records of the data set.")
+    return n, loader.batch_size
+
+
+def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    own = {id(param) for param in module.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(id(param) not in own for param in held):
+        raise ValueError("the optimizer holds parameters of another module; their gradients would not be private.")

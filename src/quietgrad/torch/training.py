@@ -1,0 +1,255 @@
+"""Private training of a torch module by any algorithm of quietgrad: :func:`fit` and :func:`resume`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quietgrad import checkpoint, training
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.curators.base import Session
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Regularizer
+from quietgrad.objectives.examples import Collate, Examples
+from quietgrad.objectives.module import ModuleObjective, evaluating
+from quietgrad.objectives.tape import LossFunction
+from quietgrad.privacy.budget import Budget
+from quietgrad.progress import SpentSoFar
+from quietgrad.progress import progress as progress_bar
+from quietgrad.result import Result
+from quietgrad.schedule import Plan
+from quietgrad.torch.affording import Shortened, affordable, affordable_steps
+from quietgrad.torch.callbacks import Callback, Progress
+from quietgrad.torch.distributed import one_leader
+from quietgrad.vectors import norm
+
+__all__ = ["fit", "resume"]
+
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+Stop = Callable[[Progress], bool]
+
+_REPORTS = 20  # reports of a run if `every` is not given
+
+
+def fit(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    train_set: Any,
+    algorithm: Algorithm,
+    *,
+    budget: Budget | None,
+    noise_multiplier: float | None = None,
+    regularizer: Regularizer | None = None,
+    evaluate: Evaluate | None = None,
+    every: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    stop: Stop | None = None,
+    progress: bool = True,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    n_public: int | None = None,
+    folder: str | Path | None = None,
+    checkpoint_seconds: float = 10.0,
+    micro_batch: int | None = None,
+    memory_budget: float = 256e6,
+    collate_fn: Collate | None = None,
+    seed: int | None = None,
+) -> Result:
+    """Train ``model`` privately and leave the trained parameters in it.
+
+    Args:
+        model: any module whose examples do not mix (BatchNorm is refused).
+        loss_fn: loss_fn(output, y) → one loss **per example**, such as ``nn.CrossEntropyLoss(reduction="none")``.
+        train_set: a map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``.
+        algorithm: such as ``qg.DPSGD(...)``, ``qg.DPSRM(...)``, ``qg.StagewiseDPSGD(...)``; its learning rate may
+            be a schedule.
+        budget: the promise; ``None`` trains without noise and the result says **not private**.
+        noise_multiplier: fix the noise instead of calibrating it; the run then stops before the step that would
+            exceed ``budget``.
+        regularizer: a public penalty of :mod:`quietgrad.objectives`, such as ``L2(1e-4)``.
+        evaluate: evaluate(model) → scores, called in evaluation mode every ``every`` steps (default: 20 times).
+            Scores of private records are private; they go to ``callbacks`` and ``result.metrics``, marked.
+        callbacks: told a :class:`~quietgrad.torch.callbacks.Progress` whenever the model is evaluated.
+        stop: stop(progress) → whether to stop early. What it saw may be private, so the whole ε counts.
+        progress: show steps and ε spent on a terminal.
+        micro_batch: examples per pass; larger samples are virtual batches of as many passes as they need.
+        memory_budget: bytes of per-example gradients kept at a time.
+        collate_fn: makes (x, y) of a list of samples.
+        ledger, account, cap, n_public, folder, checkpoint_seconds, seed: as in :func:`quietgrad.minimize`.
+
+    Under ``torchrun`` with an initialised process group, every process calls ``fit``: each computes its share of
+    every sum, the first one adds the noise, once, and all end with the same model.
+
+    >>> import quietgrad as qg
+    >>> model = nn.Linear(2, 2)
+    >>> x = torch.randn(300, 2)
+    >>> result = fit(model, nn.CrossEntropyLoss(reduction="none"), (x, (x[:, 0] > 0).long()),
+    ...              qg.DPSGD(steps=5, batch_size=30), budget=Budget(2.0, 1e-5))
+    >>> str(result.privacy)
+    '(1.99..., 1e-05)-DP, add-remove, proved by pld-poisson'
+    >>> bool((result.params[:4].view(2, 2) == model.weight).all())
+    True
+    """
+    objective = ModuleObjective(
+        model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
+        collate_fn=collate_fn,
+    )  # fmt: skip
+    watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
+
+    def lead(shared: Any, examples: Examples) -> Result:
+        plan = training.plan(
+            algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier
+        )
+        within, plan = _within_budget(algorithm, plan)
+        with watch.watching(plan) as callback:
+            return training.minimize(
+                shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap,
+                n_public=n_public, seed=seed, folder=folder, checkpoint_seconds=checkpoint_seconds,
+                callback=callback, noise_multiplier=plan.noise_multiplier if plan.is_private else None,
+            )  # fmt: skip
+
+    return _train(objective, train_set, lead, watch)
+
+
+def resume(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    train_set: Any,
+    algorithm: Algorithm,
+    *,
+    folder: str | Path,
+    regularizer: Regularizer | None = None,
+    evaluate: Evaluate | None = None,
+    every: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    stop: Stop | None = None,
+    progress: bool = True,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    checkpoint_seconds: float = 10.0,
+    micro_batch: int | None = None,
+    memory_budget: float = 256e6,
+    collate_fn: Collate | None = None,
+) -> Result:
+    """Continue an interrupted :func:`fit` with the same arguments and ``folder``; see :func:`quietgrad.resume`.
+
+    In an unchanged environment the model is bit for bit that of an undisturbed run and nothing is spent twice.
+    """
+    objective = ModuleObjective(
+        model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
+        collate_fn=collate_fn,
+    )  # fmt: skip
+    watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
+
+    def lead(shared: Any, examples: Examples) -> Result:
+        saved = checkpoint.load(Path(folder) / "checkpoint.safetensors")
+        if len(saved.state.params) != examples.dim:
+            raise DataError(
+                f"{folder}: the checkpoint is of a model with {len(saved.state.params)} parameters; this one has "
+                f"{examples.dim}. Resume with the model it was written for."
+            )
+        meta = saved.meta
+        plan = training.plan(
+            algorithm,
+            n=meta["n_public"],
+            budget=None if meta["budget"] is None else Budget.from_json(meta["budget"]),
+            noise_multiplier=meta["noise_multiplier"],
+        )
+        within, plan = _within_budget(algorithm, plan)
+        with watch.watching(plan) as callback:
+            return training.resume(
+                shared, examples, within, folder=folder, ledger=ledger, account=account, cap=cap,
+                checkpoint_seconds=checkpoint_seconds, callback=callback,
+            )  # fmt: skip
+
+    return _train(objective, train_set, lead, watch)
+
+
+def _train(
+    objective: ModuleObjective, train_set: Any, lead: Callable[[Any, Examples], Result], watch: _Watch
+) -> Result:
+    training_before = objective.module.training
+    objective.module.train()
+    try:
+        examples = objective.prepare(train_set)
+        result = one_leader(objective, examples, lead)
+    finally:
+        objective.module.train(training_before)
+    objective.write_back(result.params)
+    if watch.scores:
+        metrics = {**watch.scores, "private": False, "computed_by": "evaluate, without noise"}
+        result = dataclasses.replace(result, metrics=metrics)
+    return result
+
+
+def _within_budget(algorithm: Algorithm, plan: Plan) -> tuple[Any, Plan]:
+    """The algorithm, cut short if the noise was fixed and the budget does not last for all of it."""
+    steps = affordable_steps(plan)
+    return (algorithm, plan) if steps is None else (Shortened(algorithm, steps), affordable(plan))
+
+
+class _Watch:
+    """Reports of a run: ε so far, scores, early stops."""
+
+    def __init__(
+        self,
+        objective: ModuleObjective,
+        algorithm: Algorithm,
+        evaluate: Evaluate | None,
+        every: int | None,
+        callbacks: Sequence[Callback],
+        stop: Stop | None,
+        bar: bool,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
+        self.objective = objective
+        self.algorithm = algorithm
+        self.evaluate = evaluate
+        self.every = every
+        self.callbacks = callbacks
+        self.stop = stop
+        self.bar = bar
+        self.scores: dict[str, float] = {}
+
+    @contextmanager
+    def watching(self, plan: Plan) -> Iterator[training.Callback]:
+        """The callback that a run of ``plan`` calls after every step."""
+        quiet = not (self.bar and sys.stderr.isatty())
+        # Proving ε at some points costs seconds: only if someone looks.
+        spent = SpentSoFar(plan) if self.callbacks or self.stop is not None or not quiet else None
+        every = self.every or max(1, plan.schedule.releases // _REPORTS)
+        with progress_bar(plan, spent, self.algorithm.name, quiet=quiet) if spent else _silence() as tell:
+
+            def callback(state: State, session: Session) -> None:
+                if state.step % every == 0 or state.done:
+                    self._report(state, plan, None if spent is None else spent.after(sum(session.used.values())))
+                tell(state, session)
+
+            yield callback
+
+    def _report(self, state: State, plan: Plan, epsilon: float | None) -> None:
+        if self.evaluate is not None:
+            self.objective.write_back(self.algorithm.output(state))
+            with evaluating(self.objective.module), torch.no_grad():
+                self.scores = {name: float(value) for name, value in self.evaluate(self.objective.module).items()}
+        estimate = None if state.estimate.value is None else norm(state.estimate.value)
+        now = Progress(state.step, plan.schedule.releases, epsilon, estimate, dict(self.scores))
+        for callback in self.callbacks:
+            callback(now)
+        if self.stop is not None and not state.done and self.stop(now):
+            state.done = True
+
+
+@contextmanager
+def _silence() -> Iterator[training.Callback]:
+    yield lambda state, session: None

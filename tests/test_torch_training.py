@@ -1,0 +1,393 @@
+"""Modules trained by every algorithm, `qt.fit` with its hooks, resume, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.errors import BudgetError, DataError
+from quietgrad.objectives.base import GradientDifference, JointMomentum, RecursiveMomentum
+from quietgrad.objectives.module import ModuleObjective
+from quietgrad.objectives.regularizers import L2
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.vectors import norm
+
+LOSS = nn.CrossEntropyLoss(reduction="none")
+BUDGET = qg.Budget(3.0, 1e-5)
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+def data(n: int = 400) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 6, generator=generator)
+    return x, (x[:, 0] + x[:, 1] > 0).long()
+
+
+def network(width: int = 8, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 2))
+
+
+ALGORITHMS: list[Any] = [
+    qg.DPSGD(steps=20, batch_size=100, learning_rate=1.0, momentum=0.5, returns="ema"),
+    qg.DPSRM(steps=20, batch_size=100, learning_rate=1.0, gamma=0.5),
+    qg.DPSRM(steps=20, batch_size=100, learning_rate=1.0, gamma=0.5, joint_clip=True),
+    qg.DPSRM(steps=20, batch_size=100, learning_rate=1.0, gamma=0.5, difference_clip=0.0),
+    qg.DPAdam(steps=20, batch_size=100, learning_rate=0.1),
+    qg.DPGD(steps=10, learning_rate=2.0),
+    qg.DPAGD(),
+    qg.StagewiseDPSGD(stages=2, first_steps=4, batch_size=100, learning_rate=2.0, early_momentum=1),
+    qg.RRPSGD(steps=40, batch_size=100),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
+def test_every_algorithm_trains_a_module_unchanged(algorithm: Any) -> None:
+    model, (x, y) = network(), data()
+    result = qt.fit(model, LOSS, (x, y), algorithm, budget=qg.Budget(50.0, 1e-5), seed=5)
+    assert isinstance(result.params, Tensor)
+    assert result.params.shape == (74,)
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon <= 50.0
+    assert float((model(x).argmax(1) == y).float().mean()) > (0.8 if algorithm.name != "rrpsgd" else 0.5)
+
+
+def test_perturbed_sgd_with_spider_trains_a_module() -> None:
+    oracle = qg.AdaptiveSpider(
+        batch_size=100, difference_batch_size=50, clip=1.0, smoothness=2.0, regime="reuse", kappa=0.05
+    )
+    algorithm = qg.PerturbedSGD(
+        oracle=oracle, steps=15, learning_rate=0.5, chi=1e-3, radius=0.5, escape_steps=5, hessian_lipschitz=1.0
+    )
+    model, (x, y) = network(), data()
+    before = float(LOSS(model(x), y).detach().mean())
+    result = qt.fit(model, LOSS, (x, y), algorithm, budget=qg.Budget(50.0, 1e-5), seed=5)
+    assert float(LOSS(model(x), y).detach().mean()) < before - 0.05
+    assert result.privacy.releases["o2"] > 0
+
+
+def test_baselines_are_not_private() -> None:
+    model, (x, y) = network(), data()
+    result = qt.fit(model, LOSS, (x, y), qg.STORM(steps=20, batch_size=50, learning_rate=1.0), budget=None, seed=2)
+    assert not result.privacy.is_private
+    result = qt.fit(model, LOSS, (x, y), qg.SGD(steps=30, batch_size=50, learning_rate=1.0), budget=None, seed=2)
+    assert str(result.privacy) == "NOT PRIVATE"
+    assert float((model(x).argmax(1) == y).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("micro_batch", [None, 7])
+def test_sums_are_those_of_the_definition(micro_batch: int | None) -> None:
+    model = network().double()
+    x, y = data(23)
+    objective = ModuleObjective(model, LOSS, micro_batch=micro_batch)
+    records = objective.prepare((x.double(), y))
+    theta = objective.initial(records)
+    before = theta + 0.1 * torch.randn(74, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    rows = {point: _rows(model, objective, vector, x.double(), y) for point, vector in
+            (("now", theta), ("before", before))}  # fmt: skip
+    chosen = np.array([3, 5, 8, 13, 21, 2, 1, 0, 22])
+    now, then = rows["now"][chosen], rows["before"][chosen]
+    expected = {
+        "gradient": _clip(now, 0.3).sum(0),
+        "difference": _clip(now - then, 0.01).sum(0),
+        "momentum": (0.8 * _clip(now - then, 0.01) + 0.2 * _clip(now, 0.3)).sum(0),
+        "joint": _clip(now - 0.8 * then, 0.05).sum(0),
+    }
+    queries: dict[str, Any] = {
+        "gradient": qg.objectives.base.Gradient(theta, 0.3),
+        "difference": GradientDifference(theta, before, 0.01),
+        "momentum": RecursiveMomentum(theta, before, 0.2, 0.3, 0.01),
+        "joint": JointMomentum(theta, before, 0.2, 0.05),
+    }
+    for name, query in queries.items():
+        out = torch.zeros_like(theta)
+        query.sum_into(objective, qg.objectives.base.Batch(records, chosen), out)
+        torch.testing.assert_close(out, expected[name], rtol=1e-8, atol=1e-10)
+
+
+def _rows(model: nn.Module, objective: ModuleObjective, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def loss(flat: Tensor, xi: Tensor, yi: Tensor) -> Any:
+        return LOSS(functional_call(model, objective.engine.unflatten(flat), (xi[None],)), yi[None]).sum()
+
+    rows: Tensor = vmap(grad(loss), in_dims=(None, 0, 0))(theta, x, y)
+    return rows
+
+
+def _clip(rows: Tensor, bound: float) -> Tensor:
+    weights: Tensor = (bound / torch.linalg.vector_norm(rows, dim=1)).clamp(max=1.0)
+    return rows * weights[:, None]
+
+
+def test_risk_its_gradient_and_bounded_losses() -> None:
+    model, (x, y) = network(dropout=0.5), data(50)
+    objective = ModuleObjective(model, LOSS, regularizer=L2(0.1), micro_batch=16)
+    records = objective.prepare((x, y))
+    theta = objective.initial(records)
+    model.eval()
+    loss = LOSS(model(x), y)
+    bounded = float(loss.detach().clamp(max=0.5).sum())
+    assert objective.risk(records, theta) == pytest.approx(
+        float(loss.detach().mean()) + 0.05 * norm(theta) ** 2, rel=1e-5
+    )
+    own = torch.cat([g.flatten() for g in torch.autograd.grad(loss.mean(), list(model.parameters()))])
+    torch.testing.assert_close(objective.risk_gradient(records, theta), own + 0.1 * theta, rtol=1e-4, atol=1e-6)
+    assert objective.loss_sum(records, None, theta, 0.5) == pytest.approx(bounded, rel=1e-4)
+    assert model[2].training is False
+
+
+def test_dropout_masks_follow_from_the_query_alone() -> None:
+    """A resumed run draws the same noise again, so it must ask the same again."""
+    objective = ModuleObjective(network(dropout=0.5), LOSS)
+    records = objective.prepare(data(50))
+    theta = objective.initial(records)
+
+    def ask(params: Tensor, indices: Any) -> Tensor:
+        out = torch.zeros_like(theta)
+        objective.add_gradients(records, indices, params, 1.0, out)
+        return out
+
+    torch.manual_seed(10)
+    state = torch.get_rng_state()
+    first = ask(theta, np.arange(10))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(11)
+    assert torch.equal(first, ask(theta, np.arange(10)))
+    assert not torch.equal(first, ask(theta + 1e-6, np.arange(10)))
+
+
+class Pairs(Dataset[Any]):
+    """A data set that reads one sample at a time, as files are read."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index].numpy(), int(self.y[index])
+
+
+def test_all_kinds_of_data_sets_give_the_same_model() -> None:
+    x, y = data()
+    results = [
+        qt.fit(network(), LOSS, each, qg.DPSGD(steps=5, batch_size=50), budget=BUDGET, seed=1).params
+        for each in (
+            (x, y),
+            (x.numpy(), y.numpy()),
+            TensorDataset(x, y),
+            Pairs(x, y),
+            Subset(Pairs(x, y), range(400)),
+        )
+    ]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        output: Tensor = self.left(x) * self.right(z)
+        return output
+
+
+def test_models_with_two_inputs() -> None:
+    x, y = data()
+    model = Two()
+    result = qt.fit(
+        model, LOSS, TensorDataset(x, x.flip(1), y), qg.DPSGD(steps=3, batch_size=50), budget=BUDGET, seed=1
+    )
+    assert result.params.shape == (28,)
+
+
+def test_progress_scores_and_early_stop(tmp_path: Path) -> None:
+    x, y = data()
+    model = network()
+    seen: list[qt.Progress] = []
+    result = qt.fit(
+        model, LOSS, (x, y), qg.DPSGD(steps=40, batch_size=50), budget=BUDGET, every=10,
+        evaluate=lambda m: {"accuracy": float((m(x).argmax(1) == y).float().mean())},
+        callbacks=[seen.append, qt.CSVLog(tmp_path / "log.csv")], stop=lambda progress: progress.step == 30,
+    )  # fmt: skip
+    assert [progress.step for progress in seen] == [10, 20, 30]
+    epsilons = [progress.epsilon for progress in seen]
+    assert epsilons == sorted(epsilons)  # type: ignore[type-var]
+    assert result.stopped_by == "callback"
+    assert result.privacy.epsilon == pytest.approx(3.0, rel=1e-2)  # what it saw may be private: all of it counts
+    assert result.metrics == {
+        "accuracy": seen[-1].metrics["accuracy"], "private": False, "computed_by": "evaluate, without noise"
+    }  # fmt: skip
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert lines[0] == "step,epsilon,estimate_norm,accuracy"
+    assert [line.split(",")[0] for line in lines[1:]] == ["10", "20", "30"]
+    assert model.training
+
+
+def test_fixed_noise_stops_at_the_budget() -> None:
+    algorithm = qg.DPSGD(steps=400, batch_size=50)
+    result = qt.fit(network(), LOSS, data(), algorithm, budget=BUDGET, noise_multiplier=1.5)
+    steps = result.privacy.releases["gradient"]
+    assert result.stopped_by == "budget"
+    assert 1 < steps < 400
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon <= 3.0
+    more = qg.events.poisson_gaussian(rate=50 / 400, noise_multiplier=1.5, steps=steps + 1)
+    assert qg.account(more, delta=1e-5, relation="add-remove") > 3.0
+    with pytest.raises(BudgetError, match="one step costs"):
+        qt.fit(network(), LOSS, data(), algorithm, budget=BUDGET, noise_multiplier=0.01)
+
+
+def test_tensorboard_gets_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[tuple[str, float, int]] = []
+    writer = types.SimpleNamespace(add_scalar=lambda *row: written.append(row), flush=lambda: None)
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = lambda folder: writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    qt.TensorBoardLog(tmp_path)(qt.Progress(3, 10, 0.5, 1.0, {"accuracy": 0.75}))
+    assert written == [("epsilon", 0.5, 3), ("estimate_norm", 1.0, 3), ("accuracy", 0.75, 3)]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="CSVLog"):
+        qt.TensorBoardLog(tmp_path)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at(step: int) -> Any:
+    def callback(progress: qt.Progress) -> None:
+        if progress.step == step:
+            raise Interrupted
+
+    return callback
+
+
+ALGORITHM = qg.DPSRM(steps=12, batch_size=60, gamma=0.3)
+
+
+def interrupted(folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = bytes(range(32))
+    monkeypatch.setattr("quietgrad.privacy.keys.fresh_key", lambda: key)
+    with pytest.raises(Interrupted):
+        qt.fit(
+            model, LOSS, data(), ALGORITHM, budget=BUDGET, folder=folder, ledger=folder / "ledger.jsonl",
+            checkpoint_seconds=0.0, callbacks=[interrupt_at(7)], every=1,
+        )  # fmt: skip
+
+
+def test_resume_is_bit_exact_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    interrupted(folder, network(dropout=0.3), monkeypatch)
+    torch.manual_seed(99)
+    again = network(dropout=0.3)
+    result = qt.resume(again, LOSS, data(), ALGORITHM, folder=folder, ledger=folder / "ledger.jsonl")
+    whole = qt.fit(network(dropout=0.3), LOSS, data(), ALGORITHM, budget=BUDGET, folder=tmp_path / "whole")
+    assert torch.equal(result.params, whole.params)
+    written = torch.cat([param.detach().flatten() for param in again.parameters()])
+    assert torch.equal(written, result.params)
+    spent = Ledger(folder / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove")
+    assert spent.epsilon <= 3.0
+    assert torch.equal(torch.tensor(qg.load(folder).params), result.params)
+
+
+def test_resume_refuses_another_model_other_data_and_half_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path, network(), monkeypatch)
+    before = Ledger(tmp_path / "ledger.jsonl").entries()
+    with pytest.raises(DataError, match="74 parameters"):
+        qt.resume(network(width=9), LOSS, data(), ALGORITHM, folder=tmp_path)
+    relu = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 2))
+    with pytest.raises(DataError, match="the data or the objective"):
+        qt.resume(relu, LOSS, data(), ALGORITHM, folder=tmp_path)
+    x, y = data()
+    with pytest.raises(DataError, match="the data or the objective"):
+        qt.resume(network(), LOSS, (x + 1e-3, y), ALGORITHM, folder=tmp_path)
+    with pytest.raises(DataError, match="an interrupted run is kept here"):
+        qt.fit(network(), LOSS, data(), ALGORITHM, budget=BUDGET, folder=tmp_path)
+    file = tmp_path / "checkpoint.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(DataError, match="not a readable checkpoint"):
+        qt.resume(network(), LOSS, data(), ALGORITHM, folder=tmp_path)
+    assert Ledger(tmp_path / "ledger.jsonl").entries() == before
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(6), 0
+
+
+class Boxes(Dataset[Any]):
+    """Samples that nothing can stack, compare or hash."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return {1, 2}, bytearray(3)
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(6, 2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.used(x)
+        return output
+
+
+NORM = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+NAN = (torch.full((400, 6), float("nan")), data()[1])
+BAD: dict[str, tuple[nn.Module, Any, Any, int, type[Exception]]] = {
+    r"'1' \(BatchNorm1d\)": (NORM, LOSS, data(), 50, ValueError),
+    r"one loss per example": (network(), nn.CrossEntropyLoss(), data(), 50, DataError),
+    r"no length": (network(), LOSS, Stream(), 50, DataError),
+    r"batch_size=401": (network(), LOSS, data(), 401, ValueError),
+    r"cannot be put into one batch": (network(), LOSS, Boxes(), 5, DataError),
+    r"'idle.weight' has no gradient": (Idle(), LOSS, data(), 50, DataError),
+    r"lengths \[3, 4\]": (network(), LOSS, (torch.zeros(3, 6), torch.zeros(4)), 2, DataError),
+    r"not finite": (network(), LOSS, NAN, 50, DataError),
+    r"empty": (network(), LOSS, Pairs(torch.zeros(0, 6), torch.zeros(0)), 1, DataError),
+    r"another example joins": (network(), lambda o, y: LOSS(o - o.mean(0), y), data(), 50, ValueError),
+    r"trainable parameter": (network().requires_grad_(False), LOSS, data(), 50, ValueError),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_and_nothing_is_spent(message: str, tmp_path: Path) -> None:
+    model, loss, records, batch_size, error = BAD[message]
+    with pytest.raises(error, match=message):
+        qt.fit(
+            model, loss, records, qg.DPSGD(steps=3, batch_size=batch_size), budget=BUDGET,
+            ledger=tmp_path / "ledger.jsonl",
+        )  # fmt: skip
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_frozen_layers_stay_and_cost_no_noise() -> None:
+    model = network()
+    first = next(model.parameters()).requires_grad_(False)
+    before = first.clone()
+    result = qt.fit(model, LOSS, data(), qg.DPSGD(steps=3, batch_size=50), budget=BUDGET)
+    assert result.params.shape == (74 - 48,)
+    assert torch.equal(first, before)
