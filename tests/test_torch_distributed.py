@@ -1,0 +1,96 @@
+"""Two processes on loopback train the model that one process trains; the noise is added once."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.errors import DataError, QuietgradError
+
+LOSS = nn.CrossEntropyLoss(reduction="none")
+ALGORITHMS: dict[str, Any] = {
+    "sgd": qg.DPSGD(steps=6, batch_size=80, learning_rate=1.0),
+    "srm": qg.DPSRM(steps=6, batch_size=80, learning_rate=1.0, gamma=0.4),
+    "gd": qg.DPGD(steps=2),
+}
+
+
+def network(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(301, 6, generator=torch.Generator().manual_seed(0))
+    return x, (x[:, 0] > 0).long()
+
+
+def train(name: str, folder: Path | None = None) -> Any:
+    model = network()
+    ledger = None if folder is None else folder / f"{name}.jsonl"
+    result = qt.fit(model, LOSS, data(), ALGORITHMS[name], budget=qg.Budget(4.0, 1e-5), seed=7, ledger=ledger)
+    written = torch.cat([param.detach().flatten() for param in model.parameters()])
+    assert torch.equal(written, result.params)
+    return result
+
+
+def process(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    out: dict[str, Any] = {}
+    for name in ALGORITHMS:
+        result = train(name, Path(folder))
+        out[name] = (result.params, result.privacy.epsilon, dict(result.privacy.releases))
+    try:
+        qt.fit(network(8 + rank), LOSS, data(), ALGORITHMS["sgd"], budget=qg.Budget(4.0, 1e-5))
+    except DataError as error:
+        out["disagreement"] = str(error)
+    try:
+        qt.fit(network(), LOSS, data(), qg.DPSGD(steps=2, batch_size=999), budget=qg.Budget(4.0, 1e-5))
+    except (ValueError, QuietgradError) as error:
+        out["failure"] = str(error)
+    torch.save(out, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start: Any = torch.multiprocessing
+    start.spawn(process, (port, str(folder)), nprocs=2)
+    return folder, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_processes_give_the_model_of_one(name: str, both: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, (first, second) = both
+    alone = train(name)
+    assert torch.equal(first[name][0], second[name][0])
+    # Twice the noise, or fresh noise on each process, would be off by its own size; sums differ by rounding.
+    torch.testing.assert_close(first[name][0], alone.params, rtol=1e-4, atol=1e-5)
+    assert first[name][1] == second[name][1] == alone.privacy.epsilon
+    assert first[name][2] == alone.privacy.releases
+    reservations = [entry for entry in qg.Ledger(folder / f"{name}.jsonl").entries() if entry.kind == "reserve"]
+    assert len(reservations) == 1
+
+
+def test_what_fails_on_one_fails_on_both(both: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, second) = both
+    assert "do not agree" in first["disagreement"]
+    assert "do not agree" in second["disagreement"]
+    assert "batch_size=999" in first["failure"]
+    assert "batch_size=999" in second["failure"]
