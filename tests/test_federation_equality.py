@@ -21,7 +21,7 @@ from quietgrad.training import plan, run
 
 Floats = npt.NDArray[np.float64]
 N, D, SEED = 400, 6, 5
-OBJECTIVE = Logistic(regularizer=Nonconvex(1e-2), intercept=True)
+OBJECTIVE = Logistic(regularizer=Nonconvex(1e-2), intercept=True, row_bound=3.0, rows="clip")
 
 ALGORITHMS: dict[str, Any] = {
     "dp-srm": qg.DPSRM(steps=15, batch_size=40, first_batch_size=80),
@@ -36,6 +36,10 @@ ALGORITHMS: dict[str, Any] = {
     "rrpsgd": qg.RRPSGD(steps=20, batch_size=40),
     "bassily-sgd": qg.BassilySGD(steps=10, batch_size=40),
     "whitened-gd": qg.WhitenedGD(steps=6),
+    "perturbed-sgd": qg.PerturbedSGD(
+        oracle=qg.AdaptiveSpider(batch_size=40, difference_batch_size=8, kappa=0.3), chi=0.05, learning_rate=0.2
+    ),
+    "weighted-average": qg.WeightedAverage(steps=8, method="rounds"),
 }
 OPEN = {
     "storm": qg.STORM(steps=12, batch_size=40),

@@ -4,9 +4,9 @@ The printed theorem is false: averaging weighted models also averages their nois
 ‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed (:mod:`printed_average`
 measures both). Three calibrations are right, all runs of this one algorithm through different doors:
 
-(i)   ``method="rounds"``: every round the n_j/n-weighted mean gradient leaves with noise for all n records together;
-      under a secure sum nobody sees more. T rounds.
-(ii)  ``method="one-shot"`` with ``trust="local"``: party j sends its model under its own noise, for its n_j records.
+(i)   ``method="rounds"``: in every round the n_j/n-weighted mean gradient leaves with noise for all n records
+      together; under a secure sum nobody sees more. T rounds.
+(ii)  ``method="one-shot"`` with ``trust="local"``: party j sends its model under its own noise, for n_j records.
 (iv)  ``method="one-shot"`` with ``trust="secure"``: the weighted sum Σ(n_j/n)θ_j leaves under noise on the sum. One
       replaced record moves it by Δ = (n_j/n)·(2G/(n_jλ))(1−(1−ηλ)ᵀ) = (2G/(nλ))(1−(1−ηλ)ᵀ): independent of the
       number of parties and of the smallest one, which is what the paper advertised. One round. Recommended.
@@ -45,8 +45,8 @@ class WeightedAverage:
             that is true for an observer and for the server.
         constant: c of the printed noise σ² = c·G²T·ln(1/δ)/(n²ε²), which the paper leaves open; its proof needs 16.
 
-    >>> WeightedAverage(steps=100).schedule(1000).releases, WeightedAverage(100, method="rounds").schedule(9).releases
-    (1, 100)
+    >>> [WeightedAverage(steps=100, method=m).schedule(1000).releases for m in ("one-shot", "rounds")]
+    [1, 100]
     """
 
     steps: int = 1000

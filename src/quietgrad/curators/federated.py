@@ -205,6 +205,7 @@ class FederatedSession:
         fields, arrays = pack(query)
         multiplier = self._plan.multiplier(slot, rho)
         while True:
+            self._readmit()
             t = self._begin(slot, rho)
             words = {"run": self._store.run, "round": t, "slot": slot, "draw": self._draws[slot] - 1, "rho": rho}
             ask = Ask(t, slot, {**words, "dim": dim, "query": fields}, arrays, dim, float(query.bound), multiplier)
@@ -217,6 +218,16 @@ class FederatedSession:
             if faults:
                 self.faults.append((t, faults))
             return self._keep(slot, self._finished(ask, query, total, rho), t)
+
+    def _readmit(self) -> None:
+        """Open the run again to those who do not know it: they restarted, and come back with their journal."""
+        back = self._caller.strangers & set(self._plan.names)
+        if self._caller.strangers:
+            self._caller.strangers.clear()
+            self._rounds.reset()
+        if back:
+            message = encode(Message("open", {"run": self._store.run, "plan": self._plan.digest}))
+            self._caller.call(dict.fromkeys(back, message), {})
 
     def _begin(self, slot: str, rho: float | None) -> int:
         """Charge a new release of ``slot``, durably, and return its round number."""

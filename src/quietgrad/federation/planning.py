@@ -75,6 +75,10 @@ def federate(
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(n)
+    if any(slot.mechanism == "threshold" for slot in schedule.slots):
+        raise ValueError(
+            f"{algorithm.name}: its noisy search needs one curator of all held-out records; use minimize."
+        )
     if budget is not None:
         schedule = schedule.under(budget.relation)
         if hasattr(algorithm, "check_budget"):

@@ -92,6 +92,9 @@ class PlainRounds:
         self._plan, self._caller = plan, caller
         self._message: bytearray | None = None
 
+    def reset(self) -> None:
+        """Nothing to forget."""
+
     def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
         """The sum of the good answers of at least a quorum."""
         self._message = ask.message(into=self._message)
@@ -146,6 +149,10 @@ class MaskedRounds:
         self._plan, self._caller, self._identity, self._roster = plan, caller, identity, roster
         self._servers: dict[int, MaskingServer] = {}
 
+    def reset(self) -> None:
+        """Begin with new keys: someone restarted."""
+        self._servers.clear()
+
     def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
         """Prepare, ask, reveal, add up."""
         try:
@@ -158,9 +165,6 @@ class MaskedRounds:
             raise LostRound({**faults, fault.party: fault.reason}) from fault
 
     def _collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
-        if self._caller.strangers:
-            self._servers.clear()
-            self._caller.strangers.clear()
         if ask.dim not in self._servers:
             self._set_up(ask, faults)
         server, t = self._servers[ask.dim], ask.round
@@ -209,6 +213,10 @@ class SharedRounds:
         m = len(plan.names)
         self._number = {name: m + k for k, name in enumerate(plan.servers)}
 
+    def reset(self) -> None:
+        """Begin with new keys: someone restarted."""
+        self._ready.clear()
+
     def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
         """Sample the noise (mpc), ask for shares, let the servers add up."""
         try:
@@ -219,9 +227,6 @@ class SharedRounds:
             raise LostRound(faults or named) from fault
 
     def _collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
-        if self._caller.strangers:
-            self._ready.clear()
-            self._caller.strangers.clear()
         if ask.dim not in self._ready:
             self._set_up(ask, faults)
         here = {"run": ask.fields["run"], "round": ask.round, "dim": ask.dim}

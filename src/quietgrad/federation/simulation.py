@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from quietgrad.federation.parties import Party, names_of
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import Weights, federate
 from quietgrad.federation.terms import Mode
-from quietgrad.federation.transport import Handler
+from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.processes import Processes
 from quietgrad.privacy.budget import Budget
 from quietgrad.result import Result
 from quietgrad.training import Callback, run
@@ -48,6 +50,7 @@ def simulate(
     folder: str | Path | None = None,
     timeout: float = 60.0,
     faults: Sequence[Fault] = (),
+    processes: bool = False,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
 ) -> Result:
@@ -70,6 +73,7 @@ def simulate(
         seed: fixed randomness for tests; the result is then not private.
         folder: keep aggregates and the parties' journals here; calling again after an interruption resumes.
         faults: things that go wrong, for rehearsals.
+        processes: give every party a process of its own.
 
     >>> import numpy as np, quietgrad as qg
     >>> from quietgrad.federation import Party, simulate
@@ -87,7 +91,9 @@ def simulate(
         colluders=colluders, servers=servers, spare=spare, seed=seed, folder=folder,
         noise_multiplier=noise_multiplier,
     )  # fmt: skip
-    transport = InProcess(federation.handlers, faults)
+    if processes and faults:
+        raise ValueError("faults: are injected in one process only; leave processes out.")
+    transport: Transport = Processes(federation.makers) if processes else InProcess(federation.handlers, faults)
     curator = FederatedCurator(
         objective, transport, timeout=timeout, ledger=ledger, account=account, cap=cap,
         identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
@@ -95,7 +101,10 @@ def simulate(
     declared = all(party.n_public is not None for party in parties)
     notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
     x0 = objective.initial(plan.shape) if start is None else start
-    return train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes)
+    try:
+        return train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes)
+    finally:
+        transport.close()
 
 
 def _as_printed(
@@ -121,8 +130,17 @@ def _as_printed(
 class Federation:
     """Everybody of a simulated federation, ready to be put behind a transport."""
 
-    def __init__(self, identity: Identity, roster: Roster, handlers: dict[str, Handler]) -> None:
-        self.identity, self.roster, self.handlers = identity, roster, handlers
+    def __init__(self, identity: Identity, roster: Roster, makers: dict[str, Callable[[], Handler]]) -> None:
+        self.identity, self.roster, self.makers = identity, roster, makers
+
+    @cached_property
+    def handlers(self) -> dict[str, Handler]:
+        """Everybody in this process."""
+        return {name: make() for name, make in self.makers.items()}
+
+    def again(self, name: str) -> Handler:
+        """A party that restarts: it knows its data, its plan and its folder, and nothing else."""
+        return self.makers[name]()
 
 
 def assemble(
@@ -145,16 +163,24 @@ def assemble(
     people = {name: Identity(name) for name in (*names, *plan.servers)}
     last = [people[name] for name in plan.servers] or [coordinator]
     roster = Roster.of([*(people[name] for name in names), *last])
-    handlers: dict[str, Handler] = {}
+    makers: dict[str, Callable[[], Handler]] = {}
     for name, party in zip(names, parties, strict=True):
-        handlers[name] = PartyCurator(
-            name, objective, party.data, plan, ledger=party.ledger, account=party.account, cap=party.cap,
-            identity=people[name], roster=roster, folder=folder,
+        makers[name] = partial(
+            _party, name, objective, party.data, plan, ledger=party.ledger, account=party.account, cap=party.cap,
+            secret=people[name].secret_bytes(), roster=roster, folder=folder,
             ids=party.ids if seed is not None else None, seed=seed,
-        ).handle  # fmt: skip
+        )  # fmt: skip
     for name in plan.servers:
-        handlers[name] = SumMember(plan, people[name], roster, seed=seed).handle
-    return plan, Federation(coordinator, roster, handlers)
+        makers[name] = partial(_server, name, plan, people[name].secret_bytes(), roster, seed)
+    return plan, Federation(coordinator, roster, makers)
+
+
+def _party(name: str, *args: Any, secret: bytes, **settings: Any) -> Handler:
+    return PartyCurator(name, *args, identity=Identity(name, secret), **settings).handle
+
+
+def _server(name: str, plan: FederatedPlan, secret: bytes, roster: Roster, seed: int | None) -> Handler:
+    return SumMember(plan, Identity(name, secret), roster, seed=seed).handle
 
 
 def train(

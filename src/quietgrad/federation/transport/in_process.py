@@ -25,7 +25,7 @@ class Fault:
             ``duplicate`` (the request arrives twice), ``corrupt`` (a bit of the reply flips), ``stale`` (the reply
             to an earlier message comes instead), ``crash`` (gone for good until :meth:`InProcess.replace`),
             ``leave`` (absent as long as the fault lasts).
-        first, last: the exchanges it lasts for, counted from 0; ``last`` defaults to ``first``.
+        first, last: the messages to this party that it lasts for, counted from 0; ``last`` defaults to ``first``.
         seconds: of a delay.
     """
 
@@ -35,9 +35,9 @@ class Fault:
     last: int | None = None
     seconds: float = 0.0
 
-    def now(self, exchange: int) -> bool:
-        """Whether the fault is active in an exchange."""
-        return self.first <= exchange <= (self.first if self.last is None else self.last)
+    def now(self, number: int) -> bool:
+        """Whether the fault is active for a message."""
+        return self.first <= number <= (self.first if self.last is None else self.last)
 
 
 class InProcess:
@@ -54,7 +54,7 @@ class InProcess:
         self._faults = tuple(faults)
         self._crashed: set[str] = set()
         self._earlier: dict[str, Bytes] = {}
-        self.exchanges = 0
+        self._sent: dict[str, int] = dict.fromkeys(handlers, 0)
 
     def parties(self) -> tuple[str, ...]:
         """Everybody's names."""
@@ -68,8 +68,9 @@ class InProcess:
     def exchange(self, messages: Mapping[str, Bytes], timeout: float) -> tuple[dict[str, Bytes], list[str]]:
         """Call each handler; see :class:`~quietgrad.federation.transport.Transport`."""
         replies: dict[str, Bytes] = {}
-        number, self.exchanges = self.exchanges, self.exchanges + 1
         for name, message in messages.items():
+            number = self._sent[name]
+            self._sent[name] += 1
             faults = [f for f in self._faults if f.party == name and f.now(number)] if self._faults else []
             reply = (
                 self._call(name, message, faults, timeout)
