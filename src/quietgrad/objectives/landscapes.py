@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -33,10 +33,14 @@ _BLOCK = 2**18  # numbers of per-example gradients held at a time
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Records of a landscape: arrays of equal length, one entry (or row) per record."""
+    """Records of a landscape: arrays of equal length, one entry (or row) per record.
+
+    ``totals`` keeps sums over all records that a landscape makes once.
+    """
 
     columns: dict[str, npt.NDArray[Any]]
     dim: int
+    totals: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))

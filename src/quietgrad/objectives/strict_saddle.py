@@ -139,8 +139,12 @@ class StrictSaddle(Landscape):
 
     def _counts(self, records: Sample, indices: Indices | None) -> Floats:
         """How many records of each kind (s, σ, j)."""
-        kinds = records["kind"] if indices is None else records["kind"][indices]
-        return np.bincount(kinds, minlength=4 * self.d).reshape(2, 2, self.d).astype(np.float64)
+        if indices is None:
+            if "kind" not in records.totals:
+                records.totals["kind"] = self._counts(records, np.arange(len(records)))
+            return records.totals["kind"]
+        counts = np.bincount(records["kind"][indices], minlength=4 * self.d)
+        return counts.reshape(2, 2, self.d).astype(np.float64)
 
     def _add(
         self,
