@@ -124,14 +124,9 @@ def test_fixed_batches_cost_what_the_most_sampled_party_pays() -> None:
 
 def test_fixed_batches_need_the_true_sizes() -> None:
     parties = [Party(np.zeros((5, 2)), np.zeros(5), n_public=6)]
+    budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
     with pytest.raises(DataError, match="exact"):
-        assemble(
-            qg.DPGD(steps=1),
-            Logistic(),
-            parties,
-            budget=qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE),
-            noise_multiplier=1.0,
-        )
+        simulate(qg.DPGD(steps=1), Logistic(), parties, budget=budget, noise_multiplier=1.0)
 
 
 def test_choice_under_secure_sums_is_noisy_and_charged() -> None:

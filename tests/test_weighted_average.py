@@ -75,14 +75,14 @@ def test_noise_of_a_weighted_average_does_not_depend_on_the_parties() -> None:
     for m, u in ((1, 1.0), (3, 4.0), (8, 9.0)):
         parties = deal(*table(), m, unevenness=u)
         spread = []
-        for seed in range(60):
+        for seed in range(40):
             run = simulate(
                 qg.WeightedAverage(steps=50, learning_rate=1.0), OBJECTIVE, parties, budget=BUDGET, seed=seed
             )
             spread.append(run.params)
         sigma = run.privacy.noise_multiplier * fit.bound
-        # 240 numbers: the standard deviation is known to 4.6 %; five of those.
-        assert np.std(np.array(spread) - np.mean(spread, axis=0)) == pytest.approx(sigma, rel=0.23)
+        # 160 numbers: the standard deviation is known to 5.6 %; five of those.
+        assert np.std(np.array(spread) - np.mean(spread, axis=0)) == pytest.approx(sigma, rel=0.28)
     assert run.privacy.epsilon == pytest.approx(0.25, rel=2e-3)
 
 
