@@ -114,7 +114,7 @@ class PerExampleEngine:
         self.device = next(iter(trainable.values())).device
         self._plans: dict[tuple[bool, ...], list[Unit] | None] = {}
         self._vectorised = True
-        self._network = Network(module, loss_fn, self.unflatten, self._slices)
+        self._network = Network(module, loss_fn, self._laid_out, self._slices)
         self._space = Workspace(self.memory_budget, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def flatten(self, params: Mapping[str, Tensor]) -> Tensor:
@@ -131,6 +131,15 @@ class PerExampleEngine:
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Parameters for the module: views, or copies where the module's precision is lower."""
         return {name: view.to(self._params[name].dtype) for name, view in self.views(vector).items()}
+
+    def _laid_out(self, vector: Tensor) -> dict[str, Tensor]:
+        """Parameters in the module's own memory format: channels-last convolutions stay channels-last."""
+        params = self.unflatten(vector)
+        for name, param in self._params.items():
+            if param.stride() != params[name].stride():
+                strided = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+                params[name] = strided.copy_(params[name])
+        return params
 
     def losses(self, theta: Tensor, x: Batch, y: Batch) -> Tensor:
         """The loss of each example at θ, in whatever mode (train or eval) the module is."""

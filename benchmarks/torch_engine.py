@@ -1,0 +1,317 @@
+"""One private step of a network against its peers, in one process and one thread.
+
+    OMP_NUM_THREADS=1 python benchmarks/torch_engine.py [MODEL ...] [--peers DIR] [--repeats N] [--keep-memory]
+
+For each model the steps take turns, and a step's CPU time (the machine is shared, so not wall time) is divided by
+that of plain SGD in the same round; the result is the median of these ratios. Peers: Opacus 1.6.0 with hooks and
+with ghost clipping (`pip install --no-deps --target DIR opacus==1.6.0`), torch.func's vmap(grad), and for DP-SRM two
+Opacus passes and vmap. "two passes" is the floor of every method that needs gradients at two points. Our steps
+include cryptographic noise; the others draw torch's. Peak memory is the growth of the process over two steps, each
+method in a process of its own.
+--keep-memory: with `quietgrad.torch.allocator.keep_freed_memory` on, for every contender alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from quietgrad.objectives.per_example import PerExampleEngine
+from quietgrad.privacy.rng import SecureStream, fresh_key
+from quietgrad.torch.allocator import keep_freed_memory
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.record import save
+from reproduce.models import MODELS
+
+ROOT = Path(__file__).parents[1]
+
+BATCHES = {"mnist-cnn4": 256, "cnn5": 256, "resnet20": 64, "transformer": 16}
+RATE, CLIP, DIFFERENCE_CLIP, GAMMA, NOISE = 1e-3, 1.0, 0.1, 0.1, 1.0
+Step = Callable[[], object]
+
+
+class Problem:
+    """A model, a batch, and the ways to take a step on it."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.module: nn.Module = MODELS[name]()
+        self.batch = BATCHES[name]
+        shape = (1, 28, 28) if name.startswith("mnist") else (3, 32, 32)
+        tokens = name == "transformer"
+        self.x = torch.randint(8000, (self.batch, 128)) if tokens else torch.randn(self.batch, *shape)
+        self.y = torch.randint(2 if tokens else 10, (self.batch,))
+
+    def sgd(self) -> Step:
+        """Plain, non-private SGD."""
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=RATE)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(self.module(self.x), self.y))
+            optimizer.step()
+
+        return step
+
+    def two_passes(self) -> Step:
+        """Ordinary gradients at two points."""
+        other, optimizer = copy.deepcopy(self.module), torch.optim.SGD(self.module.parameters(), lr=RATE)
+
+        def step() -> None:
+            for module in (self.module, other):
+                module.zero_grad()
+                torch.autograd.backward(F.cross_entropy(module(self.x), self.y))
+            optimizer.step()
+
+        return step
+
+    def dp_sgd(self, **options: Any) -> Step:
+        """Ours."""
+        engine = PerExampleEngine(self.module, _losses, **options)
+        theta = engine.flatten(dict(self.module.named_parameters()))
+        stream, block = SecureStream(fresh_key(), "benchmark"), iter(range(1 << 40))
+
+        def step() -> None:
+            total = torch.zeros_like(theta)
+            engine.add_clipped_gradients(theta, self.x, self.y, CLIP, total)
+            total += torch.from_numpy(stream.normal(next(block), engine.dim)) * (NOISE * CLIP)
+            theta.sub_(total, alpha=RATE / self.batch)
+
+        return step
+
+    def dp_srm(self, **options: Any) -> Step:
+        """Ours: recursive momentum, gradients at two points."""
+        engine = PerExampleEngine(self.module, _losses, **options)
+        theta = engine.flatten(dict(self.module.named_parameters()))
+        previous, estimate = theta.clone(), torch.zeros_like(theta)
+        stream, block = SecureStream(fresh_key(), "benchmark"), iter(range(1 << 40))
+        bound = GAMMA * CLIP + (1 - GAMMA) * DIFFERENCE_CLIP
+
+        def step() -> None:
+            total = torch.zeros_like(theta)
+            engine.add_recursive_momentum(theta, previous, self.x, self.y, GAMMA, CLIP, DIFFERENCE_CLIP, total)
+            total += torch.from_numpy(stream.normal(next(block), engine.dim)) * (NOISE * bound)
+            estimate.mul_(1 - GAMMA).add_(total, alpha=1 / self.batch)
+            previous.copy_(theta)
+            theta.sub_(estimate, alpha=RATE)
+
+        return step
+
+    def _per_example(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        def loss(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(functional_call(self.module, p, (x[None],)), y[None])
+
+        gradients: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0))(params, self.x, self.y)
+        return gradients
+
+    def vmap_sgd(self) -> Step:
+        """DP-SGD by vmap(grad)."""
+        params = {name: p.detach() for name, p in self.module.named_parameters()}
+
+        def step() -> None:
+            gradients = self._per_example(params)
+            weights = _weights(gradients, CLIP)
+            for name, g in gradients.items():
+                noisy = (weights @ g.flatten(1)).view_as(params[name]) + NOISE * CLIP * torch.randn_like(
+                    params[name]
+                )
+                params[name].sub_(noisy, alpha=RATE / self.batch)
+
+        return step
+
+    def vmap_srm(self) -> Step:
+        """DP-SRM by vmap(grad) at both points."""
+        params = {name: p.detach() for name, p in self.module.named_parameters()}
+        previous = {name: p.clone() for name, p in params.items()}
+
+        def step() -> None:
+            _srm_step(self._per_example(params), self._per_example(previous), params, previous, self.batch)
+
+        return step
+
+    def opacus(self) -> Step:
+        """DP-SGD by Opacus' per-sample hooks."""
+        peer, optimizers = (
+            importlib.import_module("opacus.grad_sample"),
+            importlib.import_module("opacus.optimizers"),
+        )
+        module = peer.GradSampleModule(self.module)
+        optimizer = optimizers.DPOptimizer(
+            torch.optim.SGD(module.parameters(), lr=RATE), noise_multiplier=NOISE, max_grad_norm=CLIP,
+            expected_batch_size=self.batch,
+        )  # fmt: skip
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(module(self.x), self.y))
+            optimizer.step()
+
+        return step
+
+    def opacus_ghost(self) -> Step:
+        """DP-SGD by Opacus' ghost clipping."""
+        peer, optimizers = (
+            importlib.import_module("opacus.grad_sample"),
+            importlib.import_module("opacus.optimizers"),
+        )
+        losses = importlib.import_module("opacus.utils.fast_gradient_clipping_utils")
+        module = peer.GradSampleModuleFastGradientClipping(self.module, max_grad_norm=CLIP)
+        optimizer = optimizers.DPOptimizerFastGradientClipping(
+            torch.optim.SGD(module.parameters(), lr=RATE), noise_multiplier=NOISE, max_grad_norm=CLIP,
+            expected_batch_size=self.batch,
+        )  # fmt: skip
+        criterion = losses.DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            criterion(module(self.x), self.y).backward()
+            optimizer.step()
+
+        return step
+
+    def opacus_srm(self) -> Step:
+        """DP-SRM by two Opacus passes."""
+        peer = importlib.import_module("opacus.grad_sample")
+        other = peer.GradSampleModule(copy.deepcopy(self.module), loss_reduction="sum")
+        module = peer.GradSampleModule(self.module, loss_reduction="sum")
+        params = {name: p.detach() for name, p in module.named_parameters()}
+        previous = {name: p.detach() for name, p in other.named_parameters()}
+
+        def gradients(wrapped: nn.Module) -> dict[str, Tensor]:
+            torch.autograd.backward(F.cross_entropy(wrapped(self.x), self.y, reduction="sum"))
+            taken = {}
+            for name, p in wrapped.named_parameters():
+                taken[name], p.grad_sample, p.grad = p.grad_sample, None, None  # type: ignore[attr-defined]
+            return taken
+
+        def step() -> None:
+            now = gradients(module)
+            before = gradients(other)
+            with torch.no_grad():
+                _srm_step(now, before, params, previous, self.batch)
+
+        return step
+
+
+METHODS: dict[str, Callable[[Problem], Step]] = {
+    "sgd": Problem.sgd,
+    "two passes": Problem.two_passes,
+    "quietgrad dp-sgd": Problem.dp_sgd,
+    "quietgrad dp-sgd, low memory": lambda p: p.dp_sgd(strategy="factored", micro_batch=max(8, p.batch // 4)),
+    "vmap dp-sgd": Problem.vmap_sgd,
+    "opacus dp-sgd": Problem.opacus,
+    "opacus ghost dp-sgd": Problem.opacus_ghost,
+    "quietgrad dp-srm": Problem.dp_srm,
+    "quietgrad dp-srm, micro-batches": lambda p: p.dp_srm(micro_batch=max(8, p.batch // 4)),
+    "vmap dp-srm": Problem.vmap_srm,
+    "opacus dp-srm": Problem.opacus_srm,
+}
+
+
+def _losses(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def _weights(gradients: dict[str, Tensor], clip: float) -> Tensor:
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+    weights: Tensor = (clip / norms).clamp(max=1.0)
+    return weights
+
+
+def _srm_step(
+    now: dict[str, Tensor],
+    before: dict[str, Tensor],
+    params: dict[str, Tensor],
+    previous: dict[str, Tensor],
+    n: int,
+) -> None:
+    change = {name: g - before[name] for name, g in now.items()}
+    first, second = GAMMA * _weights(now, CLIP), (1 - GAMMA) * _weights(change, DIFFERENCE_CLIP)
+    for name, p in params.items():
+        total = (first @ now[name].flatten(1) + second @ change[name].flatten(1)).view_as(p) + torch.randn_like(p)
+        previous[name].copy_(p)
+        p.sub_(total, alpha=RATE / n)
+
+
+def times(name: str, repeats: int) -> dict[str, Any]:
+    """CPU milliseconds and ratios to plain SGD, contenders in turn."""
+    steps = {method: build(Problem(name)) for method, build in METHODS.items()}
+    taken: dict[str, list[float]] = {method: [] for method in steps}
+    for _ in range(repeats + 2):
+        for method, step in steps.items():
+            start = time.process_time()
+            step()
+            taken[method].append(time.process_time() - start)
+    taken = {method: values[2:] for method, values in taken.items()}  # the first two warm up
+    return {
+        method: {
+            "cpu_ms": round(1e3 * statistics.median(values), 2),
+            "ratio_to_sgd": round(statistics.median(v / s for v, s in zip(values, taken["sgd"], strict=True)), 3),
+        }
+        for method, values in taken.items()
+    }
+
+
+def peak_megabytes(name: str, method: str) -> float:
+    """Growth of the resident set over two steps; Linux counts the high-water mark afresh after clear_refs."""
+    step = METHODS[method](Problem(name))
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    step()
+    step()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+def main() -> None:
+    """Measure the models named on the command line, or all."""
+    parser = argparse.ArgumentParser(description="One private step of a network against its peers.")
+    parser.add_argument("models", nargs="*", default=list(BATCHES))
+    parser.add_argument("--peers", type=Path, default=ROOT / "runs" / "peers")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--keep-memory", action="store_true")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sys.path.append(str(options.peers))
+    warnings.simplefilter("ignore")  # Opacus warns about hooks on inputs without gradients
+    torch.set_num_threads(1)
+    if options.keep_memory:
+        keep_freed_memory()
+    if options.memory_of:
+        print(peak_megabytes(options.models[0], options.memory_of))
+        return
+    results = ROOT / "benchmarks" / "results" / f"torch_engine{'_keep_memory' if options.keep_memory else ''}.json"
+    found = json.loads(results.read_text())["models"] if results.exists() else {}
+    for name in options.models:
+        found[name] = {"batch": BATCHES[name], "methods": times(name, options.repeats)}
+        for method, entry in found[name]["methods"].items():
+            command = [sys.executable, __file__, name, "--peers", str(options.peers), "--memory-of", method]
+            command += ["--keep-memory"] * options.keep_memory
+            entry["peak_mb"] = round(float(subprocess.run(command, check=True, capture_output=True).stdout), 1)
+            print(name, method, entry, flush=True)
+    what = f"CPU time, 1 thread, median of {options.repeats} rounds"
+    save(results, {"what": what, "keep_memory": options.keep_memory, "models": found}, "opacus")
+
+
+if __name__ == "__main__":
+    main()
