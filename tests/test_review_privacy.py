@@ -26,8 +26,9 @@ from quietgrad.curators.labels import LabelDiscovery
 from quietgrad.errors import BudgetError, DataError, UnprovableError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, spent
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.glm import Huber, Logistic, Squared
+from quietgrad.objectives.glm import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.regularizers import L2
+from quietgrad.objectives.table import Affine
 from quietgrad.privacy import cache
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.ledger import Ledger
@@ -84,6 +85,17 @@ def test_a_row_whose_square_leaves_the_floats_is_still_clipped(size: float, indi
     out = np.zeros(2)
     objective.add_gradients(table, indices, np.zeros(2), 1.0, out)
     assert np.linalg.norm(out) <= 1.0 + 1e-9
+
+
+@pytest.mark.parametrize("rows", ["clip", "normalize"])
+@pytest.mark.parametrize("indices", [None, np.array([0, 1])])
+def test_a_row_that_overflows_when_scaled_counts_as_nothing(rows: Any, indices: Any) -> None:
+    transform = Affine(np.ones(2), np.full(2, 10.0))
+    objective = Multinomial(classes=3, transform=transform, row_bound=1.0, rows=rows, intercept=True)
+    table = objective.prepare((np.array([[1e308, 1.0], [0.0, 0.0]]), np.array([1, 2])))
+    out = np.zeros(table.dim)
+    objective.add_gradients(table, indices, np.zeros(table.dim), 1.0, out)
+    assert np.linalg.norm(out) <= 2.0
 
 
 def test_a_short_row_is_still_bounded_after_normalizing() -> None:

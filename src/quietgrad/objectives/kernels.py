@@ -319,10 +319,14 @@ def add_classes(table: Any, batch: Any, classes: int, params: Any, previous: Any
         if shrink > 0.0:
             for c in range(classes):
                 weight[c] += gamma * shrink * r[c]
+        largest = 0.0
         for c in range(classes):
             total[c] += weight[c]
             weight[c] *= factor
             shortened[c] += weight[c]
+            largest = max(largest, abs(weight[c]))
+        if largest == 0.0:  # never 0·∞: a scaled entry may overflow
+            continue
         start, stop = _span(rows, i)
         for p in range(start, stop):
             j = _column(rows, p)
