@@ -131,6 +131,8 @@ def minimize(
     the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
     notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
     x0 = curator.initial() if start is None else _check_start(start, curator.initial())
+    if hasattr(algorithm, "check_run"):
+        algorithm.check_run(objective, the_plan, x0)
     saver = None
     try:
         if folder is not None:

@@ -17,12 +17,12 @@ from quietgrad.certificate import Certificate, classify
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.second_order import Excess, GradientNorm, LeastEigenvalue
-from quietgrad.oracles.base import Estimate, constant_of
+from quietgrad.oracles.base import Estimate, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.privacy.budget import Budget
 from quietgrad.result import Privacy
 from quietgrad.sampling import FullBatch, SinglePass
-from quietgrad.schedule import Schedule, Slot
+from quietgrad.schedule import Plan, Schedule, Slot
 from quietgrad.vectors import Vector, copy, norm
 
 _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1, δ = 1e-5 both then spend about ε
@@ -80,6 +80,10 @@ class ModelSelection:
             raise ValueError(f"n={n_public}: too small for one full query and a held-out part of {kept} records.")
         search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism="threshold")
         return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
+
+    def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
+        """Refuse missing constants before anything is paid for."""
+        self._settle(preview(objective, plan), len(x0))
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""

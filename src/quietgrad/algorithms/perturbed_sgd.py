@@ -21,11 +21,11 @@ from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Constants
-from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of
+from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SinglePass
-from quietgrad.schedule import Schedule
+from quietgrad.schedule import Plan, Schedule
 from quietgrad.vectors import Vector, copy, norm
 
 
@@ -142,6 +142,13 @@ class PerturbedSGD:
         fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
         return Schedule(slots, "parallel" if fresh else "sequential", adaptive=True)
 
+    def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
+        """Refuse a start outside a landscape's domain, or settings that mean nothing, before anything is paid for."""
+        check = getattr(objective, "check_domain", None)
+        if check is not None:
+            check(x0)
+        self._settle(preview(objective, plan), len(x0))
+
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
         return State(params=copy(x0), extra={"escapes": 0, "attempt": 0, "samples_used": 0, "start": copy(x0)})
@@ -150,9 +157,6 @@ class PerturbedSGD:
         """One call of the oracle and, but for the call that finds a small gradient, one update."""
         extra = state.extra
         if state.step == 0:
-            check = getattr(door.objective, "check_domain", None)
-            if check is not None:
-                check(state.params)
             extra.update(self._settle(door, len(state.params)))
         try:
             state.estimate = self.oracle.estimate(state.estimate, state.params, door)

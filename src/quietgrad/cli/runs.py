@@ -39,6 +39,8 @@ class RunSpec:
     row_bound: float | None = None
     rows: str = "refuse"
     algorithm: str | None = None
+    oracle: str | None = None
+    landscape: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     epsilon: float | None = None
@@ -87,7 +89,7 @@ class RunSpec:
         from quietgrad.cli.settings import algorithm_from
 
         if self.algorithm is not None:
-            return algorithm_from(self.algorithm, self.flags, self.settings)
+            return algorithm_from(self.algorithm, self.flags, self.settings, self.oracle)
         given = {key: value for key, value in self.flags.items() if value is not None}
         if self.non_private or data.d > _MOST_WHITENED:
             return algorithm_from("dp-gd", {**_FULL_BATCH, **given}, self.settings)

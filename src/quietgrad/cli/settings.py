@@ -12,14 +12,39 @@ import typer
 
 from quietgrad.algorithms import by_name
 
+_ORACLES = {"adaptive-spider": "AdaptiveSpider", "spider": "Spider", "mini-batch": "MiniBatch"}
 
-def algorithm_from(name: str, flags: Mapping[str, Any], settings: Sequence[str] = ()) -> Any:
+
+def algorithm_from(
+    name: str, flags: Mapping[str, Any], settings: Sequence[str] = (), oracle: str | None = None
+) -> Any:
     """The algorithm called ``name`` with the flags that were given and the settings ``KEY=VALUE``.
+
+    An algorithm that takes any oracle gets the one called ``oracle``, with settings ``oracle.KEY=VALUE`` and the
+    flags that are the oracle's.
 
     >>> algorithm_from("dp-srm", {"steps": 100, "gamma": None}, ["joint-clip=true", "first_batch_size=400"])
     DPSRM(steps=100, ..., joint_clip=True, ..., first_batch_size=400, ...)
+    >>> algorithm_from("perturbed-sgd", {"batch_size": 500}, ["oracle.kappa=0.01"], oracle="adaptive-spider")
+    PerturbedSGD(oracle=AdaptiveSpider(batch_size=500, ..., kappa=0.01), ...)
     """
     kind = _class(name)
+    known = fields_of(kind)
+    if "oracle" in known:
+        source = _oracle_class(oracle or "adaptive-spider")
+        its = [text.partition(".")[2] for text in settings if text.startswith("oracle.")]
+        own = {key: value for key, value in flags.items() if key not in known and key in fields_of(source)}
+        flags = {**{key: value for key, value in flags.items() if key not in own}}
+        settings = [text for text in settings if not text.startswith("oracle.")]
+        made = build(oracle or "adaptive-spider", source, own, its)
+        return build(name, kind, {**flags, "oracle": made}, settings)
+    if oracle is not None:
+        raise typer.BadParameter(f"{name} has its own oracle; perturbed-sgd takes any.", param_hint="--oracle")
+    return build(name, kind, flags, settings)
+
+
+def build(name: str, kind: Any, flags: Mapping[str, Any], settings: Sequence[str] = ()) -> Any:
+    """An object of the dataclass ``kind``, called ``name`` in errors, from flags and ``KEY=VALUE`` settings."""
     known = fields_of(kind)
     values: dict[str, Any] = {}
     for text in settings:
@@ -96,6 +121,14 @@ def _describe(options: Sequence[Any]) -> str:
         elif option in words:
             said.append(words[option])
     return " or ".join(said) or "set in Python; the command line cannot express it"
+
+
+def _oracle_class(name: str) -> Any:
+    if name not in _ORACLES:
+        raise typer.BadParameter(f"{name!r}: must be one of {', '.join(_ORACLES)}.", param_hint="--oracle")
+    from quietgrad.oracles import minibatch, spider
+
+    return getattr(minibatch if name == "mini-batch" else spider, _ORACLES[name])
 
 
 def _class(name: str) -> Any:

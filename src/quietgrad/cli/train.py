@@ -51,6 +51,13 @@ def train(
         str | None,
         typer.Option(help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models."),
     ] = None,
+    oracle: Annotated[
+        str | None, typer.Option(help="Of perturbed-sgd: adaptive-spider, spider or mini-batch.")
+    ] = None,
+    landscape: Annotated[
+        str | None,
+        typer.Option(help="Instead of data, a risk with known saddles: strict-saddle, matrix-sensing, …"),
+    ] = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
     learning_rate: LearningRate = None,
@@ -73,7 +80,7 @@ def train(
     task: Annotated[str | None, typer.Option(help="binary, multiclass or regression.")] = None,
     n_features: Annotated[int | None, typer.Option(help="Public number of features (LIBSVM).")] = None,
     n_public: Annotated[
-        int | None, typer.Option(help="Public number of records; else the file's is taken.")
+        int | None, typer.Option(help="Public number of records; else the file's, or 10⁶ of a landscape.")
     ] = None,
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
     account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
@@ -107,6 +114,8 @@ def train(
         row_bound=row_bound,
         rows=rows,
         algorithm=algorithm,
+        oracle=oracle,
+        landscape=landscape,
         flags={
             "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip,
             "gamma": gamma, "sampling": sampling,
@@ -123,6 +132,8 @@ def train(
         evaluate_train=evaluate_train,
         checkpoint_seconds=checkpoint_seconds,
     )  # fmt: skip
+    if landscape is not None and data is not None:
+        raise typer.BadParameter("a landscape samples its own records; give no DATA.", param_hint="--landscape")
     spec.budget()  # a mistake in the promise is told before the data is read
     _check_folder(out, overwrite=overwrite)
     result = run(spec, out, quiet=quiet or as_json)
@@ -134,6 +145,10 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     from quietgrad.progress import SpentSoFar, progress
     from quietgrad.training import minimize, plan, resume
 
+    if spec.landscape is not None:
+        from quietgrad.cli.landscapes import run_on_landscape
+
+        return run_on_landscape(spec, out, quiet=quiet, resumed=resumed)
     data = spec.load_data()
     facts = spec.describe_objective(data)
     method = spec.make_algorithm(data)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from quietgrad.curators.base import Session
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling
-from quietgrad.schedule import Slot
+from quietgrad.schedule import Plan, Slot
 from quietgrad.vectors import Vector
 
 SamplingName = Literal["poisson", "fixed-size", "full"]
@@ -69,6 +70,16 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sa
     if name == "fixed-size":
         return FixedSize(n_public, batch_size)
     raise ValueError(f"sampling={name!r}: must be 'poisson', 'fixed-size' or 'full'.")
+
+
+def preview(objective: Any, plan: Plan) -> Any:
+    """What a door of ``plan`` will say about itself: enough to derive settings, nothing that could be released."""
+    return SimpleNamespace(
+        plan=plan,
+        objective=objective,
+        regularizer=objective.regularizer,
+        expected_batch=lambda slot: plan.schedule[slot].sampling.expected_batch(plan.n_public),
+    )
 
 
 def noise_multiplier(door: Session) -> float:

@@ -26,6 +26,14 @@ _METRICS = {
 }
 
 
+_SECOND_ORDER = {
+    "escapes": "saddles left",
+    "samples_used": "fresh records used",
+    "alpha": "second-order level α",
+    "certificate": "on the population risk",
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished run as the page shows it."""
@@ -61,6 +69,9 @@ class Run:
         ]
         said = ("objective", "regularizer", "intercept", "row_bound")
         rows += [(key.replace("_", " "), _plain(facts[key])) for key in said if facts.get(key) is not None]
+        found = self.result.details
+        said = ("escapes", "samples_used", "alpha", "certificate")
+        rows += [(_SECOND_ORDER[key], _plain(found[key])) for key in said if key in found]
         rows += [("stopped by", self.result.stopped_by), ("seconds", f"{self.result.seconds:.2f}")]
         return rows
 
@@ -153,7 +164,22 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
             "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
         ),
     ]
-    return [chart for chart in candidates if chart[1]]
+    return [chart for chart in (*candidates, *_second_order_charts(runs)) if chart[1]]
+
+
+def _second_order_charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """Path, escapes and drift of runs that leave saddles; public numbers, like all of the history."""
+    said = {
+        "moved": ("Path", "distance from the start", "How far the iterate is from where the run began."),
+        "escapes": ("Saddles left", "escapes", "Points of small gradient that an attempt moved away from."),
+        "drift": ("Drift", "drift", "Σ‖step‖² since the last full query; at its limit SPIDER asks in full again."),
+    }
+    charts = []
+    for key, (title, label, caption) in said.items():
+        lines = [Series(run.name, [(r["step"], r[key]) for r in run.result.history if key in r]) for run in runs]
+        lines, steps = _on_one_axis(lines, "steps")
+        charts.append((title, line_chart(title, lines, x_label=steps, y_label=label, zero=True), caption))
+    return charts
 
 
 def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:

@@ -1,0 +1,68 @@
+"""`quietgrad train --landscape`: the same run on a risk with known saddles, and the truth beside the claim."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from quietgrad.cli.options import usage
+from quietgrad.cli.report import report_if_possible
+from quietgrad.cli.runs import RunSpec
+from quietgrad.cli.settings import algorithm_from, build
+
+if TYPE_CHECKING:
+    from quietgrad.result import Result
+
+_RECORDS = 1_000_000
+
+
+def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
+    """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
+    from quietgrad.certificate import certify
+    from quietgrad.progress import SpentSoFar, progress
+    from quietgrad.training import minimize, plan, resume
+
+    n = spec.n_public or _RECORDS
+    its = [text.partition(".")[2] for text in spec.settings if text.startswith("landscape.")]
+    others = [text for text in spec.settings if not text.startswith("landscape.")]
+    land = _landscape(spec.landscape or "", its)
+    method = algorithm_from(spec.algorithm or "perturbed-sgd", spec.flags, others, spec.oracle)
+    promise = spec.budget()
+    with usage():
+        the_plan = plan(method, n=n, budget=promise)
+    spent = SpentSoFar(the_plan)
+    kept: dict[str, Any] = {
+        "ledger": spec.ledger_in(out),
+        "account": spec.account,
+        "cap": spec.cap(),
+        "folder": out,
+        "checkpoint_seconds": spec.checkpoint_seconds,
+    }
+    if not resumed:
+        spec.save(out)
+    with usage(), progress(the_plan, spent, method.name, quiet=quiet) as callback:
+        if resumed:
+            result = resume(land, n, method, callback=callback, **kept)
+        else:
+            result = minimize(land, n, method, budget=promise, n_public=n, callback=callback, **kept)
+    found = certify(land, result.params, alpha=float(result.details.get("alpha", 0.01)))
+    details = {**result.details, "certificate": str(found), "epsilon_curve": [list(p) for p in spent.curve]}
+    result = replace(result, data={"name": land.name, "notes": ["synthetic records"]}, details=details)
+    result.save(out)
+    report_if_possible([out], out / "report.html")
+    if not quiet:
+        typer.echo(f"{result.stopped_by}: {found}")
+    return result
+
+
+def _landscape(name: str, settings: list[str]) -> Any:
+    from quietgrad.objectives.landscapes import landscape, landscape_names
+
+    if name not in landscape_names():
+        raise typer.BadParameter(
+            f"{name!r}: must be one of {', '.join(landscape_names())}.", param_hint="--landscape"
+        )
+    return build(name, type(landscape(name)), {}, settings)
