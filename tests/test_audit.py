@@ -16,10 +16,11 @@ from scipy import stats
 
 import quietgrad as qg
 from quietgrad.algorithms import HOMES, by_name
-from quietgrad.audit import bounds
+from quietgrad.audit import bounds, federated
 from quietgrad.audit.attacks import ATTACKS, Attack, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
 from quietgrad.audit.distinguish import Claim, likelihood
+from quietgrad.audit.federated import TRUSTS, run_federated
 from quietgrad.audit.replicas import NotSeparableError, collect
 from quietgrad.audit.running import run
 from quietgrad.audit.worlds import TableGame
@@ -185,7 +186,7 @@ def test_every_private_algorithm_has_an_attack() -> None:
     assert not missing, f"no attack is prepared for {sorted(missing)}"
 
 
-SLOW = ("whitened-gd", "dp-agd", "perturbed-sgd")
+SLOW = ("whitened-gd", "dp-agd", "perturbed-sgd", "model-selection")
 FAST = [(name, attack) for name in ATTACKS for attack in attacks_on(name) if name not in SLOW]
 
 
@@ -251,6 +252,27 @@ def test_bad_input_is_refused(settings_: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"budget": qg.Budget(6.0, 1e-5), **settings_}
     with pytest.raises(ValueError, match=message):
         run(qg.DPGD(steps=3), **arguments)
+
+
+@pytest.mark.parametrize(("trust", "secure"), TRUSTS)
+def test_federations_pass_and_half_their_noise_is_seen(
+    trust: str, secure: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def audit() -> Any:
+        budget = qg.Budget(6.0, 1e-5, REPLACE)
+        return run_federated(lambda n: qg.DPGD(steps=3), budget=budget, trust=trust, secure=secure, runs=1000)
+
+    report = audit()
+    assert report.verdict == "pass", str(report)
+    whole = federated._federation
+    monkeypatch.setattr(federated, "_federation", lambda make, budget, z, *more: whole(make, budget, z / 2, *more))
+    caught = {f.layer for f in audit().findings if f.verdict == "violation"}
+    assert caught >= {"L0 noise scale", "L1"}
+
+
+def test_federations_are_audited_without_sampling() -> None:
+    with pytest.raises(ValueError, match="must not sample"):
+        run_federated(lambda n: qg.DPSGD(steps=3, batch_size=1), budget=qg.Budget(6.0, 1e-5))
 
 
 # --- one run ------------------------------------------------------------------------------------------------------

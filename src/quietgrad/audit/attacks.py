@@ -104,14 +104,14 @@ def _output_perturbation() -> Iterator[Attack]:
     gaussian = OutputPerturbation(steps=5, learning_rate=0.5)
     pure = OutputPerturbation(steps=2, learning_rate=0.5, mechanism="pure")
     yield Attack("one Gaussian", gaussian, 4, _budget("replace-one"))
-    yield Attack("pure ε", pure, 4, Budget(2.0, 1e-5, Relation.REPLACE_ONE))
+    yield Attack("pure ε", pure, 4, Budget(2.0, 1e-5, Relation.REPLACE_ONE), share=0.5)
 
 
 def _whitened_gd() -> Iterator[Attack]:
     from quietgrad.algorithms.whitened_gd import WhitenedGD
 
-    yield Attack("every record", WhitenedGD(steps=2, row_bound=1.0), 4, _budget())
-    yield Attack("every record", WhitenedGD(steps=2, row_bound=1.0), 4, _budget("replace-one"))
+    yield Attack("every record", WhitenedGD(steps=2, row_bound=1.0), 4, _budget(), share=0.4)
+    yield Attack("every record", WhitenedGD(steps=2, row_bound=1.0), 4, _budget("replace-one"), share=0.4)
 
 
 def _perturbed_sgd() -> Iterator[Attack]:
@@ -127,8 +127,25 @@ def _perturbed_sgd() -> Iterator[Attack]:
 
     again = make(4, batch_size=4, difference_batch_size=4, regime="reuse", full_queries=1)
     fresh = make(2, batch_size=6, difference_batch_size=6)
-    yield Attack("every record", again, 4, _budget())
+    yield Attack("every record", again, 4, _budget(), share=0.5)
     yield Attack("fresh records", fresh, 6, _budget("replace-one"), share=0.2)
+
+
+def _model_selection() -> Iterator[Attack]:
+    from quietgrad.algorithms.model_selection import ModelSelection
+    from quietgrad.oracles.spider import AdaptiveSpider
+
+    spider = AdaptiveSpider(clip=1.0, smoothness=1.0, kappa=1e6, batch_size=2, difference_batch_size=2)
+    algorithm = ModelSelection(oracle=spider, alpha=0.1, steps=2, learning_rate=0.1, hessian_lipschitz=1e-6)
+    yield Attack("fresh records", algorithm, 8, _budget("replace-one"), share=0.1)
+
+
+def _weighted_average() -> Iterator[Attack]:
+    from quietgrad.algorithms.weighted_average import WeightedAverage
+
+    one_shot = WeightedAverage(steps=5, learning_rate=0.5)
+    yield Attack("one shot", one_shot, 4, _budget("replace-one"))
+    yield Attack("rounds", WeightedAverage(steps=5, learning_rate=0.5, method="rounds"), 4, _budget())
 
 
 ATTACKS: dict[str, Callable[[], Iterator[Attack]]] = {
@@ -143,6 +160,8 @@ ATTACKS: dict[str, Callable[[], Iterator[Attack]]] = {
     "output-perturbation": _output_perturbation,
     "whitened-gd": _whitened_gd,
     "perturbed-sgd": _perturbed_sgd,
+    "model-selection": _model_selection,
+    "weighted-average": _weighted_average,
 }
 """By the algorithm's name on the command line."""
 

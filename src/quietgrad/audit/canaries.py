@@ -145,6 +145,11 @@ class CanaryObjective:
     ) -> None:
         self._add(records, indices, shorten(self._difference(records, 1.0 - gamma), clip), out)
 
+    def add_hessians(
+        self, records: Cast, indices: Indices | None, params: Floats, clip: float, out: Floats
+    ) -> None:
+        """Add nothing: these gradients are flat."""
+
     def loss_sum(self, records: Cast, indices: Indices | None, params: Floats, bound: float) -> float:
         """The canary loses all of ``bound`` where the first coordinate is positive, its mirror where it is not."""
         right = float(params[0]) > 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from quietgrad.audit.bounds import best_threshold, clopper_pearson, dprime_lower
 from quietgrad.audit.replicas import Views
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.events import Event
 from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 from quietgrad.schedule import Plan
@@ -79,9 +80,14 @@ class Claim:
     @cached_property
     def profile(self) -> dict[float, float]:
         """δ(ε) as the accountant proves it, at a few ε."""
-        from quietgrad.privacy.accounting import delta_of
+        return _profile(self.plan.event, self.relation)
 
-        return {e: delta_of(self.plan.event, epsilon=e, relation=self.relation) for e in _POINTS}
+
+@lru_cache(maxsize=64)
+def _profile(event: Event, relation: Relation) -> dict[float, float]:
+    from quietgrad.privacy.accounting import delta_of
+
+    return {e: delta_of(event, epsilon=e, relation=relation) for e in _POINTS}
 
 
 def attack_dprime(views: tuple[Views, Views], claim: Claim, what: str, alpha: float) -> Finding:

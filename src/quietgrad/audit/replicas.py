@@ -9,7 +9,7 @@ mix coordinates (a norm, a random round) are noticed and run one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -159,6 +159,15 @@ class Listener:
         self.slots.append(slot)
         return chosen
 
+    def first_below(self, slot: str, queries: Iterable[Query], threshold: float) -> int | None:
+        if self.blocks > 1:
+            raise NotSeparableError
+        search: Callable[..., int | None] = self._session.first_below  # type: ignore[attr-defined]
+        found = search(slot, queries, threshold)
+        self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
+        self.slots.append(slot)
+        return found
+
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         return self._session.close(reason, data_dependent=data_dependent)
 
@@ -228,7 +237,7 @@ def _blocks(
     objective, data = game.world(which, runs)
     holder = curator(objective, data, key)
     session = holder.open(spread(plan, game, blocks=runs))
-    return _walk(algorithm, Listener(session, blocks=runs), np.asarray(holder.initial()).view(Blocks))
+    return walk(algorithm, Listener(session, blocks=runs), np.asarray(holder.initial()).view(Blocks))
 
 
 def _loop(
@@ -256,11 +265,11 @@ def _loop(
         session.rho_left = rho
         if hasattr(objective, "rewind"):
             objective.rewind()
-        views.append(_walk(algorithm, Listener(session, number=number), start))
+        views.append(walk(algorithm, Listener(session, number=number), start))
     return views
 
 
-def _walk(algorithm: Algorithm, session: Listener, start: Vector) -> Views:
+def walk(algorithm: Algorithm, session: Listener, start: Vector) -> Views:
     state = algorithm.init(start)
     while not state.done:
         state = algorithm.step(state, session)

@@ -103,7 +103,7 @@ def run(
         notes=tuple(notes),
     )
     if report.vacuous:
-        why = f"claim too small for {runs} runs: half the noise would pass as well; give more runs or a larger ε"
+        why = f"{runs} runs cannot test this claim: half the noise would pass as well; give more runs or a larger ε"
         report = AuditReport(**{**vars(report), "notes": (*notes, why)})
     return report
 

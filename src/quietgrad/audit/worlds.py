@@ -77,8 +77,9 @@ def special_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
     True
     """
     name = getattr(algorithm, "name", "")
-    if name == "output-perturbation":  # stability scales as 1/n, so a few records stand for any number
-        return HuberGame(n, dim=1 if algorithm.mechanism == "pure" else 2)
+    one_shot = name == "weighted-average" and algorithm.method == "one-shot"
+    if name == "output-perturbation" or one_shot:  # stability scales as 1/n: few records stand for any number
+        return HuberGame(n, dim=1 if getattr(algorithm, "mechanism", "") == "pure" else 2)
     if name == "whitened-gd":
         return TableGame(n, relation, algorithm.row_bound or 1.0)
     return None

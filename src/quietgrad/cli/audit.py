@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +46,12 @@ def audit(
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
     count = runs if runs is not None else _QUICK if quick else _FULL
     reports: list[AuditReport] = []
-    for report in _audits(list(ATTACKS) if everything else what or [], count):
+    audits: Iterable[AuditReport] = _audits(list(ATTACKS) if everything else what or [], count)
+    if everything:
+        from quietgrad.audit.federated import audit_federations
+
+        audits = itertools.chain(audits, audit_federations(max(1000, count // 4)))
+    for report in audits:
         reports.append(report)
         if not as_json:
             typer.echo(_line(report))

@@ -1,0 +1,205 @@
+"""What audits can see and what they cost: false alarms, power against too little noise, tightness, one-run audits.
+
+Times are CPU seconds of this process (``time.process_time``), because the machine may be shared. Run with
+
+    OMP_NUM_THREADS=1 python benchmarks/audit.py [--quick]
+
+``--quick`` makes a tenth of the audits. Results go to ``benchmarks/results/audit.json``, the curves of both bounds
+against steps to ``audit_tightness.svg`` beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import save
+
+import quietgrad as qg
+from quietgrad.audit.attacks import ATTACKS, attacks_on
+from quietgrad.audit.replicas import central
+from quietgrad.audit.running import run
+
+RESULTS = Path(__file__).parent / "results"
+QUICK = "--quick" in sys.argv
+MANY = 20 if QUICK else 200
+SRM = qg.DPSRM(steps=6, batch_size=4, difference_clip=0.2)
+BUDGET = qg.Budget(6.0, 1e-5, qg.Relation.REPLACE_ONE)
+
+
+def quieter(factor: float) -> Callable[[Any, Any, bytes], Any]:
+    """A curator that adds ``factor`` times the planned noise."""
+
+    class Quieter:
+        def __init__(self, objective: Any, data: Any, key: bytes) -> None:
+            self.inner = central(objective, data, key)
+
+        def initial(self) -> Any:
+            return self.inner.initial()
+
+        def open(self, plan: Any) -> Any:
+            return self.inner.open(replace(plan, noise_multiplier=plan.noise_multiplier * factor))
+
+    return Quieter
+
+
+def statistical(report: Any) -> bool:
+    """Whether a layer that only sees transcripts, not the noise itself, reports a violation."""
+    return any(f.verdict == "violation" and not f.layer.startswith("L0") for f in report.findings)
+
+
+def false_alarms() -> dict[str, Any]:
+    """``MANY`` audits of every algorithm, its configurations in turn; one-by-one algorithms with fewer runs."""
+    found = {}
+    for name in ATTACKS:
+        attacks = attacks_on(name)
+        probe = run(attacks[0].algorithm, budget=attacks[0].budget, n=attacks[0].n, runs=200)
+        accused = 0
+        started = time.process_time()
+        for k in range(MANY):
+            attack = attacks[k % len(attacks)]
+            looped = bool(probe.notes) or attack.label in ("random round", "C2 follows the step", "pure ε")
+            runs = 200 if looped else 2000
+            report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=runs)
+            accused += report.verdict == "violation"
+        seconds = (time.process_time() - started) / MANY
+        found[name] = {"audits": MANY, "false alarms": accused, "CPU seconds per audit": round(seconds, 3)}
+        print("false alarms", name, found[name], flush=True)
+    return found
+
+
+def power() -> list[dict[str, Any]]:
+    """How often DP-SRM with too little noise is caught by its transcripts alone."""
+    rows = []
+    for factor, runs, audits in ((1.0, 2000, 100), (0.5, 2000, 100), (0.9, 20_000, 20), (0.95, 20_000, 20)):
+        audits = max(5, audits // (10 if QUICK else 1))
+        seconds, caught = [], 0
+        for _ in range(audits):
+            started = time.process_time()
+            caught += statistical(run(SRM, budget=BUDGET, n=4, runs=runs, curator=quieter(factor)))
+            seconds.append(time.process_time() - started)
+        rows.append(
+            {
+                "noise": factor,
+                "runs": runs,
+                "audits": audits,
+                "caught": caught,
+                "median CPU seconds per audit": round(statistics.median(seconds), 4),
+            }
+        )
+        print("power", rows[-1], flush=True)
+    return rows
+
+
+def tightness() -> list[dict[str, Any]]:
+    """Lower bound ÷ claim with all steps visible, at ε = 6, 20000 runs; sampled DP-SGD by L2 at 200000 runs."""
+    rows = []
+
+    def row(what: str, algorithm: Any, steps: int, n: int, runs: int, budget: qg.Budget) -> None:
+        report = run(algorithm, budget=budget, n=n, runs=runs)
+        rows.append(
+            {
+                "what": what,
+                "steps": steps,
+                "runs": runs,
+                "claimed": round(report.epsilon_claimed, 4),
+                "lower": round(report.epsilon_lower, 4),
+                "ratio": round(report.tightness, 3),
+                "delta": budget.delta,
+                "verdict": report.verdict,
+            }
+        )
+        print("tightness", rows[-1], flush=True)
+
+    budget = qg.Budget(6.0, 1e-5)
+    row("single Gaussian release", qg.DPGD(steps=1), 1, 4, 20_000, budget)
+    for steps in (1, 2, 5, 10, 20, 50):
+        row("DP-SGD, every record", qg.DPSGD(steps=steps, batch_size=4), steps, 4, 20_000, budget)
+        row("DP-SRM, every record", qg.DPSRM(steps=steps, batch_size=4), steps, 4, 20_000, budget)
+    for steps in (1, 5, 20):
+        sampled = qg.Budget(2.0, 1e-2)
+        runs = 20_000 if QUICK else 200_000
+        row("DP-SGD, Poisson 1/2", qg.DPSGD(steps=steps, batch_size=2), steps, 4, runs, sampled)
+    return rows
+
+
+def one_run() -> list[dict[str, Any]]:
+    """One training of a logistic model with planted canaries, correct and with half the noise."""
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((2000, 50))
+    y = (X[:, 0] > 0).astype(float)
+    rows = []
+    for canaries in (1000, 10_000):
+        for factor in (1.0, 0.5):
+            caught, lower, seconds = {"L3 one-run": 0, "L3 f-DP": 0, "L3 d′": 0}, [], []
+            for seed in range(5):
+                started = time.process_time()
+                report = qg.audit.one_run(
+                    qg.objectives.Logistic(), (X, y), qg.DPGD(steps=20), budget=qg.Budget(3.0, 1e-5), seed=seed,
+                    canaries=canaries, curator=quieter(factor),
+                )  # fmt: skip
+                seconds.append(time.process_time() - started)
+                lower.append(report.epsilon_lower)
+                for finding in report.findings:
+                    caught[finding.layer] += finding.verdict == "violation"
+            rows.append(
+                {
+                    "canaries": canaries,
+                    "noise": factor,
+                    "claimed": 3.0,
+                    "median lower": round(statistics.median(lower), 3),
+                    "caught of 5": caught,
+                    "median CPU seconds": round(statistics.median(seconds), 3),
+                }
+            )
+            print("one run", rows[-1], flush=True)
+    return rows
+
+
+def quick_command() -> float:
+    """CPU seconds of ``quietgrad audit --all --quick``."""
+    from quietgrad.cli import main
+
+    started = time.process_time()
+    assert main(["audit", "--all", "--quick", "--json"]) == 0
+    return round(time.process_time() - started, 1)
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    """Claimed ε and lower bound against the number of steps."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2))
+    for what, marker in (("DP-SGD, every record", "o"), ("DP-SRM, every record", "s")):
+        mine = [r for r in rows if r["what"] == what]
+        axes.plot([r["steps"] for r in mine], [r["lower"] for r in mine], marker + "-", label=f"{what}: at least")
+    axes.plot([r["steps"] for r in mine], [r["claimed"] for r in mine], "k--", label="claimed")
+    axes.set(xlabel="steps, all visible", ylabel="ε at δ = 1e-5", ylim=(0, None), xscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "audit_tightness.svg")
+
+
+def main() -> None:
+    """Measure everything and write the results."""
+    numbers: dict[str, Any] = {"clock": "CPU seconds of this process (time.process_time)"}
+    numbers["power"] = power()
+    numbers["tightness"] = tightness()
+    numbers["one run"] = one_run()
+    numbers["all --quick, CPU seconds"] = quick_command()
+    numbers["false alarms"] = false_alarms()
+    save(RESULTS / "audit.json", numbers)
+    plot(numbers["tightness"])
+
+
+if __name__ == "__main__":
+    main()
