@@ -143,7 +143,7 @@ class PerturbedSGD:
         return Schedule(slots, "parallel" if fresh else "sequential", adaptive=True)
 
     def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
-        """Refuse a start outside a landscape's domain, or settings that mean nothing, before anything is paid for."""
+        """Refuse a start outside the domain, or settings that mean nothing, before anything is paid for."""
         check = getattr(objective, "check_domain", None)
         if check is not None:
             check(x0)
