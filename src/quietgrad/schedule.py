@@ -192,6 +192,8 @@ class Plan:
         assert self.budget is not None
         if not any(counts.values()):
             return 0.0
+        if any(slot.law is not None for slot in self.schedule.slots):
+            return self.epsilon()  # δ is averaged over the rounds: a short run has no smaller ε of its own
         spent = account(self.event_of(counts), delta=self.budget.delta, relation=relation)
         return min(spent, self.epsilon())
 

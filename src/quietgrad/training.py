@@ -412,6 +412,8 @@ def _privacy(session: Session, spent: Spent, account: str | None, seeded: bool, 
     proof = the_plan.proof if whole else prove(spent.event, delta=budget.delta, relation=budget.relation)
     if the_plan.paper_noise:
         notes = (f"noise as printed for {the_plan.paper_noise}; ε is what is proved, not what was claimed", *notes)
+    if budget.delta * the_plan.n_public >= 1.0:
+        notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
     if seeded:
         notes = ("seeded randomness: not private", *notes)
     return Privacy(

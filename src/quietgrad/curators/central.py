@@ -258,7 +258,7 @@ class CentralSession:
         out = zeros_like(self._zero) if dim == len(self._zero) else np.zeros(dim)
         if self.plan.budget is not None and query.bound == 0.0:
             return out  # zero whatever the data, so nothing needs to look at them
-        query.sum_into(self.objective, batch, out)
+        self._sum(query, batch, out)
         if self.plan.budget is None:
             return out
         multiplier = self._multiplier(source.slot, rho)
@@ -277,7 +277,7 @@ class CentralSession:
         source, batch = self._take(slot)
         scores = np.zeros((len(queries), 1))
         for query, score in zip(queries, scores, strict=True):
-            query.sum_into(self.objective, batch, score)
+            self._sum(query, batch, score)
         if self.plan.budget is None:
             return int(np.argmin(scores))
         self._spend(rho)
@@ -298,7 +298,7 @@ class CentralSession:
         level, bound = threshold, 0.0
         for position, query in enumerate(queries):
             score = np.zeros(1)
-            query.sum_into(self.objective, batch, score)
+            self._sum(query, batch, score)
             value = float(score[0])
             if self.plan.budget is not None:
                 if position == 0:
@@ -354,6 +354,11 @@ class CentralSession:
         batch = Batch(self._records, source.batch())
         source.used += 1
         return source, batch
+
+    def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
+        # A warning about an overflow would tell that there is a record that causes it.
+        with np.errstate(all="ignore"):
+            query.sum_into(self.objective, batch, out)
 
     def _check_mechanism(self, slot: str, *, search: bool) -> None:
         if (self._source(slot).slot.mechanism == "threshold") != search:

@@ -151,6 +151,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     def _train(self, objective: Any, X: Any, y: Any, plan: Plan, key: bytes, notes: tuple[str, ...]) -> Any:
         """Run the plan; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
         curator = CentralCurator(objective, (X, y), key=key)
+        if self.n_public is None and Relation.parse(self.relation) is Relation.ADD_REMOVE:
+            notes = (*notes, "n was taken from the data and is thereby declared public")
         seeded = self.random_state is not None
         result = run(
             self._method(), curator.open(plan), curator.initial(), account=self.account, seeded=seeded, notes=notes

@@ -91,7 +91,8 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         close = self._reserve(plan)
         if look is not None:
             centre, scale = look.run(X, y, key)
-        scaled = np.clip((y - centre) / scale, -_REACH, _REACH)
+        with np.errstate(over="ignore"):  # a warning would tell that some target is that far out
+            scaled = np.clip((y - centre) / scale, -_REACH, _REACH)
         notes = () if look is None else ("the targets' centre and scale were found privately",)
         weights, bias = self._train(self._loss(), X, scaled, plan, key, notes)
         close()

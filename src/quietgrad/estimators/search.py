@@ -165,6 +165,9 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         from quietgrad.privacy.accounting import prove
 
         proof = prove(event, delta=self.delta, relation=self.relation)
+        notes = (*model.privacy_.notes, "chosen by a private search: ε is that of the whole search")
+        if getattr(self.estimator, "n_public", None) is None and proof.relation is Relation.ADD_REMOVE:
+            notes = (*notes, "n was taken from the data and is thereby declared public")
         model.privacy_ = replace(
             model.privacy_,
             epsilon=proof.epsilon,
@@ -172,7 +175,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             accountant=proof.accountant,
             events=event,
             account=self.account,
-            notes=(*model.privacy_.notes, "chosen by a private search: ε is that of the whole search"),
+            notes=notes,
         )
         model.result_ = replace(model.result_, privacy=model.privacy_)
         model.set_params(account=self.account)
