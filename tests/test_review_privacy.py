@@ -23,8 +23,8 @@ from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.labels import LabelDiscovery
-from quietgrad.errors import BudgetError, DataError, UnprovableError
-from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, spent
+from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
+from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch, spent
 from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.glm import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.regularizers import L2
@@ -98,6 +98,13 @@ def test_a_row_that_overflows_when_scaled_counts_as_nothing(rows: Any, indices: 
     assert np.linalg.norm(out) <= 2.0
 
 
+@pytest.mark.parametrize("layout", [np.array, sparse.csr_array])
+def test_an_absurd_record_raises_no_warning(layout: Any) -> None:
+    features, targets = X.copy(), X[:, 0].copy()
+    features[3], targets[3] = 1e200, 1.7e308
+    PrivateHuberRegressor(epsilon=4.0, relation="add-remove").fit(layout(features), targets)
+
+
 def test_a_short_row_is_still_bounded_after_normalizing() -> None:
     table = Huber(row_bound=1.0, rows="normalize").prepare(([[1e-160, 0.0], [0.0, 0.0]], [1.0, 1.0]))
     shortened = np.abs(table.X * table.factors[:, None])
@@ -146,6 +153,20 @@ def test_a_stop_by_callback_is_charged_in_full(tmp_path: Path) -> None:
     assert ledger.spent("default", delta=1e-5, relation="add-remove").epsilon == whole
 
 
+def test_a_random_round_that_ends_early_is_no_cheaper() -> None:
+    priced = plan(DPGD(steps=20, returns="random"), n=len(X), budget=BUDGET)
+    assert priced.epsilon_after({"gradient": 1}) == priced.epsilon()
+
+
+def test_what_a_statement_rests_on_is_noted() -> None:
+    loose = qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=Budget(1.0, 1 / len(X)))
+    assert any("below 1/n" in note for note in loose.privacy.notes)
+    for n_public in (None, 400):
+        model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, relation="add-remove", n_public=n_public)
+        notes = model.fit(X, Y).privacy_.notes
+        assert any("n was taken from the data" in note for note in notes) == (n_public is None)
+
+
 def test_a_filter_claims_its_total_whatever_a_run_happened_to_spend() -> None:
     algorithm = DPAGD(max_steps=4)
     result = qg.minimize(Logistic(), (X, Y), algorithm, budget=BUDGET)
@@ -167,6 +188,14 @@ def test_replace_one_runs_are_not_priced_under_add_remove(tmp_path: Path) -> Non
     PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, account="here").fit(X, Y)
     with pytest.raises(UnprovableError, match="replace-one"):
         spent("here", relation="add-remove")
+
+
+def test_a_table_charged_to_two_accounts_is_noticed(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, account="patients")
+    qg.minimize(Huber(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, account="patients")
+    with pytest.warns(LedgerWarning, match="patients"):
+        qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, account="customers")
 
 
 def test_a_cap_without_a_ledger_is_refused() -> None:
