@@ -4,8 +4,8 @@
 
 For each model the steps take turns, and a step's CPU time (the machine is shared, so not wall time) is divided by
 that of plain SGD in the same round; the result is the median of these ratios. Peers: Opacus 1.6.0 with hooks and
-with ghost clipping (`pip install --no-deps --target DIR opacus==1.6.0`), torch.func's vmap(grad), and for DP-SRM two
-Opacus passes and vmap. "two passes" is the floor of every method that needs gradients at two points. Our steps
+with ghost clipping (`pip install --no-deps --target DIR opacus==1.6.0`), torch.func's vmap(grad), and for DP-SRM
+two Opacus passes and vmap. "two passes" is the floor of every method that needs gradients at two points. Our steps
 include cryptographic noise; the others draw torch's. Peak memory is the growth of the process over two steps, each
 method in a process of its own.
 --keep-memory: with `quietgrad.torch.allocator.keep_freed_memory` on, for every contender alike.
@@ -49,10 +49,10 @@ Step = Callable[[], object]
 class Problem:
     """A model, a batch, and the ways to take a step on it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, batch: int | None = None) -> None:
         torch.manual_seed(0)
         self.module: nn.Module = MODELS[name]()
-        self.batch = BATCHES[name]
+        self.batch = batch or BATCHES[name]
         shape = (1, 28, 28) if name.startswith("mnist") else (3, 32, 32)
         tokens = name == "transformer"
         self.x = torch.randint(8000, (self.batch, 128)) if tokens else torch.randn(self.batch, *shape)
@@ -124,6 +124,7 @@ class Problem:
         """DP-SGD by vmap(grad)."""
         params = {name: p.detach() for name, p in self.module.named_parameters()}
 
+        @torch.no_grad()
         def step() -> None:
             gradients = self._per_example(params)
             weights = _weights(gradients, CLIP)
@@ -140,6 +141,7 @@ class Problem:
         params = {name: p.detach() for name, p in self.module.named_parameters()}
         previous = {name: p.clone() for name, p in params.items()}
 
+        @torch.no_grad()
         def step() -> None:
             _srm_step(self._per_example(params), self._per_example(previous), params, previous, self.batch)
 
@@ -270,6 +272,7 @@ def times(name: str, repeats: int) -> dict[str, Any]:
 
 def peak_megabytes(name: str, method: str) -> float:
     """Growth of the resident set over two steps; Linux counts the high-water mark afresh after clear_refs."""
+    METHODS[method](Problem(name, batch=2))()  # imports and compiled code are not the method's memory
     step = METHODS[method](Problem(name))
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
