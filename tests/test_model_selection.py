@@ -19,6 +19,7 @@ from quietgrad.algorithms.distributed_selection import HessianSelection, _Doors,
 from quietgrad.algorithms.model_selection import certify_privately
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
+from quietgrad.federation import Party, simulate
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.landscapes import Sample, landscape
 from quietgrad.objectives.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
@@ -253,6 +254,31 @@ def test_perturbed_sgd_leaves_the_saddle_on_parties() -> None:
     assert result.stopped_by == "sosp"
     assert qg.certify(HILL, result.params, alpha=result.details["alpha"]).kind == "sosp"
     assert result.privacy.epsilon == pytest.approx(4.0, rel=2e-3)
+
+
+def uneven(m: int, n: int) -> list[Sample]:
+    """Parties whose own risks differ: half see slopes tilted up, half down; their mean is the landscape's."""
+    hill: Any = HILL
+    samples = []
+    for j, sample in enumerate(parties(m, n)):
+        s, _, coordinate = np.unravel_index(sample["kind"], (2, 2, hill.d))
+        tilted = np.ravel_multi_index((s, np.full(n, j % 2), coordinate), (2, 2, hill.d))
+        samples.append(Sample({"kind": tilted.astype(np.int32)}, hill.d))
+    return samples
+
+
+@pytest.mark.parametrize(("trust", "secure"), [("local", None), ("curator", None), ("secure", "servers")])
+def test_perturbed_sgd_on_a_federation_of_uneven_parties(trust: Any, secure: Any) -> None:
+    """Algorithm 3 (local), and the same with the noise of one curator, given or inside a secure sum."""
+    members = [Party(sample) for sample in uneven(4, 200_000)]
+    start = HILL.risk_gradient(members[0].X, HILL.saddle())
+    assert float(np.linalg.norm(start)) > 0.1  # the saddle of all is no critical point of one party
+    budget = qg.Budget(4.0, 1e-6)
+    result = simulate(qg.PerturbedSGD(), HILL, members, budget=budget, trust=trust, secure=secure, seed=0)
+    assert result.stopped_by == "sosp"
+    assert qg.certify(HILL, result.params, alpha=result.details["alpha"]).kind == "sosp"
+    assert result.privacy.epsilon == pytest.approx(4.0, rel=2e-3)
+    assert result.samples_used <= 800_000
 
 
 @pytest.mark.parametrize("noise", ["goe", "triangle"])

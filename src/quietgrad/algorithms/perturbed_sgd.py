@@ -13,6 +13,7 @@ error and are not independent as Lemma 2 assumes: ``independent=True`` begins ea
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ from quietgrad.algorithms import escape_theory
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Constants
+from quietgrad.objectives.base import Constants, Query
 from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.privacy.budget import Budget
@@ -148,6 +149,11 @@ class PerturbedSGD:
         if check is not None:
             check(x0)
         self._settle(preview(objective, plan), len(x0))
+
+    def examples(self, x0: Vector, door: Session) -> Iterator[tuple[str, Query]]:
+        """What the oracle may ask, slot by slot; a rehearsal with made-up answers need not meet all of it."""
+        find = getattr(self.oracle, "examples", None)
+        return iter(()) if find is None else find(x0, door)
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""

@@ -204,6 +204,10 @@ def _rehearsed(algorithm: Any, door: Rehearsal) -> Rehearsal:
                 break
     except ExhaustedError:
         pass  # made-up answers may use a slot up sooner than real ones
+    if hasattr(algorithm, "examples"):
+        door.used = dict.fromkeys(door.used, 0)
+        for slot, query in algorithm.examples(initial, door):
+            door._note(slot, query, query.dim(door._shape))
     return door
 
 

@@ -143,7 +143,8 @@ class Landscape(ABC):
                 raise DataError(f"a sample for {data.dim} parameters; {self.name} has {self.dim}.")
             return data
         if isinstance(data, bool) or not isinstance(data, (int, np.integer)) or data < 1:
-            raise DataError(f"data={data!r}: a landscape samples its own records; pass how many, a number ≥ 1.")
+            given = repr(data) if isinstance(data, (int, str)) else f"of type {type(data).__name__}"
+            raise DataError(f"data {given}: a landscape samples its own records; pass how many, a number ≥ 1.")
         return Sample(self._draw(int(data), np.random.default_rng(self.seed)), self.dim)
 
     def initial(self, records: Sample) -> Floats:

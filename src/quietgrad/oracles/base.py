@@ -83,8 +83,9 @@ def preview(objective: Any, plan: Plan) -> Any:
 
 
 def noise_multiplier(door: Session) -> float:
-    """Standard deviation of the noise on a sum ÷ C: the plan's, times √m where m parties each add their own."""
-    return door.plan.noise_multiplier * math.sqrt(getattr(door, "noise_sources", 1))
+    """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to."""
+    factor: float = getattr(door, "noise_sources", getattr(door.plan, "variance_factor", 1.0))
+    return door.plan.noise_multiplier * math.sqrt(factor)
 
 
 def constant_of(setting: str, name: str, given: float | None, door: Session) -> float:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient, GradientDifference
+from quietgrad.objectives.base import Gradient, GradientDifference, Query
 from quietgrad.oracles.base import Error, Estimate, constant_of, noise_multiplier, sampling_of
 from quietgrad.sampling import Sampling, SinglePass
 from quietgrad.schedule import Slot
@@ -89,6 +90,12 @@ class _PathIntegrated(ABC):
         total *= 1.0 / door.expected_batch("o2")
         total += state.value
         return Estimate(total, params, drift, state.calls + 1)
+
+    def examples(self, params: Vector, door: Session) -> Iterator[tuple[str, Query]]:
+        """Queries as they may be asked, for plans that parties approve; differences have no one clip."""
+        yield "o1", Gradient(params, self.lipschitz(door))
+        for moved in (1e-9, 2e-9):
+            yield "o2", GradientDifference(params, params, self.smooth(door) * moved)
 
     @abstractmethod
     def _drift(self, drift: float, moved: float) -> float:
