@@ -2,8 +2,8 @@
 
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/glm.py [speed|accuracy|memory] ...
 
-speed: CPU time of one DP-SRM step on a9a with b = 100, through the real curator with cryptographic noise, against the
-same algorithm in plain numpy (dense rows, numpy's own generator) and an Opacus DP-SGD loop on a linear layer.
+speed: CPU time of one DP-SRM step on a9a with b = 100, through the real curator with cryptographic noise, against
+the same algorithm in plain numpy (dense rows, numpy's own generator) and an Opacus DP-SGD loop on a linear layer.
 accuracy: ``PrivateLogisticRegression`` as it comes, 20 fits, beside diffprivlib where it can be installed.
 memory: what a fit of 10⁶ × 100 float32 adds to the data.
 """
@@ -158,7 +158,8 @@ def accuracy(fits: int = 20) -> dict[str, Any]:
             rows.append({
                 "data": name, "epsilon": epsilon, "fits": fits, "row_bound": "found privately",
                 "accuracy": statistics.mean(scores), "accuracy_se": statistics.stdev(scores) / math.sqrt(fits),
-                "loss": statistics.mean(losses), "first_fit_cpu_s": seconds[0], "fit_cpu_s": statistics.median(seconds[1:]),
+                "loss": statistics.mean(losses), "first_fit_cpu_s": seconds[0],
+                "fit_cpu_s": statistics.median(seconds[1:]),
                 "proved_epsilon": model.privacy_.epsilon,
             })  # fmt: skip
             print(rows[-1], flush=True)

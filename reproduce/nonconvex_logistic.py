@@ -6,7 +6,7 @@ Protocol, the same for all: replace-one, δ = 1e-5, the loss of the paper (logis
 intercept). A method's settings are chosen on a fixed fifth of the training rows (fit once on the other four fifths
 at the full budget, least validation loss; methods share the grid of everything they share); then 20 fits on all
 training rows, and the test rows are looked at once. The ε stated is that of one fit; the search is not in it, as in
-the paper. "Test loss" is the logistic loss without the regulariser, which is what the paper's column named test error shows.
+the paper. "Test loss" is the logistic loss without the regulariser: what the paper's column "test error" shows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def settings(data: str, n: int) -> Iterator[tuple[str, list[Any]]]:
     ]  # fmt: skip
     yield "dp-adam", [
         qg.DPAdam(steps=steps, batch_size=b, learning_rate=f"{s}:{e}", clip=c, returns=r)
-        for e in (0.005, 0.01, 0.03, 0.1) for c in clips for s in ("constant", "linear") for r in ("last", "average")
+        for e in (0.005, 0.01, 0.03, 0.1) for c in clips
+        for s in ("constant", "linear") for r in ("last", "average")
     ]  # fmt: skip
     yield "dp-gd", [
         qg.DPGD(steps=t, learning_rate=f"{s}:{e}", clip=c, returns=r)
@@ -96,8 +97,8 @@ def settings(data: str, n: int) -> Iterator[tuple[str, list[Any]]]:
     ]  # fmt: skip
     for label, early in (("stagewise (DPageEM)", 4), ("stagewise (DPageS)", 0)):
         yield label, [
-            qg.StagewiseDPSGD(stages=3, first_steps=math.ceil(steps / 14), batch_size=b, learning_rate=2 * e, clip=c,
-                              early_momentum=early)
+            qg.StagewiseDPSGD(stages=3, first_steps=math.ceil(steps / 14), batch_size=b, learning_rate=2 * e,
+                              clip=c, early_momentum=early)
             for e in [unit * e for e in (0.2, 0.4, 0.8, 1.6)] for c in clips
         ]  # fmt: skip
     for label, cls in (("rrpsgd", qg.RRPSGD), ("bassily-sgd", qg.BassilySGD)):
@@ -161,13 +162,14 @@ def table(data: str, epsilon: float, runs: int, quick: bool) -> list[dict[str, A
             "data": data, "epsilon": epsilon, "method": method, "settings": grid[index].config(),
             "objective": repr(objective.regularizer), "searched": len(scored), "runs": runs,
             "test_loss": float(losses.mean()), "test_loss_se": float(losses.std(ddof=1) / math.sqrt(runs)),
-            "test_accuracy": float(accuracies.mean()), "test_accuracy_se": float(accuracies.std(ddof=1) / math.sqrt(runs)),
+            "test_accuracy": float(accuracies.mean()),
+            "test_accuracy_se": float(accuracies.std(ddof=1) / math.sqrt(runs)),
             "gradient_norm": float(np.mean(norms)), "cpu_seconds_per_fit": seconds, "cpu_seconds_search": search,
             "paper_test_loss": None if paper is None else paper[0 if epsilon == 0.2 else 1],
         }  # fmt: skip
         rows.append(row)
         print(f"{data} ε={epsilon} {method:26s} loss {row['test_loss']:.4f}±{row['test_loss_se']:.4f} "
-              f"accuracy {row['test_accuracy']:.4f} paper {row['paper_test_loss']} {seconds:.2f}s", flush=True)  # fmt: skip
+              f"accuracy {row['test_accuracy']:.4f} paper {row['paper_test_loss']}", flush=True)  # fmt: skip
     return rows
 
 
