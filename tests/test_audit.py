@@ -21,7 +21,8 @@ from quietgrad.audit.attacks import ATTACKS, Attack, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
 from quietgrad.audit.distinguish import Claim, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
-from quietgrad.audit.replicas import NotSeparableError, collect
+from quietgrad.audit.listener import NotSeparableError
+from quietgrad.audit.replicas import collect
 from quietgrad.audit.running import run
 from quietgrad.audit.worlds import TableGame
 from quietgrad.cli import main
@@ -202,7 +203,7 @@ def test_correct_algorithms_pass_with_signal(name: str, attack: Attack) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_algorithms_pass(name: str) -> None:
     attack = attacks_on(name)[0]
-    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=400, seed=11)
+    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=250, seed=11)
     assert report.verdict != "violation", str(report)
     assert any("one by one" in note for note in report.notes)
 
@@ -303,7 +304,7 @@ def test_one_run_sees_half_the_noise_and_nothing_else(relation: Relation) -> Non
 
 def test_one_run_trains_the_same_model_beside_its_canaries() -> None:
     """The planted coordinates leave the model's own sums alone."""
-    from quietgrad.audit.single_run import PlantedObjective
+    from quietgrad.audit.planted import PlantedObjective
     from quietgrad.objectives.base import Batch, RecursiveMomentum
 
     rng = np.random.default_rng(1)

@@ -20,6 +20,7 @@ from scipy.special import chdtrc, gammaincinv, ndtr, ndtri
 
 from quietgrad.audit.canaries import CanaryObjective, Cast
 from quietgrad.audit.distinguish import Finding
+from quietgrad.audit.listener import as_numbers
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.curators.base import Curator
 from quietgrad.errors import LedgerError
@@ -29,7 +30,7 @@ from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.sampling import FullBatch, Poisson
 from quietgrad.schedule import Plan, Schedule, Slot
-from quietgrad.vectors import Vector
+from quietgrad.vectors import Vector, zeros_like
 
 Floats = npt.NDArray[np.float64]
 _BINS = 64
@@ -151,10 +152,11 @@ def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: f
 
 
 def sums(query: Query, objective: Any, records: Any, indices: Any = None) -> Floats:
-    """The query's sum without noise, in float64."""
-    out = np.zeros(query.dim(records))
+    """The query's sum without noise, as float64."""
+    like, dim = objective.initial(records), query.dim(records)
+    out = zeros_like(like) if len(like) == dim else np.zeros(dim)
     query.sum_into(objective, Batch(records, indices), out)
-    return out
+    return as_numbers(out)
 
 
 def probe_sensitivity(

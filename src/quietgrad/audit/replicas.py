@@ -9,7 +9,7 @@ mix coordinates (a norm, a random round) are noticed and run one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.base import Curator, Session, Spent
+from quietgrad.audit.listener import Blocks, Listener, NotSeparableError
+from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import Query
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass
@@ -31,17 +31,6 @@ CuratorFactory = Callable[[Any, Any, bytes], Curator]
 """(objective, data, key) ↦ whoever holds the data."""
 
 _MOST_NUMBERS = 2**22  # coordinates of one block-diagonal pass; more runs are made in several passes
-
-
-class NotSeparableError(TypeError):
-    """An algorithm computed something across coordinates, so blocks would not be independent runs."""
-
-
-class Blocks(np.ndarray[Any, Any]):
-    """A flat vector of N blocks that refuses inner products."""
-
-    def dot(self, *_: Any, **__: Any) -> Any:
-        raise NotSeparableError
 
 
 @dataclass(frozen=True)
@@ -108,73 +97,6 @@ class Game(Protocol):
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
         """(objective, data) of ``runs`` blocks of world 0 or 1."""
         ...
-
-
-class Listener:
-    """A session that writes down every number that passes the door, in units of the query's bound."""
-
-    def __init__(self, session: Session, *, blocks: int = 1, number: int = 0) -> None:
-        self._session = session
-        self._number = number
-        self.blocks = blocks
-        self.plan = session.plan
-        self.objective = session.objective
-        self.regularizer = session.regularizer
-        self.heard: list[Floats] = []
-        self.slots: list[str] = []
-
-    @property
-    def rho_left(self) -> float:
-        return self._session.rho_left
-
-    @rho_left.setter
-    def rho_left(self, value: float) -> None:
-        self._session.rho_left = value
-
-    @property
-    def used(self) -> dict[str, int]:
-        return self._session.used
-
-    def expected_batch(self, slot: str) -> float:
-        return self._session.expected_batch(slot)
-
-    def uniform(self, label: str) -> float:
-        if self.blocks > 1:
-            raise NotSeparableError  # one draw would be shared by all runs
-        return self._session.uniform(f"{label}/{self._number}")
-
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        self._tick()
-        answer = self._session.release(slot, query, rho=rho)
-        if query.bound > 0.0:
-            self.heard.append(np.array(answer, np.float64).reshape(self.blocks, -1) / query.bound)
-            self.slots.append(slot)
-        return answer.view(Blocks) if self.blocks > 1 else answer
-
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        if self.blocks > 1:
-            raise NotSeparableError
-        chosen = self._session.choose(slot, queries, rho=rho)
-        self.heard.append(np.array([[float(chosen)]]))
-        self.slots.append(slot)
-        return chosen
-
-    def first_below(self, slot: str, queries: Iterable[Query], threshold: float) -> int | None:
-        if self.blocks > 1:
-            raise NotSeparableError
-        search: Callable[..., int | None] = self._session.first_below  # type: ignore[attr-defined]
-        found = search(slot, queries, threshold)
-        self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
-        self.slots.append(slot)
-        return found
-
-    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
-        return self._session.close(reason, data_dependent=data_dependent)
-
-    def _tick(self) -> None:
-        tick = getattr(self.objective, "tick", None)
-        if tick is not None:
-            tick()
 
 
 class Views(NamedTuple):

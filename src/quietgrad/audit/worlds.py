@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.audit.replicas import Game, NotSeparableError
+from quietgrad.audit.listener import NotSeparableError
+from quietgrad.audit.replicas import Game
 from quietgrad.privacy.budget import Relation
 
 _FAR = 1e3  # a target far beyond Huber's threshold: the residual is then constant
