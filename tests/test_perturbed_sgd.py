@@ -83,6 +83,11 @@ def test_no_attempt_escapes_so_the_point_is_returned() -> None:
     assert state.extra["alpha"] == 4.0
 
 
+def test_the_last_iterate_can_be_returned_as_printed() -> None:
+    _, state = play([10.0, 1.0, 1.0, 0.5, 2.0, 2.0], returns="last")
+    assert (state.stopped_by, state.params[0]) == ("sosp", -14.0)
+
+
 def test_leaving_the_ball_is_an_escape_and_descent_goes_on() -> None:
     oracle, state = play([1.0, 2.9, 2.2, 7.0, 3.0, 0.1, 0.1, 0.1, 0.1])
     # Attempt from 0: −2.9, then −5.1: escaped. Descend by 7, then a new try from −12.1 fails twice.
@@ -277,6 +282,7 @@ def theory(constants: Constants = UNIT, **settings: Any) -> object:
         (lambda: theory(failure=1.0), "failure=1.0"),
         (lambda: qg.PerturbedSGD(mode="theory"), "build it with PerturbedSGD.theory"),
         (lambda: qg.PerturbedSGD(mode="guess"), "mode='guess'"),  # type: ignore[arg-type]
+        (lambda: qg.PerturbedSGD(returns="best"), "returns='best'"),  # type: ignore[arg-type]
         (lambda: qg.PerturbedSGD(steps=0), "steps=0"),
         (lambda: qg.PerturbedSGD(chi=-1.0), "chi=-1.0"),
         (lambda: qg.PerturbedSGD(attempts=0), "attempts=0"),

@@ -5,9 +5,11 @@ perturbation. Moving a distance 𝒮 away is an escape, and descent goes on from
 the point is with probability 1 − ω second-order stationary at α = 4χ: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα).
 
 Two readings of the printed algorithm. It returns the last iterate of the last attempt; its analysis is about the
-point x̃ the attempts began at, and that is returned. Attempts restore x̃ with the oracle's state (ĝ, x_prev, drift),
-for otherwise SPIDER would take a difference across a jump; since ĝ is restored too, attempts of SPIDER share its
-error and are not independent as Lemma 2 assumes: ``independent=True`` begins each with a full query instead.
+point x̃ the attempts began at, and that is returned unless ``returns="last"``. (The last iterate usually has the
+smaller gradient, but its curvature is only known to be above −√(ρα) − ρ𝒮.) Attempts restore x̃ with the oracle's
+state (ĝ, x_prev, drift), for otherwise SPIDER would take a difference across a jump; since ĝ is restored too,
+attempts of SPIDER share its error and are not independent as Lemma 2 assumes: ``independent=True`` begins each with
+a full query instead.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class PerturbedSGD:
         failure: ω.
         hessian_lipschitz: ρ (default: the objective's).
         independent: begin every attempt with a full query.
+        returns: ``"certified"``, the point no attempt could leave, or ``"last"``, where the last attempt ended.
         mode: ``"theory"`` marks settings made by :meth:`theory`.
 
     >>> import quietgrad as qg
@@ -70,6 +73,7 @@ class PerturbedSGD:
     failure: float = 0.05
     hessian_lipschitz: float | None = None
     independent: bool = False
+    returns: Literal["certified", "last"] = "certified"
     mode: Literal["practical", "theory"] = "practical"
 
     name: ClassVar[str] = "perturbed-sgd"
@@ -84,6 +88,8 @@ class PerturbedSGD:
         for setting in ("escape_steps", "attempts"):
             if (value := getattr(self, setting)) is not None:
                 check_count(setting, value)
+        if self.returns not in ("certified", "last"):
+            raise ValueError(f"returns={self.returns!r}: must be 'certified' or 'last'.")
         if self.mode not in ("practical", "theory"):
             raise ValueError(f"mode={self.mode!r}: must be 'practical' or 'theory'.")
         if self.mode == "theory" and None in (self.learning_rate, self.chi, self.radius, self.escape_steps):
@@ -206,8 +212,10 @@ class PerturbedSGD:
             extra["escapes"] += 1
             extra["attempt"] = 0
         elif extra["tried"] >= extra["escape_steps"]:
-            state.params = saved["params"]
-            if extra["attempt"] >= extra["attempts"]:
+            done = extra["attempt"] >= extra["attempts"]
+            if not done or self.returns == "certified":
+                state.params = saved["params"]
+            if done:
                 _stop(state, "sosp")
                 return
             extra.update(attempt=extra["attempt"] + 1, tried=0)
