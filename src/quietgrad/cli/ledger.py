@@ -175,12 +175,15 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
             console.print(f"{row['account']}: {row['problem']}", soft_wrap=True)
 
 
+_NAMES = {"noise_multiplier": "noise", "total_variation": "distance"}  # shorter in a table
+
+
 def in_words(event: Event) -> str:
     """An event on one line.
 
     >>> from quietgrad.privacy.events import poisson_gaussian
     >>> in_words(poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=100))
-    '100 × poisson(rate 0.01, gaussian(noise_multiplier 1.1))'
+    '100 × poisson(rate 0.01, gaussian(noise 1.1))'
     """
     return _in_words(event.to_json())
 
@@ -192,9 +195,12 @@ def _in_words(value: Any) -> str:
             return f"{fields['count']} × {_in_words(fields['inner'])}"
         if value["event"] == "composed":
             return " + ".join(map(_in_words, fields["parts"]))
-        inside = (_in_words(item) if isinstance(item, dict | list) else f"{k} {item}" for k, item in fields.items())
+        inside = (
+            _in_words(v) if isinstance(v, dict | list) else f"{_NAMES.get(k, k)} {_in_words(v)}"
+            for k, v in fields.items()
+        )
         return f"{value['event']}({', '.join(inside)})"
     if isinstance(value, list):
         shown = [_in_words(item) for item in value[:3]]
         return ", ".join([*shown, f"… {len(value)} in all"] if len(value) > 3 else shown)
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
