@@ -1,0 +1,116 @@
+"""What a whole private step costs: sampling, reading, clipping, secure noise, accounting and update, ÷ plain SGD.
+
+    OMP_NUM_THREADS=1 python benchmarks/torch_steps.py
+
+Plain SGD is the loop every torch user writes on random batches of the same size. CPU time, one thread, the kinds of
+step taken in turn within each repeat, ratios of medians. `own-loop` is make_private with torch.optim.SGD.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.curators.central import CentralCurator
+from quietgrad.objectives.module import ModuleObjective
+from quietgrad.training import plan
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.record import save
+from reproduce.models import MODELS
+
+CASES = {"mnist-cnn4": ((1, 28, 28), 256, 8), "cnn5": ((3, 32, 32), 256, 8), "resnet20": ((3, 32, 32), 64, 3)}
+REPEATS = 5
+N = 4096
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor, size: int) -> Callable[[], None]:
+    """Ordinary SGD, one step per call."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        where = torch.randint(0, len(y), (size,))
+        optimizer.zero_grad()
+        loss(model(x[where]), y[where]).backward()
+        optimizer.step()
+
+    return step
+
+
+def algorithm(method: Any, model: nn.Module, x: Tensor, y: Tensor, size: int) -> Callable[[], None]:
+    """One step of a run as qt.fit makes it."""
+    objective: Any = ModuleObjective(model, nn.CrossEntropyLoss(reduction="none"))
+    curator = CentralCurator(objective, (x, y))
+    chosen = method(steps=10000, batch_size=size, learning_rate=0.01)
+    session = curator.open(plan(chosen, n=len(y), budget=qg.Budget(3.0, 1e-5)))
+    state = chosen.init(curator.initial())
+    chosen.step(state, session)  # the first step of DP-SRM has no difference
+
+    def step() -> None:
+        chosen.step(state, session)
+
+    return step
+
+
+def own_loop(model: nn.Module, x: Tensor, y: Tensor, size: int) -> Callable[[], None]:
+    """One step of a user's loop made private."""
+    private, optimizer, loader = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=size),
+    )  # fmt: skip
+    loss: Any = nn.CrossEntropyLoss()
+    samples = (batch for _ in range(10**6) for batch in loader)
+
+    def step() -> None:
+        inputs, labels = next(samples)
+        optimizer.zero_grad()
+        loss(private(inputs), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    """Measure and write."""
+    torch.set_num_threads(1)
+    table = {}
+    for name, (shape, size, count) in CASES.items():
+        torch.manual_seed(0)
+        x, y = torch.randn(N, *shape), torch.randint(0, 10, (N,))
+        steps = {
+            "sgd": plain(MODELS[name](), x, y, size),
+            "dp-sgd": algorithm(qg.DPSGD, MODELS[name](), x, y, size),
+            "dp-srm": algorithm(qg.DPSRM, MODELS[name](), x, y, size),
+            "own-loop": own_loop(MODELS[name](), x, y, size),
+        }
+        times: dict[str, list[float]] = {kind: [] for kind in steps}
+        for repeat in range(REPEATS + 1):
+            for kind, step in steps.items():
+                began = time.process_time()
+                for _ in range(count):
+                    step()
+                if repeat:  # the first one warms up
+                    times[kind].append((time.process_time() - began) / count)
+        medians = {kind: statistics.median(values) for kind, values in times.items()}
+        table[name] = {
+            "batch": size,
+            "cpu_ms": {kind: 1000 * value for kind, value in medians.items()},
+            "ratio_to_sgd": {kind: value / medians["sgd"] for kind, value in medians.items()},
+        }
+        print(name, {kind: round(value / medians["sgd"], 2) for kind, value in medians.items()}, flush=True)
+    save(Path(__file__).parent / "results" / "torch_steps.json", {"repeats": REPEATS, "models": table})
+
+
+if __name__ == "__main__":
+    main()
