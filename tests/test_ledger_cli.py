@@ -57,7 +57,7 @@ def test_show_states_what_every_account_spent(file: str) -> None:
 def test_show_prints_tables_for_people(file: str) -> None:
     result = runner.invoke(app, ["show", file])
     assert result.exit_code == 0
-    for said in ("patients", "staff", "closed", "cancelled", "25 × gaussian(noise_multiplier 9.0)", "add-remove"):
+    for said in ("patients", "staff", "closed", "cancelled", "25 × gaussian(noise 9)", "add-remove"):
         assert said in result.stdout
 
 
@@ -146,9 +146,9 @@ def test_bad_usage(file: str, arguments: list[str], message: str) -> None:
 def test_events_in_words() -> None:
     pure = Pure(0.5, Relation.ADD_REMOVE)
     assert in_words(Composed((Gaussian(2.0), Repeated(pure, 3)))) == (
-        "gaussian(noise_multiplier 2.0) + 3 × pure(epsilon 0.5, relation add-remove)"
+        "gaussian(noise 2) + 3 × pure(epsilon 0.5, relation add-remove)"
     )
     assert in_words(RandomRound(Gaussian(2.0), ((1, 0.5), (2, 0.5)))) == (
-        "random-round(gaussian(noise_multiplier 2.0), 1, 0.5, 2, 0.5)"
+        "random-round(gaussian(noise 2), 1, 0.5, 2, 0.5)"
     )
     assert in_words(Parallel((Gaussian(2.0),) * 5)).endswith("… 5 in all)")
