@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         self.fc = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device).expand_as(x)
+        places = torch.arange(x.shape[1], device=x.device).expand_as(x).contiguous()  # Opacus cannot take a view
         output: Tensor = self.fc(self.norm(self.layers(self.tokens(x) + self.places(places))).mean(1))
         return output
 
