@@ -116,6 +116,35 @@ def test_torch_vectors_are_taken_as_they_are() -> None:
     assert found.lambda_min == pytest.approx(-0.25, abs=1e-8)
 
 
+def test_a_module_is_differentiated_twice() -> None:
+    torch = pytest.importorskip("torch")
+    from torch import nn
+
+    from quietgrad.objectives.module import ModuleObjective
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    penalty = qg.objectives.Nonconvex(0.05)
+    loss = ModuleObjective(module, nn.CrossEntropyLoss(reduction="none"), regularizer=penalty, micro_batch=16)
+    data = (torch.randn(50, 3, dtype=torch.float64), torch.randint(0, 2, (50,)))
+    records = loss.prepare(data)
+    theta = loss.initial(records)
+    slopes = []
+    for row in torch.eye(len(theta), dtype=torch.float64) * 1e-5:
+        ahead, behind = (loss.risk_gradient(records, theta + s * row) for s in (1, -1))
+        slopes.append(((ahead - behind) / 2e-5).numpy())
+    expected = np.linalg.eigvalsh(np.array(slopes))[0]
+    found = qg.certify(loss, theta, data, alpha=1.0, rho=1.0)
+    assert found.lambda_min == pytest.approx(expected, abs=1e-7)
+    assert found.gradient_norm == pytest.approx(float(loss.risk_gradient(records, theta).norm()))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    # All units alike: for a module, too, a symmetric point is stationary up to the output bias, and bends down.
+    flat = qg.certify(loss, loss.initial(records), data, alpha=1.0, rho=1e-6)
+    assert flat.kind == "saddle"
+
+
 def test_bad_input_is_refused() -> None:
     hill = landscape("strict-saddle", d=3)
     with pytest.raises(ValueError, match="alpha=0"):
