@@ -5,7 +5,7 @@ Times are CPU seconds of this process (``time.process_time``), because the machi
     OMP_NUM_THREADS=1 python benchmarks/audit.py [STAGE ...]
 
 where stages are power, tightness, one-run, false-alarms and quick-command; all of them unless named. Results go to
-``benchmarks/results/audit.json`` stage by stage, and curves of both bounds against steps to ``audit_tightness.svg``.
+``benchmarks/results/audit.json`` stage by stage, and curves of both bounds to ``audit_tightness.svg``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from quietgrad.algorithms import HOMES, by_name
 from quietgrad.audit import bounds, federated
 from quietgrad.audit.attacks import ATTACKS, Attack, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
-from quietgrad.audit.distinguish import Claim, likelihood
+from quietgrad.audit.distinguish import Claim, learned, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
 from quietgrad.audit.listener import NotSeparableError
 from quietgrad.audit.replicas import collect
@@ -176,6 +176,14 @@ def test_likelihood_is_the_log_density_ratio() -> None:
     got = likelihood(view, Claim(plan), lambda t: 1.0)
     assert got is not None
     np.testing.assert_allclose(got, np.log(ratio).sum(axis=1), rtol=1e-9)
+
+
+def test_learned_scores_take_worlds_that_release_unequally_often() -> None:
+    rng = np.random.default_rng(0)
+    quiet, talkative = rng.standard_normal((400, 2)), rng.standard_normal((400, 4)) + 1.0
+    talkative[:200, 2:] = np.nan  # half of the runs stopped early
+    a, b = learned((quiet, talkative))
+    assert abs(a.mean() - b.mean()) > 0.5 * a.std()
 
 
 # --- audits -------------------------------------------------------------------------------------------------------

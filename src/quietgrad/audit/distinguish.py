@@ -155,7 +155,8 @@ def likelihood(view: Views, claim: Claim, signs: Callable[[int], float]) -> Floa
 
 def learned(views: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
     """Scores along the direction that the teaching quarter suggests; for laws without a formula."""
-    a, b = (np.nan_to_num(v, nan=0.0) for v in views)
+    width = max(v.shape[1] for v in views)  # adaptive runs may release more often in one world
+    a, b = (np.pad(np.nan_to_num(v, nan=0.0), ((0, 0), (0, width - v.shape[1]))) for v in views)
     teach = int(len(a) * _TEACH)
     direction = discriminant(a[:teach], b[:teach])
     return a @ direction, b @ direction
