@@ -1,0 +1,245 @@
+"""`quietgrad federate`: many parties, in one process for a rehearsal or as real institutions over TLS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quietgrad.cli.options import (
+    BatchSize,
+    Clip,
+    Delta,
+    Epsilon,
+    Gamma,
+    Json,
+    LearningRate,
+    RelationName,
+    Sampling,
+    Settings,
+    Steps,
+    show_json,
+    show_rows,
+    usage,
+)
+
+app = typer.Typer(
+    help="Many parties train one model; nobody shows records to anybody.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+Plan = Annotated[Path, typer.Argument(help="The plan that all members agreed on, a TOML file.", show_default=False)]
+Keys = Annotated[Path, typer.Option(help="This member's folder of keys, made by `provision`.", show_default=False)]
+Ledger = Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")]
+Account = Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")]
+CapEpsilon = Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")]
+Pin = Annotated[str | None, typer.Option(help="Digest of the plan that was approved; refuse any other.")]
+Address = Annotated[str | None, typer.Option(help="HOST:PORT, if not the plan's.")]
+Engine = Annotated[str, typer.Option(help="tls (default) or nvflare (extra `federated`).")]
+
+
+@app.command(
+    epilog="Example: quietgrad federate simulate a9a --parties 5 --algorithm dp-srm --steps 200 --batch-size 500 "
+    "--epsilon 1 --out runs/five"
+)
+def simulate(
+    data: Annotated[
+        str | None, typer.Argument(help="A file or a registered name to deal out; without it, the demo's.")
+    ] = None,
+    parties: Annotated[int, typer.Option(help="How many parties.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for the model, result, ledgers and report.")] = Path(
+        "runs/federation"
+    ),
+    trust: Annotated[str, typer.Option(help="curator, secure or local: who may see what.")] = "secure",
+    secure: Annotated[str, typer.Option(help="With trust secure: masks, servers or mpc.")] = "masks",
+    weights: Annotated[str, typer.Option(help="size (every record the same) or equal (every party).")] = "size",
+    unevenness: Annotated[float, typer.Option(help="Largest party ÷ smallest party.")] = 1.0,
+    dirichlet: Annotated[float | None, typer.Option(help="Skew the parties' labels: α of a Dirichlet.")] = None,
+    quorum: Annotated[int | None, typer.Option(help="Fewest parties a round is completed with; else all.")] = None,
+    colluders: Annotated[int, typer.Option(help="masks: parties that may work with the coordinator.")] = 1,
+    spare: Annotated[int, typer.Option(help="Rounds reserved to pay for lost ones.")] = 0,
+    processes: Annotated[bool, typer.Option("--processes", help="A process for every party.")] = False,
+    epsilon: Epsilon = None,
+    delta: Delta = 1e-5,
+    relation: RelationName = "add-remove",
+    algorithm: Annotated[str | None, typer.Option(help="Such as dp-srm; see `quietgrad plan --list`.")] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    learning_rate: LearningRate = None,
+    clip: Clip = None,
+    gamma: Gamma = None,
+    sampling: Sampling = None,
+    settings: Settings = None,
+    objective: Annotated[str | None, typer.Option(help="As in `quietgrad train`.")] = None,
+    regularizer: Annotated[str | None, typer.Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None,
+    row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
+    rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
+    non_private: Annotated[bool, typer.Option("--non-private", help="Without noise: NOT PRIVATE.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Rehearse a federation in this process: real plan, real messages, real secure sums, no network."""
+    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.train import show
+
+    spec = RunSpec(
+        data=data,
+        objective=objective,
+        regularizer=regularizer,
+        row_bound=row_bound,
+        rows=rows,
+        algorithm=algorithm,
+        flags={
+            "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip,
+            "gamma": gamma, "sampling": sampling,
+        },
+        settings=tuple(settings or ()),
+        epsilon=epsilon,
+        delta=delta,
+        relation=relation,
+        non_private=non_private,
+    )  # fmt: skip
+    spec.budget()
+    from quietgrad.cli.members import simulated
+
+    federation: dict[str, Any] = {
+        "trust": trust, "secure": secure if trust == "secure" else None, "weights": weights, "quorum": quorum,
+        "colluders": colluders, "spare": spare, "processes": processes,
+    }  # fmt: skip
+    split = {"unevenness": unevenness, "dirichlet": dirichlet}
+    result = simulated(spec, out, parties, split, federation, quiet=quiet or as_json)
+    show(result, out, as_json=as_json)
+
+
+@app.command(
+    epilog="Example: quietgrad federate provision plan.toml --out keys   ·   "
+    "quietgrad federate provision plan.toml --request hospital-1 --out my-keys"
+)
+def provision(
+    plan: Plan,
+    out: Annotated[Path, typer.Option(help="Folder for the keys; new or empty.")] = Path("keys"),
+    request: Annotated[
+        str | None, typer.Option(help="Make only this member's own keys, and a request to send.")
+    ] = None,
+    requests: Annotated[
+        list[Path] | None, typer.Option("--with", help="Requests that members sent; may be repeated.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the certificates and identities of all members, or this member's own keys."""
+    from quietgrad.federation import provision as keys
+    from quietgrad.federation.toml_plan import read_plan
+
+    file = read_plan(plan)
+    if request is not None:
+        if request not in file.members:
+            raise typer.BadParameter(
+                f"{request!r} is not one of {', '.join(file.members)}.", param_hint="--request"
+            )
+        made = [keys.request(request, out)]
+        advice = f"send {made[0]} to whoever provisions; put cert.pem, ca.pem and member.json into {out}."
+    else:
+        sent = {path.name.removesuffix(".request.json"): path for path in requests or ()}
+        made = keys.provision(file.members, out, sent)
+        advice = "hand each folder to its member over a safe channel, and remove it here."
+    if as_json:
+        show_json({"made": [str(path) for path in made], "plan": file.digest})
+    else:
+        show_rows(f"keys of {file.name}", [(path.name, str(path)) for path in made])
+        typer.echo(advice)
+
+
+@app.command(epilog="Example: quietgrad federate show plan.toml")
+def show(plan: Plan, as_json: Json = False) -> None:
+    """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
+    from quietgrad.cli.members import threat_rows
+    from quietgrad.federation.toml_plan import read_plan
+
+    file = read_plan(plan)
+    if as_json:
+        show_json({"digest": file.digest, "epsilon": file.plan.epsilon() if file.budget else None,
+                   "plan": file.plan.to_json(), "threats": dict(threat_rows(file.plan))})  # fmt: skip
+        return
+    typer.echo(file.plan.explain())
+    typer.echo("")
+    show_rows(f"{file.name}: {len(file.parties)} parties", threat_rows(file.plan))
+    typer.echo(f"digest of this plan, the same at everybody: {file.digest}")
+
+
+@app.command("threat-model", epilog="Example: quietgrad federate threat-model plan.toml")
+def threat_model(plan: Plan, as_json: Json = False) -> None:
+    """Say who must work together to learn what."""
+    from quietgrad.cli.members import threat_rows
+    from quietgrad.federation.toml_plan import read_plan
+
+    rows = threat_rows(read_plan(plan).plan)
+    if as_json:
+        show_json(dict(rows))
+    else:
+        show_rows("who must work together to learn what", rows)
+
+
+@app.command(epilog="Example: quietgrad federate server plan.toml --keys keys/coordinator --out runs/model")
+def server(
+    plan: Plan,
+    keys: Keys,
+    out: Annotated[Path, typer.Option(help="Folder for the model, result and ledger.")] = Path("runs/federation"),
+    wait: Annotated[float, typer.Option(help="Seconds to wait for everybody to connect.")] = 600.0,
+    address: Address = None,
+    ledger: Ledger = None,
+    account: Account = "default",
+    cap_epsilon: CapEpsilon = None,
+    pin: Pin = None,
+    engine: Engine = "tls",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Coordinate a federation, or continue one that was interrupted; with a server's keys, add up its shares."""
+    from quietgrad.cli import members
+    from quietgrad.cli.train import show as show_result
+
+    file, credentials = members.approved(plan, keys, pin, address)
+    tell = members.teller(credentials.name, quiet or as_json)
+    if credentials.name in file.plan.servers:
+        members.serve_sums(file, credentials, tell, patience=wait)
+        return
+    cap = members.cap_of(file, cap_epsilon)
+    with usage():
+        run = members.engine(engine)
+    result = run(file, credentials, out, wait=wait, ledger=ledger, account=account, cap=cap, tell=tell)
+    show_result(result, out, as_json=as_json)
+
+
+@app.command(
+    epilog="Example: quietgrad federate party plan.toml --keys keys/hospital-1 --data h1.npz --out hospital-1"
+)
+def party(
+    plan: Plan,
+    keys: Keys,
+    data: Annotated[Path, typer.Option(help="This party's records: LIBSVM, CSV, npz or parquet.")],
+    out: Annotated[Path, typer.Option(help="Folder for this party's ledger, journal and model.")] = Path("party"),
+    patience: Annotated[float, typer.Option(help="Seconds without a coordinator before giving up.")] = 600.0,
+    address: Address = None,
+    ledger: Ledger = None,
+    account: Account = "default",
+    cap_epsilon: CapEpsilon = None,
+    pin: Pin = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Take part with one's own records: answer what the approved plan allows, refuse everything else."""
+    from quietgrad.cli import members
+
+    file, credentials = members.approved(plan, keys, pin, address)
+    tell = members.teller(credentials.name, quiet or as_json)
+    cap = members.cap_of(file, cap_epsilon)
+    facts = members.take_part(
+        file, credentials, data, out, tell,
+        ledger=out / "ledger.jsonl" if ledger is None else ledger, account=account, cap=cap, patience=patience,
+    )  # fmt: skip
+    if as_json:
+        show_json(facts)
+    else:
+        show_rows(f"{credentials.name}: {facts['words']}", [(k, str(v)) for k, v in facts.items() if k != "words"])

@@ -1,0 +1,269 @@
+"""What `quietgrad federate` runs: rehearsals, the coordinator, sum servers and parties, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from quietgrad.cli.options import usage
+from quietgrad.errors import BudgetError, DataError, QuietgradError
+
+if TYPE_CHECKING:
+    from quietgrad.cli.runs import RunSpec
+    from quietgrad.federation.plan import FederatedPlan
+    from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.toml_plan import PlanFile
+    from quietgrad.privacy.budget import Budget
+    from quietgrad.result import Result
+
+Tell = Callable[[str], None]
+_EVERY = 5.0  # seconds between lines of progress
+
+
+def teller(name: str, quiet: bool) -> Tell:
+    """Prints words to stderr with the member's name and the time."""
+
+    def tell(words: str) -> None:
+        if not quiet:
+            print(f"{time.strftime('%H:%M:%S')} {name}: {words}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def approved(plan: Path, keys: Path, pin: str | None, address: str | None) -> tuple[PlanFile, Credentials]:
+    """The plan file and the keys, if the plan is the one that was approved."""
+    from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.toml_plan import _address, read_plan
+
+    file = read_plan(plan)
+    if pin is not None and (len(pin) < 16 or not file.digest.startswith(pin.lower())):
+        raise BudgetError(f"{plan}: its digest is {file.digest}, not the approved {pin}; nothing was given.")
+    if address is not None:
+        with usage():
+            host, port = _address(address)
+        file = dataclasses.replace(file, host=host, port=port)
+    return file, Credentials.read(keys)
+
+
+def cap_of(file: PlanFile, epsilon: float | None) -> Budget | None:
+    """The most that an account may spend, at the plan's δ and relation."""
+    from quietgrad.privacy.budget import Budget
+
+    if epsilon is None or file.budget is None:
+        return None
+    with usage():
+        return Budget(epsilon, file.budget.delta, file.budget.relation)
+
+
+def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
+    """The threat model of a plan, as questions and answers."""
+    if plan.trust == "secure":
+        from quietgrad.federation.threat_model import threats
+
+        return list(threats(plan.terms(max(plan.dims.values()))).rows)
+    from quietgrad.curators.federated import adversary
+
+    return [
+        ("trust", plan.trust),
+        ("protects against", adversary(plan)),
+        ("noise in the sum", f"variance {plan.variance_factor:.4g} times that of a trusted curator"),
+    ]
+
+
+def simulated(
+    spec: RunSpec, out: Path, m: int, split: Mapping[str, Any], federation: Mapping[str, Any], *, quiet: bool
+) -> Result:
+    """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
+    from quietgrad.cli.runs import objective_from
+    from quietgrad.cli.train import _check_folder, finish
+    from quietgrad.federation.parties import deal
+    from quietgrad.federation.simulation import simulate
+
+    data = spec.load_data()
+    method = spec.make_algorithm(data)
+    _check_folder(out, overwrite=False)
+    with usage():
+        loss = objective_from(spec.describe_objective(data))
+        people = deal(data.X, data.y, m, **split)
+    homes = [out / "parties" / f"party-{i + 1}" for i in range(m)]
+    if not spec.non_private:
+        people = [
+            dataclasses.replace(p, ledger=home / "ledger.jsonl") for p, home in zip(people, homes, strict=True)
+        ]
+        for home in homes:
+            home.mkdir(parents=True, exist_ok=True)
+    progress = _progress(teller("simulation", quiet))
+    result = simulate(
+        method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,
+        **federation,
+    )  # fmt: skip
+    return finish(spec, out, data, result)
+
+
+def engine(name: str) -> Callable[..., Result]:
+    """How the coordinator reaches the parties."""
+    if name == "tls":
+        return coordinate
+    if name == "nvflare":
+        from quietgrad.cli.flare import coordinate as over_nvflare
+
+        return over_nvflare
+    raise ValueError(f"engine {name!r}: must be tls or nvflare.")
+
+
+def coordinate(
+    file: PlanFile,
+    credentials: Credentials,
+    out: Path,
+    *,
+    wait: float,
+    ledger: Path | None,
+    account: str,
+    cap: Budget | None,
+    tell: Tell,
+) -> Result:
+    """Wait for everybody, train, hand out the model; say goodbye with the reason if it fails."""
+    from quietgrad.federation import network
+    from quietgrad.federation.transport.tls import TlsServer
+
+    if (out / "result.json").exists():
+        raise DataError(f"{out}: holds a finished run; choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    everyone = [name for name in file.members if name != credentials.name]
+    transport = TlsServer(
+        credentials, (file.host, file.port), everyone,
+        agreement=file.digest, most=network.largest_frame(file), grace=file.grace, tell=tell,
+    )  # fmt: skip
+    tell(f"plan {file.digest[:16]}…, listening on {file.host}:{transport.port} for {', '.join(everyone)}")
+    if (out / "aggregates.bin").exists():
+        tell(f"continuing the interrupted run in {out}")
+    try:
+        absent = transport.wait_for_all(wait)
+        if len(file.parties) - sum(name in absent for name in file.parties) < file.plan.quorum or (
+            absent.keys() & set(file.plan.servers)
+        ):
+            why = "; ".join(f"{name} ({reason})" for name, reason in absent.items())
+            raise DataError(f"not enough members came within {wait:g} s: {why}; nothing was asked.")
+        result = network.coordinate(
+            file, credentials, transport, folder=out, account=account, cap=cap, callback=_progress(tell),
+            ledger=None if file.budget is None else out / "ledger.jsonl" if ledger is None else ledger,
+        )  # fmt: skip
+        _remember_reading(file, out)
+        transport.finish("the run is complete", network.parting(result))
+    except QuietgradError as error:
+        transport.finish(f"aborted: {error}")
+        raise
+    finally:
+        transport.close()
+    for row in transport.attendance():
+        tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
+    return result
+
+
+def serve_sums(file: PlanFile, credentials: Credentials, tell: Tell, *, patience: float) -> None:
+    """Be a server of a secure sum until the run is over."""
+    from quietgrad.federation import network
+
+    tell(f"plan {file.digest[:16]}…; calling {file.host}:{file.port}")
+    farewell = _member(file, credentials, network.server_handler(file, credentials), tell, patience).run()
+    tell(farewell.words)
+    if not len(farewell.parting):
+        raise typer.Exit(1)
+
+
+def take_part(
+    file: PlanFile,
+    credentials: Credentials,
+    data: Path,
+    out: Path,
+    tell: Tell,
+    *,
+    ledger: Path,
+    account: str,
+    cap: Budget | None,
+    patience: float,
+) -> dict[str, Any]:
+    """Be a party until the run is over; save the model that comes out."""
+    from quietgrad.federation import network
+
+    if credentials.name not in file.parties:
+        raise DataError(f"{credentials.folder}: {credentials.name!r} is not a party of this plan.")
+    out.mkdir(parents=True, exist_ok=True)
+    handler = network.party_handler(
+        file, credentials, records(file, data), folder=out, ledger=None if file.budget is None else ledger,
+        account=account, cap=cap,
+    )  # fmt: skip
+    tell(f"approved plan {file.digest[:16]}…; calling {file.host}:{file.port}")
+    member = _member(file, credentials, handler, tell, patience)
+    farewell = member.run()
+    if not network.save_parting(farewell.parting, file, out):
+        raise QuietgradError(f"the coordinator ended the run: {farewell.words}.")
+    _remember_reading(file, out)
+    facts = {"words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors")}
+    return {**facts, "ledger": "none: this plan has no noise" if file.budget is None else str(ledger)}
+
+
+def records(file: PlanFile, path: Path) -> tuple[Any, Any]:
+    """A party's table, read as the plan says."""
+    from quietgrad.data import load
+
+    # A party whose records are all of one class is welcome: the others have the rest.
+    data = load(path, train=False, **file.reading)
+    if data.d != file.features:
+        raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
+    return data.X, data.y
+
+
+def _remember_reading(file: PlanFile, out: Path) -> None:
+    """Leave what `quietgrad predict` needs to read other files like the parties'."""
+    from quietgrad.cli.runs import RunSpec
+
+    RunSpec(reading={k: v for k, v in file.reading.items() if k != "n_features"}).save(out)
+
+
+def _member(file: PlanFile, credentials: Credentials, handler: Any, tell: Tell, patience: float) -> Any:
+    from quietgrad.federation import network
+    from quietgrad.federation.transport.tls_party import TlsParty
+
+    return TlsParty(
+        credentials, (file.host, file.port), _counted(handler, tell),
+        agreement=file.digest, most=network.largest_frame(file), timeout=file.timeout, patience=patience, tell=tell,
+    )  # fmt: skip
+
+
+def _counted(handler: Any, tell: Tell) -> Any:
+    """The handler, with a line of progress now and then."""
+    count, next_line = 0, time.monotonic() + _EVERY
+
+    def handle(message: Any) -> Any:
+        nonlocal count, next_line
+        reply = handler(message)
+        count += 1
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + _EVERY
+            tell(f"{count} messages answered")
+        return reply
+
+    return handle
+
+
+def _progress(tell: Tell) -> Callable[[Any, Any], None]:
+    """Tells now and then which round it is, and at once who was missing from one."""
+    next_line, told = time.monotonic(), 0
+
+    def callback(state: Any, session: Any) -> None:
+        nonlocal next_line, told
+        for t, faults in session.faults[told:]:
+            tell(f"round {t}: " + "; ".join(f"{name} {why}" for name, why in faults.items()))
+        told = len(session.faults)
+        if state.done or time.monotonic() >= next_line:
+            next_line = time.monotonic() + _EVERY
+            tell(f"round {sum(session.used.values())} of {session.plan.schedule.releases}")
+
+    return callback

@@ -1,0 +1,128 @@
+"""Who does what in a real federation, on any transport: the coordinator's run, a party's and a server's answers.
+
+The coordinator trains and hands the model to everybody at the end; a party checks that the plan proves its promise,
+then answers from its records; a server of a secure sum adds up shares it cannot read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quietgrad.checkpoint import write_atomically
+from quietgrad.curators.federated import FederatedCurator
+from quietgrad.curators.party import PartyCurator
+from quietgrad.errors import DataError
+from quietgrad.federation.faults import ProtocolError
+from quietgrad.federation.identity import Roster
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.provision import COORDINATOR, Credentials
+from quietgrad.federation.rounds import largest_reply
+from quietgrad.federation.simulation import train
+from quietgrad.federation.toml_plan import PlanFile
+from quietgrad.federation.transport import Bytes, Handler, Transport
+from quietgrad.federation.wire import Message, WireError, decode, encode
+from quietgrad.privacy.budget import Budget
+from quietgrad.result import Result
+
+
+def largest_frame(file: PlanFile) -> int:
+    """The most bytes that anybody may send in one message of this plan."""
+    return largest_reply(file.plan)
+
+
+def coordinate(
+    file: PlanFile,
+    credentials: Credentials,
+    transport: Transport,
+    *,
+    folder: Path,
+    ledger: str | Path | None = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    callback: Callable[..., None] | None = None,
+) -> Result:
+    """Train through ``transport``, or continue the interrupted run in ``folder``, and save the model there."""
+    if credentials.name != COORDINATOR:
+        raise DataError(f"{credentials.folder}: are the keys of {credentials.name!r}, not the coordinator's.")
+    if (folder / "result.json").exists():
+        raise DataError(f"{folder}: holds a finished run; choose another folder.")
+    curator = FederatedCurator(
+        file.objective, transport, timeout=file.timeout, ledger=ledger, account=account, cap=cap,
+        identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
+    )  # fmt: skip
+    start = file.objective.initial(file.plan.shape)
+    result = train(file.algorithm, curator, file.plan, start, account=account, callback=callback)
+    details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
+    result = replace(result, details=details, data={"name": file.name, "notes": []})
+    result.save(folder)
+    return result
+
+
+def party_handler(
+    file: PlanFile,
+    credentials: Credentials,
+    data: Any,
+    *,
+    folder: Path,
+    ledger: str | Path | None = None,
+    account: str = "default",
+    cap: Budget | None = None,
+) -> Handler:
+    """What answers for a party; refuses here if the plan does not prove its promise or the data do not fit it."""
+    if file.budget is not None:
+        file.plan.proves()
+    return PartyCurator(
+        credentials.name, file.objective, data, file.plan, ledger=ledger, account=account, cap=cap,
+        identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
+    ).handle  # fmt: skip
+
+
+def server_handler(file: PlanFile, credentials: Credentials) -> Handler:
+    """What answers for a server of a secure sum."""
+    if credentials.name not in file.plan.servers:
+        servers = ", ".join(file.plan.servers) or "none"
+        raise DataError(f"{credentials.name!r} is not a server of this plan; its servers are: {servers}.")
+    roster = _roster(file, credentials)
+    assert roster is not None  # a plan with servers has secure sums
+    return SumMember(file.plan, credentials.identity, roster).handle
+
+
+def parting(result: Result) -> bytearray:
+    """The model and its statement, for everybody who took part; both are released already."""
+    text = np.frombuffer(json.dumps(result.to_json()).encode(), np.uint8)
+    return encode(Message("model", {}, {"params": np.asarray(result.params, np.float64), "result": text}))
+
+
+def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
+    """Write the model that the coordinator handed out; ``False`` if it handed out none."""
+    if not len(data):
+        return False
+    from safetensors.numpy import save as to_bytes
+
+    try:
+        message = decode(data, most=largest_frame(file))
+        statement = json.loads(message.blob("result"))
+        params = message.arrays["params"]
+        if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,):
+            raise WireError("not the model of this plan")
+    except (WireError, ValueError, KeyError) as error:
+        raise ProtocolError(COORDINATOR, f"handed out something that is not a model ({error})") from None
+    if not np.isfinite(params).all():
+        raise ProtocolError(COORDINATOR, "handed out a model with numbers that are not finite")
+    folder.mkdir(parents=True, exist_ok=True)
+    statement = {**statement, "said_by": COORDINATOR}
+    write_atomically(folder / "model.safetensors", to_bytes({"params": params}))
+    write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
+    return True
+
+
+def _roster(file: PlanFile, credentials: Credentials) -> Roster | None:
+    if file.plan.trust != "secure":
+        return None
+    return credentials.roster((*file.plan.names, *(file.plan.servers or (COORDINATOR,))))

@@ -1,0 +1,241 @@
+"""A real federation on loopback: five parties and a coordinator as processes, killed with -9, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quietgrad as qg
+from quietgrad.cli import main
+from quietgrad.privacy.ledger import Ledger
+from tests.test_federate_plan import EXAMPLE, TEXT
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 60.0  # to give up, not to measure
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Any]:
+    """Starts `quietgrad federate …` as a process of its own; all are gone at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*words: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quietgrad", "federate", *words],
+            cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def plan_text(text: str) -> str:
+    """``text`` with a free port of this machine."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip("loopback sockets are not permitted here")
+    return text.replace("127.0.0.1:7443", f"127.0.0.1:{port}")
+
+
+def spent_in(home: Path, account: str, delta: float) -> float:
+    return Ledger(home / "ledger.jsonl").spent(account, delta=delta, relation=qg.Relation.ADD_REMOVE).epsilon
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=SECONDS)
+    return process.returncode, out, err
+
+
+def test_five_hospitals(folder: Path, start: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "plan.toml").write_text(plan_text(TEXT))
+    subprocess.run([sys.executable, EXAMPLE.parent / "make_data.py", "data"], check=True, cwd=folder)
+    assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
+    server = start("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--json")
+    hospitals = {
+        f"hospital-{i}": start(
+            "party", "plan.toml", "--keys", f"keys/hospital-{i}", "--data", f"data/hospital-{i}.npz",
+            "--out", f"hospital-{i}", "--account", "patients", "--json",
+        )
+        for i in range(1, 6)
+    }  # fmt: skip
+    code, out, err = ended(server)
+    assert (code, err) == (0, "")
+    statement = json.loads(out)
+    assert statement["privacy"]["is_private"]
+    assert statement["privacy"]["epsilon"] <= 1.0
+    assert statement["details"]["lost_rounds"] == 0
+    model = qg.load(folder / "model")
+    for name, process in hospitals.items():
+        code, out, err = ended(process)
+        assert (code, err) == (0, "")
+        np.testing.assert_array_equal(qg.load(folder / name).params, model.params)
+        spent = spent_in(folder / name, "patients", 1e-4)
+        assert spent == pytest.approx(statement["privacy"]["epsilon"], rel=1e-6)
+        assert not list((folder / name).glob("*.journal"))
+    capfd.readouterr()
+    assert main(["predict", "hospital-3", "data/held-out.npz", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["scores"]["accuracy"] > 0.8
+
+
+TWO = """
+[federation]
+trust = "curator"
+spare = 3
+[coordinator]
+address = "127.0.0.1:7443"
+timeout = 40
+grace = 40
+[algorithm]
+name = "dp-gd"
+steps = 300
+[objective]
+name = "logistic"
+[data]
+features = 3
+[budget]
+epsilon = 1.0
+delta = 1e-5
+[[party]]
+name = "a"
+records = 60
+[[party]]
+name = "b"
+records = 40
+"""
+
+
+def two(folder: Path, text: str = TWO) -> dict[str, tuple[str, ...]]:
+    """Plan, keys and data of two parties; the words that start each member."""
+    (folder / "plan.toml").write_text(plan_text(text))
+    assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
+    rng = np.random.default_rng(3)
+    for name, n in (("a", 60), ("b", 40)):
+        X = rng.normal(size=(n, 3))
+        np.savez(folder / f"{name}.npz", X=X, y=(X[:, 0] > 0).astype(int))
+    return {
+        "server": ("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--wait", "40"),
+        "a": ("party", "plan.toml", "--keys", "keys/a", "--data", "a.npz", "--out", "a", "--patience", "40"),
+        "b": ("party", "plan.toml", "--keys", "keys/b", "--data", "b.npz", "--out", "b", "--patience", "40"),
+    }
+
+
+def kill_after(rounds: int, journals: Path, process: subprocess.Popen[str]) -> None:
+    """kill -9 once a party has answered some rounds."""
+    limit = time.monotonic() + SECONDS
+    while time.monotonic() < limit:
+        lines = [path.read_bytes().count(b"\n") for path in journals.glob("*.journal")]
+        if lines and lines[0] > rounds:
+            break
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_killed_party_and_killed_coordinator_come_back(folder: Path, start: Any) -> None:
+    words = two(folder)
+    running = {name: start(*command) for name, command in words.items()}
+    kill_after(10, folder / "b", running["b"])
+    running["b"] = start(*words["b"])
+    kill_after(60, folder / "a", running["server"])
+    running["server"] = start(*words["server"])
+    outcomes = {name: ended(process) for name, process in running.items()}
+    assert {name: code for name, (code, _, _) in outcomes.items()} == {"server": 0, "a": 0, "b": 0}, outcomes
+    assert "continuing the interrupted run" in outcomes["server"][2]
+    result = qg.load(folder / "model")
+    assert result.privacy.releases["gradient"] > 300  # what was lost was paid again
+    assert result.privacy.epsilon is not None
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(qg.load(folder / name).params, result.params)
+        spent = spent_in(folder / name, "default", 1e-5)
+        assert spent <= 1.0 + 1e-9
+        assert spent >= result.privacy.epsilon * 0.99
+    assert Ledger(folder / "b" / "ledger.jsonl").book().accounts() == ("default",)
+
+
+def test_party_that_stays_away_ends_the_run_by_name(folder: Path, start: Any) -> None:
+    words = two(folder, TWO.replace("timeout = 40", "timeout = 2").replace("grace = 40", "grace = 0.5"))
+    running = {name: start(*command) for name, command in words.items()}
+    kill_after(10, folder / "b", running.pop("b"))
+    code, _, err = ended(running["server"])
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("quietgrad federate: b: round")
+    assert "spare rounds are used up" in last
+    code, _, err = ended(running["a"])
+    assert (code, "the coordinator ended the run: aborted: b:" in err) == (1, True)
+    # What was answered stays charged in full: nobody was told that the run closed well.
+    assert spent_in(folder / "a", "default", 1e-5) == pytest.approx(1.0, rel=0.01)
+    assert not (folder / "model" / "result.json").exists()
+
+
+def test_sum_servers_are_members_too(folder: Path, start: Any) -> None:
+    words = two(folder, TWO.replace('trust = "curator"', 'trust = "secure"\nsecure = "mpc"').replace("300", "3"))
+    helpers = [start("server", "plan.toml", "--keys", f"keys/server-{k}", "--wait", "40") for k in (1, 2, 3)]
+    running = [start(*command) for command in words.values()]
+    for process in (*running, *helpers):
+        code, _, err = ended(process)
+        assert code == 0, err
+    assert qg.load(folder / "model").details["secure"] == "mpc"
+
+
+def test_simulate_and_threat_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "plan.toml").write_text(TEXT)
+    assert main(["federate", "threat-model", "plan.toml"]) == 0
+    assert "to see one party's vector" in capfd.readouterr().out
+    assert main(["federate", "show", "plan.toml", "--json"]) == 0
+    assert len(json.loads(capfd.readouterr().out)["digest"]) == 64
+    words = "federate simulate breast-cancer --parties 3 --algorithm dp-gd --steps 4 --epsilon 2 --unevenness 2"
+    assert main([*words.split(), "--row-bound", "1", "--rows", "normalize", "--out", "sim", "--json"]) == 0
+    statement = json.loads(capfd.readouterr().out)
+    assert statement["details"]["trust"] == "secure"
+    assert statement["privacy"]["epsilon"] <= 2.0
+    assert Ledger(folder / "sim" / "parties" / "party-3" / "ledger.jsonl").verify().ok
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "say"),
+    [
+        ("server none.toml --keys keys", 1, "no such plan file"),
+        ("server plan.toml --keys keys", 1, "member.json is missing"),
+        ("party plan.toml --keys keys --data none.npz --pin 0123456789abcdef", 1, "not the approved"),
+        ("provision plan.toml --request nobody", 2, "'nobody' is not one of"),
+        ("simulate breast-cancer --parties 0 --epsilon 1", 1, "m=0 parties"),
+        ("simulate breast-cancer", 2, "--epsilon"),
+    ],
+)
+def test_refusals_are_one_sentence(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: str, code: int, say: str
+) -> None:
+    (folder / "plan.toml").write_text(TEXT)
+    (folder / "keys").mkdir()
+    assert main(["federate", *words.split()]) == code
+    err = capfd.readouterr().err.strip()
+    assert err.startswith("quietgrad federate: ")
+    assert err.count("\n") == 0
+    assert say in err

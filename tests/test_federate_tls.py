@@ -1,0 +1,288 @@
+"""The TLS transport on loopback: certificates, plans, lost connections, slow and oversized answers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quietgrad.errors import BudgetError, QuietgradError
+from quietgrad.federation import network
+from quietgrad.federation.faults import DropoutError, ProtocolError
+from quietgrad.federation.provision import Credentials, provision
+from quietgrad.federation.toml_plan import parse_plan
+from quietgrad.federation.transport import tls_party
+from quietgrad.federation.transport.tls import TlsServer
+from quietgrad.federation.transport.tls_party import TlsParty
+from quietgrad.federation.wire import Message, decode, encode
+from tests.test_federate_plan import TEXT
+
+MOST = 100_000
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Credentials]:
+    try:
+        socket.create_server(("127.0.0.1", 0)).close()
+    except OSError:
+        pytest.skip("loopback sockets are not permitted here")
+    made = provision(["a", "b", "coordinator"], tmp_path_factory.mktemp("keys") / "all")
+    return {home.name: Credentials.read(home) for home in made}
+
+
+class Members:
+    """A coordinator and parties in threads."""
+
+    def __init__(self, keys: dict[str, Credentials]) -> None:
+        self.keys = keys
+        self.said: list[str] = []
+        self.server = TlsServer(
+            keys["coordinator"], ("127.0.0.1", 0), ["a", "b"],
+            agreement="plan", most=MOST, grace=10.0, tell=self.said.append,
+        )  # fmt: skip
+        self.ends: dict[str, Any] = {}
+        self.threads: list[threading.Thread] = []
+
+    def join(self, name: str, handler: Any = None, label: str | None = None, **settings: Any) -> TlsParty:
+        settings = {"agreement": "plan", "most": MOST, "patience": 10.0, **settings}
+        credentials = settings.pop("credentials", self.keys[name])
+        address = ("127.0.0.1", settings.pop("port", self.server.port))
+        party = TlsParty(credentials, address, handler or (lambda data: data[::-1]), **settings)
+
+        def run() -> None:
+            try:
+                self.ends[label or name] = party.run()
+            except QuietgradError as error:
+                self.ends[label or name] = error
+
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
+        return party
+
+    def end(self, label: str) -> Any:
+        limit = time.monotonic() + 20.0
+        while label not in self.ends and time.monotonic() < limit:
+            time.sleep(0.01)
+        return self.ends[label]
+
+
+@pytest.fixture
+def members(keys: dict[str, Credentials]) -> Iterator[Members]:
+    made = Members(keys)
+    yield made
+    made.server.finish("over")
+    for thread in made.threads:
+        thread.join(timeout=20.0)
+        assert not thread.is_alive()
+
+
+def test_messages_and_the_end_reach_everybody(members: Members) -> None:
+    members.join("a")
+    members.join("b", lambda data: bytes(data) * 2)
+    assert members.server.wait_for_all(20.0) == {}
+    for t in range(5):
+        replies, missing = members.server.exchange({"a": b"x%d" % t, "b": b"y"}, timeout=20.0)
+        assert (bytes(replies["a"]), bytes(replies["b"]), missing) == (b"%dx" % t, b"yy", [])
+    large = np.random.default_rng(0).bytes(90_000)
+    replies, _ = members.server.exchange({"a": large}, timeout=20.0)
+    assert bytes(replies["a"]) == large[::-1]
+    assert [(row.name, row.answered, row.missed) for row in members.server.attendance()] == [
+        ("a", 6, 0),
+        ("b", 5, 0),
+    ]
+    members.server.finish("well done", b"model")
+    assert (members.end("a").words, bytes(members.end("a").parting)) == ("well done", b"model")
+    assert members.end("b").words == "well done"
+
+
+def test_who_never_comes_is_missing_after_the_grace(keys: dict[str, Credentials]) -> None:
+    members = Members(keys)
+    members.server._grace = 0.2
+    members.join("a")
+    assert members.server.wait_for_all(0.0).keys() >= {"b"}
+    _, missing = members.server.exchange({"a": b"1", "b": b"1"}, timeout=20.0)
+    assert missing == ["b"]
+    members.server.finish("over")
+
+
+def test_slow_answer_is_missing_and_never_taken_for_another(members: Members) -> None:
+    gate = threading.Event()
+
+    def slow(data: bytearray) -> bytes:
+        if bytes(data) == b"one":
+            gate.wait(20.0)
+        return bytes(data)
+
+    members.join("a", slow)
+    members.join("b")
+    members.server.wait_for_all(20.0)
+    replies, missing = members.server.exchange({"a": b"one", "b": b"12"}, timeout=0.5)
+    assert (missing, bytes(replies["b"])) == (["a"], b"21")
+    gate.set()
+    replies, missing = members.server.exchange({"a": b"two", "b": b"34"}, timeout=20.0)
+    assert (bytes(replies["a"]), missing) == (b"two", [])
+
+
+def test_lost_reply_is_repeated_and_not_computed_again(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bytes] = []
+    cut = threading.Event()
+    real = tls_party.send
+
+    def send(connection: Any, kind: int, *parts: Any, deadline: float) -> None:
+        if kind == tls_party.REPLY and not cut.is_set():
+            cut.set()
+            raise ConnectionResetError("cable")
+        real(connection, kind, *parts, deadline=deadline)
+
+    monkeypatch.setattr(tls_party, "send", send)
+
+    def handler(data: bytearray) -> bytes:
+        calls.append(bytes(data))
+        return b"answer %d" % len(calls)
+
+    members.join("a", handler)
+    replies, missing = members.server.exchange({"a": b"ask"}, timeout=20.0)
+    assert (bytes(replies["a"]), missing, calls, cut.is_set()) == (b"answer 1", [], [b"ask"], True)
+    replies, _ = members.server.exchange({"a": b"ask"}, timeout=20.0)
+    assert bytes(replies["a"]) == b"answer 2"
+
+
+def test_oversized_answer_is_refused_before_it_is_read(members: Members) -> None:
+    members.join("a", lambda data: bytes(MOST + 100) if bytes(data) == b"big" else b"ok")
+    members.server.wait_for_all(0.0)
+    _, missing = members.server.exchange({"a": b"big"}, timeout=3.0)
+    assert missing == ["a"]
+    assert any("announces a frame" in words for words in members.said)
+    assert bytes(members.server.exchange({"a": b"small"}, timeout=20.0)[0]["a"]) == b"ok"
+
+
+def test_other_plan_is_turned_away_by_name(members: Members) -> None:
+    members.join("a", agreement="another plan")
+    assert "plan file is not the coordinator's" in str(members.end("a"))
+    assert any(words.startswith("turned away a:") for words in members.said)
+    assert "compare the digests" in members.server.wait_for_all(0.0)["a"]
+
+
+def test_party_refuses_a_coordinator_with_another_plan(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members.server, "_stranger", lambda *_: None)  # a coordinator who takes anybody
+    members.join("a", agreement="what was approved here")
+    assert isinstance(members.end("a"), BudgetError)
+
+
+def test_strangers_and_impostors_are_refused(members: Members, tmp_path: Path) -> None:
+    foreign = Credentials.read(provision(["a", "coordinator"], tmp_path / "foreign")[0])
+    members.join("a", label="foreign authority", credentials=foreign, patience=0.5)
+    assert "no valid certificate" in str(members.end("foreign authority"))
+    # A certificate of the right authority, by someone without a seat.
+    extra = provision(["a", "b", "c", "coordinator"], tmp_path / "more")
+    server = TlsServer(Credentials.read(extra[3]), ("127.0.0.1", 0), ["a"], agreement="plan", most=MOST)
+    members.join("a", label="c", credentials=Credentials.read(extra[2]), port=server.port)
+    assert "c is not a member of this federation" in str(members.end("c"))
+    server.close()
+    # A party who poses as the coordinator has the wrong certificate.
+    posing = replace(members.keys["b"], name="coordinator")
+    fake = TlsServer(posing, ("127.0.0.1", 0), ["a"], agreement="plan", most=MOST)
+    members.join("a", label="fooled", port=fake.port)
+    assert "no valid certificate" in str(members.end("fooled"))
+    fake.close()
+
+
+def test_caller_without_a_certificate_gets_nowhere(members: Members) -> None:
+    with socket.create_connection(("127.0.0.1", members.server.port)) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        sock.settimeout(20.0)
+        with contextlib.suppress(ConnectionResetError):
+            assert b"HTTP" not in sock.recv(1000)
+    members.join("a")
+    assert bytes(members.server.exchange({"a": b"12"}, timeout=20.0)[0]["a"]) == b"21"
+
+
+def test_second_process_with_the_same_keys_takes_the_seat(members: Members) -> None:
+    members.join("a", lambda data: b"first", label="first")
+    assert bytes(members.server.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"first"
+    members.join("a", lambda data: b"second", label="second")
+    assert "another process with the same keys" in str(members.end("first"))
+    assert bytes(members.server.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"second"
+
+
+def test_absent_coordinator_is_named(keys: dict[str, Credentials]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    party = TlsParty(keys["a"], ("127.0.0.1", port), bytes, agreement="plan", most=MOST, patience=0.3)
+    with pytest.raises(DropoutError, match="coordinator: cannot be reached"):
+        party.run()
+
+
+def test_coordinator_that_restarts_is_found_again(keys: dict[str, Credentials]) -> None:
+    members = Members(keys)
+    members.join("a")
+    members.server.exchange({"a": b"1"}, timeout=20.0)
+    port = members.server.port
+    members.server.close()  # without a farewell: as if it had been killed
+    again = TlsServer(keys["coordinator"], ("127.0.0.1", port), ["a"], agreement="plan", most=MOST, grace=20.0)
+    replies, _ = again.exchange({"a": b"12"}, timeout=20.0)
+    assert bytes(replies["a"]) == b"21"
+    again.finish("over")
+    assert members.end("a").words == "over"
+
+
+def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials], tmp_path: Path) -> None:
+    text = TEXT.split("[[party]]")[0].replace('trust = "secure"', 'trust = "local"').replace('secure = "masks"', "")
+    file = parse_plan(text + '[[party]]\nname = "a"\nrecords = 40\n[[party]]\nname = "b"\nrecords = 60\n')
+    X = np.random.default_rng(0).normal(size=(40, 30)) / 10.0
+    handle = network.party_handler(file, keys["a"], (X, X[:, 0] > 0), folder=tmp_path, ledger=tmp_path / "l.jsonl")
+    members = Members(keys)
+    members.join("a", handle)
+
+    def ask(message: Message) -> Message:
+        return decode(members.server.exchange({"a": encode(message)}, timeout=20.0)[0]["a"])
+
+    other = parse_plan(text.replace("clip = 1.0", "clip = 2.0") + TEXT[TEXT.index("[[party]]") :])
+    assert ask(Message("open", {"run": "r1", "plan": other.plan.digest})).fields["code"] == "plan"
+    assert ask(Message("open", {"run": "r1", "plan": file.plan.digest})).kind == "ready"
+    good = {"run": "r1", "round": 0, "slot": "gradient", "draw": 0, "rho": None, "dim": 31}
+    params = np.zeros(31)
+    for name, query in attacks(params).items():
+        reply = ask(Message("ask", {**good, "query": query[0]}, query[1]))
+        assert (name, reply.kind) == (name, "refused")
+    fields, arrays = honest(params)
+    assert ask(Message("ask", {**good, "query": fields}, arrays)).kind == "sum"
+    assert ask(Message("ask", {**good, "query": fields}, arrays)).kind == "refused"  # the same round twice
+    members.server.finish("over")
+
+
+def honest(params: Any) -> tuple[Any, Any]:
+    from quietgrad.federation.queries import pack
+    from quietgrad.objectives.base import Gradient
+
+    return pack(Gradient(params, 1.0))
+
+
+def attacks(params: Any) -> dict[str, tuple[Any, Any]]:
+    from quietgrad.federation.queries import pack
+    from quietgrad.objectives.base import Gradient
+
+    return {
+        "a larger clip": pack(Gradient(params, 10.0)),
+        "a shorter vector": pack(Gradient(params[:5], 1.0)),
+        "nonsense": ({"kind": "nonsense"}, {}),
+    }
+
+
+def test_model_that_is_handed_out_is_checked(tmp_path: Path) -> None:
+    file = parse_plan(TEXT)
+    assert not network.save_parting(b"", file, tmp_path)
+    text = np.frombuffer(b"{}", np.uint8)
+    for params in (np.full(31, np.nan), np.zeros(3)):
+        data = encode(Message("model", {}, {"params": params, "result": text}))
+        with pytest.raises(ProtocolError, match="handed out"):
+            network.save_parting(data, file, tmp_path)
+    assert not list(tmp_path.iterdir())
