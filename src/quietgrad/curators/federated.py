@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.base import Spent
+from quietgrad.curators.units import UnitNoise
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.faults import DropoutError, ProtocolError
@@ -136,6 +137,7 @@ class FederatedSession:
         self._store, self._caller, self._held, self._key = store, caller, held, curator._key
         self._rounds = rounds(plan, caller, curator._identity, curator._roster)
         self._zero = zeros_like(curator.objective.initial(plan.shape))
+        self._units = UnitNoise(self._key, "unit")
         self._made = {slot.name: 0 for slot in plan.schedule.slots}
         self._draws = dict(self._made)
         self._replay = list(reversed(store.done))
@@ -269,7 +271,7 @@ class FederatedSession:
             stream = SecureStream(self._key, f"noise/{ask.slot}")
             release_l2_laplace(total, *l2_laplace_for(1.0 / ask.multiplier, bound, ask.dim), stream, ask.round)
             return total
-        unit = SecureStream(self._key, f"unit/{ask.dim}").normal(ask.round, ask.dim)
+        unit = self._units.row(ask.round, ask.dim)
         release_gaussian(total, unit, *sigma_for(ask.multiplier, bound, ask.dim))
         return total
 

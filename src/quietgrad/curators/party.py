@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.journal import Journal
+from quietgrad.curators.units import UnitNoise
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.faults import ProtocolError
 from quietgrad.federation.members import SecureMember, Stranger
@@ -92,6 +93,7 @@ class PartyCurator:
         self._samplers: dict[str, Any] = {}
         self._run: str | None = None
         self._reply: bytearray | None = None
+        self._units: UnitNoise | None = None
 
     def _check_records(self) -> None:
         shape = Shape(self.records.dim, getattr(self.records, "features", 0))
@@ -248,8 +250,9 @@ class PartyCurator:
             stream = SecureStream(self._key, f"local/{self.name}/pure/{slot}")
             release_l2_laplace(total, *l2_laplace_for(1.0 / multiplier, bound, len(total)), stream, t)
             return
-        unit = SecureStream(self._key, f"local/{self.name}/{len(total)}").normal(t, len(total))
-        release_gaussian(total, unit, *sigma_for(multiplier, bound, len(total)))
+        if self._units is None:
+            self._units = UnitNoise(self._key, f"local/{self.name}")
+        release_gaussian(total, self._units.row(t, len(total)), *sigma_for(multiplier, bound, len(total)))
 
     def _prepare_samplers(self) -> None:
         assert self._key is not None

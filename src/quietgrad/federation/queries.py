@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -137,13 +138,18 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
             raise WireError("query has a vector that is not finite")
         return array if isinstance(like, np.ndarray) or array.ndim != 1 else like.new_tensor(array)
     kind = value.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise WireError(f"query {kind!r} is not known; known are {', '.join(_KINDS)}")
-    maker = getattr(import_module(f"quietgrad.{_KINDS[kind]}"), kind)
-    names = {f.name for f in dataclasses.fields(maker)}
-    if set(value) != names | {"kind"}:
+    maker, names = _maker(kind)
+    if value.keys() != names | {"kind"}:
         raise WireError(f"query {kind} must have exactly the fields {', '.join(sorted(names))}")
     return maker(**{name: _unpack(value[name], arrays, like) for name in names})
+
+
+@lru_cache
+def _maker(kind: str) -> tuple[Any, frozenset[str]]:
+    maker = getattr(import_module(f"quietgrad.{_KINDS[kind]}"), kind)
+    return maker, frozenset(f.name for f in dataclasses.fields(maker))
 
 
 def flat(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> dict[str, Any]:

@@ -121,7 +121,8 @@ class PlainRounds:
         total = reply.arrays.get("total")
         if total is None or total.dtype != np.float64 or total.shape != (ask.dim,):
             return f"vector has a wrong length or type; {ask.dim} numbers were asked"
-        length = math.sqrt(float(np.dot(total, total)))
+        # Not BLAS: its threads would cost more than this sum.
+        length = math.sqrt(float(np.einsum("i,i->", total, total)))
         if math.isnan(length) or (math.isinf(length) and not np.isfinite(total).all()):
             return "vector has a NaN or an infinity"
         if length > self._longest(name, ask):

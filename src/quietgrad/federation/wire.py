@@ -147,7 +147,7 @@ def decode(data: Bytes, *, most: int | None = None) -> Message:
 
 def _header(text: bytes) -> tuple[str, dict[str, Any], list[tuple[str, str, list[int]]]]:
     try:
-        header = json.loads(text)
+        header = json.loads(str(text, "utf-8"))
         kind, fields, listed = header["kind"], header["fields"], header["arrays"]
         entries = [(name, dtype, shape) for name, dtype, shape in listed]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,0 +1,202 @@
+"""Federations in one process: equal to central training, cheap per round, and weighted averages that keep accuracy.
+
+    QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/federation.py [overhead] [equality] [averages]
+
+*overhead*: CPU time of one round of 5 parties above (a) the same 5 gradients without any federation and (b) one
+release of a central curator on the same records; cryptographic noise is in both. *equality*: DDP-SRM on 10 parties
+against DP-SRM, same plan and ε, 20 independent seeds each. *averages*: one noisy weighted average of local fits
+(WD-DP iv, secure sums by masks) against the unweighted one and central DP-GD, all at the same true ε. The fits of
+a split are made once and the noise drawn 20 times at the scale the plan states: the scale that leaves a secure sum
+is what tests/test_federation_noise.py measures. CPU times, since others share the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from record import save
+
+import quietgrad as qg
+from quietgrad import data
+from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.federated import FederatedCurator
+from quietgrad.federation.parties import Party, deal
+from quietgrad.federation.simulation import assemble, simulate
+from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.glm import Logistic
+from quietgrad.objectives.local_fit import local_fit
+from quietgrad.objectives.regularizers import L2, Nonconvex
+from quietgrad.training import plan as central_plan
+
+RESULT = Path(__file__).parent / "results" / "federation.json"
+SEEDS = 20
+Floats = npt.NDArray[np.float64]
+
+
+def milliseconds(call: Callable[[], object], repeats: int, rounds: int = 5) -> float:
+    """Median over ``rounds`` of the CPU milliseconds of one call."""
+    call()
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for _ in range(repeats):
+            call()
+        times.append((time.process_time() - start) / repeats * 1e3)
+    return statistics.median(times)
+
+
+def overhead() -> list[dict[str, float]]:
+    """One round of 5 parties with two records each, so that there is little but the round itself."""
+    rows = []
+    objective, budget, rng = Logistic(), qg.Budget(1.0, 1e-5), np.random.default_rng(0)
+    for d, repeats in ((123, 100), (26_010, 20), (10**6, 2)):
+        X, y = rng.normal(size=(10, d)), np.arange(10) % 2.0
+        parties = [Party(X[k : k + 2], y[k : k + 2]) for k in range(0, 10, 2)]
+        algorithm = qg.DPGD(steps=10**6)
+        query = Gradient(rng.normal(size=d) * 0.01, 1.0)
+        tables = [objective.prepare(party.data) for party in parties]
+
+        def gradients(tables: Any = tables, query: Any = query, d: int = d) -> None:
+            for table in tables:
+                objective.add_gradients(table, None, query.params, 1.0, np.zeros(d))
+
+        row: dict[str, float] = {"dimension": d, "gradients_ms": milliseconds(gradients, repeats)}
+        curator = CentralCurator(objective, (X, y))
+        central = curator.open(central_plan(algorithm, n=10, budget=budget, noise_multiplier=1.0))
+        row["central_ms"] = milliseconds(lambda s=central, q=query: s.release("gradient", q), repeats)  # type: ignore[misc]
+        settings: list[dict[str, Any]] = [
+            {"trust": "curator"},
+            {"trust": "local"},
+            {"trust": "secure", "secure": "masks"},
+        ]
+        for trust in settings:
+            if trust["trust"] == "secure" and d > 10**5:
+                continue
+            plan, people = assemble(algorithm, objective, parties, budget=budget, noise_multiplier=1.0, **trust)
+            session = FederatedCurator(
+                objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
+            ).open(plan)
+            took = milliseconds(lambda s=session, q=query: s.release("gradient", q), repeats)  # type: ignore[misc]
+            name = trust.get("secure") or trust["trust"]
+            row[f"{name}_above_gradients_ms"] = took - row["gradients_ms"]
+            row[f"{name}_above_central_ms"] = took - row["central_ms"]
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def equality() -> list[dict[str, Any]]:
+    """DDP-SRM on 10 parties and DP-SRM: test loss and accuracy over seeds."""
+    rows = []
+    for name in ("a9a", "ijcnn1"):
+        table = data.load(name)
+        assert table.X_test is not None
+        objective = Logistic(regularizer=Nonconvex(1e-3), intercept=True)
+        test = objective.prepare((table.X_test, table.y_test))
+        parties = deal(table.X, table.y, 10)
+        budget = qg.Budget(0.5, 1e-5)
+        algorithm = qg.DPSRM(steps=400, batch_size=500, learning_rate=1.0)
+        losses: dict[str, list[float]] = {"central": [], "federated": []}
+        epsilons = {}
+        for seed in range(SEEDS):
+            runs = {
+                "central": qg.minimize(objective, (table.X, table.y), algorithm, budget=budget, seed=seed),
+                "federated": simulate(algorithm, objective, _unnamed(parties), budget=budget, seed=10_000 + seed),
+            }
+            for kind, run in runs.items():
+                losses[kind].append(objective.risk(test, run.params) - objective.regularizer.value(run.params))
+                epsilons[kind] = run.privacy.epsilon
+        means = {kind: statistics.mean(values) for kind, values in losses.items()}
+        error = math.sqrt(sum(statistics.variance(values) / SEEDS for values in losses.values()))
+        rows.append(
+            {
+                "data": name, "parties": 10, "seeds": SEEDS, "epsilon": epsilons, "test_loss": means,
+                "difference": means["federated"] - means["central"], "standard_error": error,
+                "in_standard_errors": (means["federated"] - means["central"]) / error,
+            }
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _unnamed(parties: list[Party]) -> list[Party]:
+    """Without record ids: every party samples for itself, as in a real federation."""
+    return [Party(party.X, party.y) for party in parties]
+
+
+def averages() -> list[dict[str, Any]]:
+    """Test accuracy of one-shot averages, mean over 20 draws of the noise, beside two central methods.
+
+    The penalty is λ = 7e-4/√ε, one public rule for all methods and data.
+    """
+    rows = []
+    average, central = qg.WeightedAverage(steps=100), qg.DPGD(steps=60, learning_rate=6.0)
+    rng = np.random.default_rng(0)
+    for name in ("adult", "bank", "kddcup99"):
+        table = data.load(name)
+        assert table.X_test is not None
+        truth, n = np.asarray(table.y_test) > 0, int(table.X.shape[0])
+        for epsilon in (0.01, 0.05, 0.25):
+            objective = Logistic(regularizer=L2(7e-4 / math.sqrt(epsilon)), row_bound=1.0, rows="normalize")
+            test = objective.prepare((table.X_test, table.y_test))
+            budget = qg.Budget(epsilon, 1e-3, qg.Relation.REPLACE_ONE)
+            bound = local_fit(objective, n, average.steps, average.step_size(objective)).bound
+
+            def accuracy(params: Floats, objective: Any = objective, test: Any = test, truth: Any = truth) -> float:
+                return float(np.mean((objective.decision(test, params) > 0.0) == truth))
+
+            centres = {
+                f"central_{method.name}": statistics.mean(
+                    accuracy(qg.minimize(objective, (table.X, table.y), method, budget=budget).params)
+                    for _ in range(5)
+                )
+                for method in (average, central)
+            }
+            for m in (2, 8, 32):
+                for u in (1.0, 3.0, 9.0):
+                    parties = deal(table.X, table.y, m, unevenness=u)
+                    row: dict[str, Any] = {"data": name, "m": m, "u": u, "epsilon": epsilon, **centres}
+                    for label, weights in (("weighted", "size"), ("unweighted", "equal")):
+                        exact = simulate(average, objective, parties, budget=None, weights=weights).params
+                        plan, _ = assemble(
+                            average,
+                            objective,
+                            parties,
+                            budget=budget,
+                            trust="secure",
+                            secure="masks",
+                            weights=weights,
+                        )
+                        spread = plan.noise_multiplier * bound * plan.largest_factor
+                        noise = rng.normal(size=(SEEDS, len(exact))) * spread * math.sqrt(plan.variance_factor)
+                        row[label] = statistics.mean(accuracy(exact + each) for each in noise)
+                        row["epsilon_proved"] = plan.epsilon()
+                    rows.append(row)
+        ours = [row for row in rows if row["data"] == name and row["u"] > 1.0]
+        for label in ("weighted", "unweighted"):
+            gaps = [row[label] - row["central_weighted-average"] for row in ours]
+            print(name, label, "minus central: worst", round(min(gaps), 4), "mean", round(statistics.mean(gaps), 4))
+    return rows
+
+
+PARTS: dict[str, Callable[[], Any]] = {"overhead": overhead, "equality": equality, "averages": averages}
+
+if __name__ == "__main__":
+    asked = sys.argv[1:] or list(PARTS)
+    numbers: dict[str, Any] = {}
+    if RESULT.exists():
+        import json
+
+        numbers = {name: value for name, value in json.loads(RESULT.read_text()).items() if name in PARTS}
+    for part in asked:
+        numbers[part] = PARTS[part]()
+    save(RESULT, numbers)
