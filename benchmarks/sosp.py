@@ -20,8 +20,8 @@ import numpy as np
 from scipy.special import betaincinv
 
 import quietgrad as qg
-from quietgrad.algorithms.distributed_selection import run_on_parties
 from quietgrad.curators.central import CentralCurator
+from quietgrad.local_parties import run_on_parties
 from quietgrad.objectives.base import GradientDifference, RecursiveMomentum
 from quietgrad.objectives.landscapes import Landscape
 

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.distributed_selection import HessianSelection, run_on_parties
+from quietgrad.algorithms.distributed_selection import HessianSelection
 from quietgrad.algorithms.escape_theory import solve
 from quietgrad.curators.central import CentralCurator
+from quietgrad.local_parties import run_on_parties
 from quietgrad.objectives.base import Constants
 from quietgrad.privacy.gaussian import gaussian_mu
 

@@ -62,6 +62,34 @@ ROWS = [
     Row(qg.OutputPerturbation(steps=60), 0.60, REPLACE),
     Row(qg.OutputPerturbation(steps=60, mechanism="pure"), 0.65, REPLACE),
     Row(qg.WhitenedGD(steps=20, row_bound=1.0), 0.48, REPLACE),
+    Row(
+        qg.PerturbedSGD(
+            oracle=qg.AdaptiveSpider(300, 60, clip=1.0, smoothness=0.25, kappa=3.0),
+            learning_rate=2.0,
+            chi=0.02,
+            radius=1.0,
+            escape_steps=10,
+            attempts=2,
+            hessian_lipschitz=0.1,
+        ),
+        0.58,
+        REPLACE,
+    ),
+    Row(
+        qg.PerturbedSGD(
+            oracle=qg.AdaptiveSpider(
+                300, 150, clip=1.0, smoothness=0.25, kappa=3.0, regime="reuse", full_queries=20
+            ),
+            steps=60,
+            learning_rate=2.0,
+            chi=0.01,
+            radius=1.0,
+            escape_steps=10,
+            attempts=2,
+            hessian_lipschitz=0.1,
+        ),
+        0.55,
+    ),
 ]
 
 

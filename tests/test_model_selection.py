@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quietgrad as qg
-from quietgrad.algorithms.distributed_selection import HessianSelection, _Doors, run_on_parties
-from quietgrad.algorithms.model_selection import certify_privately
+from quietgrad.algorithms.distributed_selection import HessianSelection
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation import Party, simulate
+from quietgrad.local_parties import Doors, run_on_parties
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.landscapes import Sample, landscape
 from quietgrad.objectives.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
 from quietgrad.oracles.base import Estimate
+from quietgrad.private_certificate import certify_privately
 
 Floats = npt.NDArray[np.float64]
 
@@ -224,7 +225,7 @@ def test_spider_on_parties_is_the_mean_of_their_own_estimates() -> None:
     def doors() -> list[CentralSession]:
         return [CentralCurator(HILL, data, seed=j).open(plan) for j, data in enumerate(parties(3, 600))]
 
-    joint, alone = _Doors(doors()), doors()
+    joint, alone = Doors(doors()), doors()
     state, states = Estimate(), [Estimate() for _ in range(3)]
     rng, x = np.random.default_rng(0), np.zeros(6)
     for _ in range(10):
@@ -242,7 +243,7 @@ def test_parties_noise_averages() -> None:
     quiet = landscape("strict-saddle", d=1000, slope_noise=0.0)
     oracle = qg.AdaptiveSpider(60, 20, clip=1.0, kappa=0.05)
     plan = qg.plan(qg.PerturbedSGD(oracle=oracle), n=600, budget=BUDGET)
-    joint = _Doors([CentralCurator(quiet, 600, seed=j).open(plan) for j in range(4)])
+    joint = Doors([CentralCurator(quiet, 600, seed=j).open(plan) for j in range(4)])
     state = oracle.estimate(Estimate(), np.zeros(1000), joint)
     assert state.value is not None
     assert float(state.value.std()) == pytest.approx(plan.noise_multiplier / (60 * 2), rel=0.2)

@@ -1,7 +1,7 @@
 """What a point is: gradient norm and least Hessian eigenvalue, by Lanczos on Hessian–vector products.
 
 A certificate is an evaluation. On a landscape's population risk it touches no data; on data it is **not private**:
-use public records, or :func:`quietgrad.algorithms.model_selection.certify_privately` on held-out ones.
+use public records, or :func:`quietgrad.private_certificate.certify_privately` on held-out ones.
 """
 
 from __future__ import annotations

@@ -15,18 +15,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from quietgrad.algorithms.base import Algorithm, State, check_range
-from quietgrad.curators.base import Session, Spent
-from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import BudgetError
-from quietgrad.objectives.base import Gradient, Query
+from quietgrad.algorithms.base import State, check_range
+from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.second_order import PackedHessian
 from quietgrad.oracles.base import constant_of, noise_multiplier
-from quietgrad.privacy.budget import Budget
-from quietgrad.result import Result
 from quietgrad.sampling import FullBatch
 from quietgrad.schedule import Schedule, Slot
-from quietgrad.training import plan, run
 from quietgrad.vectors import Vector, norm
 
 HessianNoise = Literal["goe", "triangle"]
@@ -36,8 +31,8 @@ HessianNoise = Literal["goe", "triangle"]
 class HessianSelection:
     """Algorithm 4 through any door: T noisy mean gradients and Hessians, the first pair that passes is taken.
 
-    Through one curator's door the noise is that of one holder of all records; :func:`run_on_parties` gives it the
-    doors of parties that each add their own.
+    Through one curator's door the noise is that of one holder of all records;
+    :func:`quietgrad.local_parties.run_on_parties` gives it the doors of parties that each add their own.
 
     Args:
         candidates: public iterates.
@@ -134,85 +129,3 @@ class HessianSelection:
         steep = self.alpha + clip * log_d / math.sqrt(records) + scale * clip * (math.sqrt(dim) + tail)
         bent = math.sqrt(rho * self.alpha) + smoothness * math.sqrt(log_d / records)
         return steep, -(bent + spread * (2.0 * math.sqrt(dim) + tail))
-
-
-class _Doors:
-    """The doors of parties that each add their own noise, as one: a release is the sum of theirs."""
-
-    def __init__(self, doors: Sequence[CentralSession]) -> None:
-        self._doors = doors
-        self.plan, self.objective, self.regularizer = doors[0].plan, doors[0].objective, doors[0].regularizer
-        self.rho_left = doors[0].rho_left
-        self.noise_sources = len(doors)
-
-    @property
-    def used(self) -> dict[str, int]:
-        return self._doors[0].used
-
-    def expected_batch(self, slot: str) -> float:
-        return sum(door.expected_batch(slot) for door in self._doors)
-
-    def uniform(self, label: str) -> float:
-        return self._doors[0].uniform(label)
-
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        total = self._doors[0].release(slot, query, rho=rho)
-        for door in self._doors[1:]:
-            total = total + door.release(slot, query, rho=rho)
-        return total
-
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        raise BudgetError("parties with their own noise have no joint choice; release the numbers instead.")
-
-    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
-        spent = [door.close(reason, data_dependent=data_dependent) for door in self._doors]
-        return spent[0]
-
-
-def run_on_parties(
-    objective: Any,
-    parties: Sequence[Any],
-    algorithm: Algorithm,
-    *,
-    budget: Budget | None,
-    seed: int | None = None,
-    ledgers: Sequence[Any] | None = None,
-    start: Vector | None = None,
-) -> Result:
-    """Run ``algorithm`` on parties that each hold their own records and add their own noise (ICRL-DP).
-
-    With :class:`HessianSelection` this is Algorithm 4; with perturbed SGD on SPIDER it is Algorithm 3, because the
-    recursion of ĝ_{j,t} is linear and the server uses the parties' mean only. In one process, for experiments; over
-    a network use the federated curator with local trust. The privacy statement is that of every single party.
-
-    Args:
-        parties: the records of each party, as the objective takes them, of equal number.
-        budget: of each party.
-        seed: fixed randomness for tests; not private.
-        ledgers: one per party.
-
-    >>> from quietgrad.objectives.landscapes import landscape
-    >>> hill = landscape("strict-saddle", d=5)
-    >>> test = HessianSelection([hill.saddle(), hill.minimum()], alpha=0.03)
-    >>> run_on_parties(hill, [10**5] * 4, test, budget=Budget(4.0, 1e-6), seed=0).details["chosen"]
-    1
-    """
-    if not parties:
-        raise ValueError("parties: at least one.")
-    curators = [
-        CentralCurator(
-            objective,
-            data,
-            seed=None if seed is None else seed + j,
-            ledger=None if ledgers is None else ledgers[j],
-            account=f"party-{j}",
-        )
-        for j, data in enumerate(parties)
-    ]
-    sizes = {len(curator.records) for curator in curators}
-    if len(sizes) > 1:
-        raise ValueError(f"parties of {min(sizes)} to {max(sizes)} records: must be of equal number here.")
-    the_plan = plan(algorithm, n=sizes.pop(), budget=budget)
-    doors = _Doors([curator.open(the_plan) for curator in curators])
-    x0 = curators[0].initial() if start is None else start
-    return run(algorithm, doors, x0, account="party-0", seeded=seed is not None)
