@@ -288,3 +288,28 @@ def test_the_number_of_rounds_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) ->
     rare = np.array([2**64 - 1], np.uint64)  # a word of probability 2^-53: a cut at 10000 rounds costs e^-11
     monkeypatch.setattr(SecureStream, "uint64", lambda self, block, size: rare)
     assert _rounds(900.0, fresh_key()) == 1 + math.floor(53.0 * math.log(2.0) / -math.log1p(-1.0 / 900.0))
+
+
+@pytest.mark.parametrize("trust", ["curator", "local"])
+def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
+    """The same plan opened twice: the difference of first releases must be noise, not zero."""
+    from quietgrad.curators.federated import FederatedCurator
+    from quietgrad.federation import Party
+    from quietgrad.federation.simulation import assemble
+    from quietgrad.federation.transport.in_process import InProcess
+
+    rng = np.random.default_rng(0)
+    parties = [Party(rng.standard_normal((60, 3)), (rng.random(60) < 0.5) * 1.0) for _ in range(3)]
+    objective = qg.objectives.Logistic()
+    plan, people = assemble(qg.DPGD(steps=2), objective, parties, budget=BUDGET, trust=trust)
+    curator = FederatedCurator(
+        objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
+    )
+        objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
+    )
+    releases = []
+    for _ in range(2):
+        session = curator.open(plan)
+        releases.append(session.release("gradient", Gradient(np.zeros(3), 1.0)))
+        session.close("test")
+    assert np.abs(releases[0] - releases[1]).min() > 1e-3

@@ -33,7 +33,7 @@ from quietgrad.objectives.base import Objective, Query, Regularizer
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.noise import l2_laplace_for, noisy_argmax, release_gaussian, release_l2_laplace, sigma_for
-from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
+from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.sampling import SinglePass
 from quietgrad.schedule import Plan
 from quietgrad.vectors import Vector, zeros_like
@@ -134,7 +134,9 @@ class FederatedSession:
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
-        self._store, self._caller, self._held, self._key = store, caller, held, curator._key
+        self._store, self._caller, self._held = store, caller, held
+        self.seeded = curator.seeded
+        self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds = rounds(plan, caller, curator._identity, curator._roster)
         self._zero = zeros_like(curator.objective.initial(plan.shape))
         self._units = UnitNoise(self._key, "unit")

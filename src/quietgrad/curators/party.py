@@ -27,7 +27,7 @@ from quietgrad.objectives.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.events import PerParty
 from quietgrad.privacy.noise import l2_laplace_for, release_gaussian, release_l2_laplace, sigma_for
-from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
+from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.sampling import FixedSize, Poisson, SinglePass
 from quietgrad.vectors import zeros_like
 
@@ -78,7 +78,8 @@ class PartyCurator:
         self._check_records()
         self._ledger, self._account, self._cap = ledger, account, cap
         self._seeded = seed is not None
-        self._key = seed_key(seed) if seed is not None else key
+        self._given = seed_key(seed) if seed is not None else key
+        self._key: bytes | None = None
         self._ids = np.arange(len(self.records)) if ids is None else np.asarray(ids)
         self._keyed = ids is not None
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
@@ -156,11 +157,18 @@ class PartyCurator:
         if self._run != run:
             resumed = self._journal.start(run)
             self._reserve(run, resumed)
-            if self._key is None:
-                self._key = self._journal.key(run) or fresh_key()
+            self._key = self._key_of(run)
+            self._units = None
+            self._samplers = {}
             self._run = run
             self._prepare_samplers()
         return Message("ready", {"run": run, "round": self._journal.last_round, **self.plan.shape.to_json()})
+
+    def _key_of(self, run: str) -> bytes:
+        """A key for this run alone: two runs that drew the same noise would let anyone subtract it."""
+        if self._given is None:
+            return self._journal.key(run) or fresh_key()
+        return self._given if self._seeded else run_key(self._given, run)
 
     def _reserve(self, run: str, resumed: bool) -> None:
         event = None if self.plan.budget is None else self.plan.party_event(self._place, None)

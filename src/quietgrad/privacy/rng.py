@@ -50,6 +50,15 @@ def seed_key(seed: int) -> bytes:
     return hashlib.sha256(f"quietgrad test seed {int(seed)}".encode()).digest()
 
 
+def run_key(key: bytes, run: str) -> bytes:
+    """A key for one run from a longer-lived one, so that no two runs ever share noise.
+
+    >>> run_key(seed_key(0), "a") == run_key(seed_key(0), "b")
+    False
+    """
+    return SecureStream(key, f"run/{run}").bytes(0, len(key))
+
+
 class SecureStream:
     """Random numbers addressed by (key, label, block): AES-256 in counter mode.
 
