@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from pathlib import Path
@@ -289,12 +290,45 @@ def cost(repeats: int) -> dict[str, Any]:
     return {str(k): v for k, v in rows.items()}
 
 
+def draw(numbers: dict[str, Any], target: Path) -> None:
+    """Claimed and true α against n, d and m, with the paper's slopes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4))
+    found = numbers["scaling"]
+    panels = (
+        ("by_n", "n", "records n", -1 / 3),
+        ("by_d", "d", "dimension d", 0.2),
+        ("by_m", "m", "parties m", -0.2),
+    )
+    for ax, (rows, x, label, printed) in zip(axes, panels, strict=True):
+        for y, style in (("claimed_alpha", "o-"), ("true_alpha", "s--")):
+            kept = [(r[x], r[y]) for r in found[rows] if r[y]]
+            ax.loglog(*zip(*kept, strict=True), style, label=y.replace("_alpha", " α"))
+        kept = [(r[x], r["claimed_alpha"]) for r in found[rows] if r["claimed_alpha"]]
+        line = [kept[0][1] * (v / kept[0][0]) ** printed for v, _ in kept]
+        ax.loglog([v for v, _ in kept], line, ":", color="gray", label=f"slope {printed:.2g} (paper)")
+        ax.set_xlabel(label)
+        ax.legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel("α")
+    figure.tight_layout()
+    figure.savefig(target)
+
+
 def main() -> None:
     """Measure, print, and write ``results/sosp.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
+    parser.add_argument("--draw", action="store_true", help="only draw results/sosp.json as results/sosp.svg")
     parser.add_argument("--seeds", type=int, default=100, help="runs per method in the escape table")
     options = parser.parse_args()
+    results = Path(__file__).parent / "results"
+    if options.draw:
+        draw(json.loads((results / "sosp.json").read_text()), results / "sosp.svg")
+        return
     started = time.process_time()
     if options.quick:
         RECORDS[10] = 400_000
@@ -315,7 +349,7 @@ def main() -> None:
         "other_losses": other_losses(5, 1_000_000),
     }
     numbers["cpu_seconds"] = round(time.process_time() - started)
-    save(Path(__file__).parent / "results" / "sosp.json", numbers)
+    save(results / "sosp.json", numbers)
 
 
 if __name__ == "__main__":
