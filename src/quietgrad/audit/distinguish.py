@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 Verdict = Literal["pass", "violation", "vacuous"]
 
 _TEACH = 0.25  # share of the runs that chooses direction and threshold
-_POINTS = (0.0, 0.5, 1.0, 2.0, 4.0)  # ε at which the claimed profile may be tested
+_POINTS = (0.0, 0.5, 1.0, 2.0)  # ε at which the claimed profile may be tested
 _FEATURES_PER_RUN = 20  # teaching runs per column below which only summaries of the columns are used
 
 
