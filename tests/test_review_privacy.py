@@ -305,8 +305,6 @@ def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
     curator = FederatedCurator(
         objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
     )
-        objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
-    )
     releases = []
     for _ in range(2):
         session = curator.open(plan)
