@@ -389,3 +389,16 @@ def test_a_loop_is_reserved_in_the_ledger_and_closed(tmp_path: Any) -> None:
     loop_over(made, 1)
     after = Ledger(tmp_path / "ledger.jsonl").spent("pupils", delta=1e-5, relation="add-remove")
     assert after.epsilon == pytest.approx(spent.epsilon)
+
+
+def test_a_loader_with_workers_hands_out_the_same_samples() -> None:
+    def labels(workers: int) -> list[list[int]]:
+        model = network()
+        _, _, loader = make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, seed=3,
+            data_loader=DataLoader(data(), batch_size=10, num_workers=workers), max_grad_norm=1.0,
+        )  # fmt: skip
+        first = [y.tolist() for _, (_, y) in zip(range(3), loader, strict=False)]  # leaves batches in the queue
+        return first + [y.tolist() for _, y in loader]
+
+    assert labels(0) == labels(1)

@@ -94,7 +94,8 @@ class PrivateLoop:
         if not any(used.values()):
             return 0.0
         budget = self.plan.budget
-        return account(self.plan.event_of(used), delta=delta or budget.delta, relation=budget.relation)
+        event = self.plan.event_of(used)
+        return account(event, delta=budget.delta if delta is None else delta, relation=budget.relation)
 
     @property
     def total(self) -> int:
@@ -177,11 +178,9 @@ class PrivateLoop:
 
     def refusal(self) -> str:
         """Why there is no further sample."""
-        budget = self.plan.budget
-        assert budget is not None
         return (
-            f"the {self.total} steps that were planned are made and ε = {self.epsilon():.4g} of the budget of "
-            f"{budget.epsilon:g} is spent. Stop here, or plan a longer loop (epochs=…) from the start."
+            f"the {self.total} steps that were planned are made, and ε = {self.epsilon():.4g} is spent. Stop here, "
+            "or plan a longer loop from the start."
         )
 
     def _check(self, pieces: list[_Piece]) -> None:
