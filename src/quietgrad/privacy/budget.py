@@ -29,9 +29,7 @@ class Relation(StrEnum):
         try:
             return cls(value)
         except ValueError:
-            raise ValueError(
-                f"relation={value!r}: must be 'add-remove' or 'replace-one'."
-            ) from None
+            raise ValueError(f"relation={value!r}: must be 'add-remove' or 'replace-one'.") from None
 
 
 def check_delta(delta: float) -> float:
@@ -47,9 +45,7 @@ def check_delta(delta: float) -> float:
 def check_epsilon(epsilon: float) -> float:
     """Return ``epsilon`` if it is a positive finite number, else raise."""
     if not isinstance(epsilon, (int, float)) or not 0.0 < epsilon < math.inf:
-        raise ValueError(
-            f"epsilon={epsilon!r}: must be > 0 and finite. For a non-private run pass budget=None."
-        )
+        raise ValueError(f"epsilon={epsilon!r}: must be > 0 and finite. For a non-private run pass budget=None.")
     return float(epsilon)
 
 
