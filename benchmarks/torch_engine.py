@@ -1,13 +1,14 @@
 """One private step of a network against its peers, in one process and one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/torch_engine.py [MODEL ...] [--peers DIR] [--repeats N] [--keep-memory]
+        [--no-peers]
 
 For each model the steps take turns, and a step's CPU time (the machine is shared, so not wall time) is divided by
 that of plain SGD in the same round; the result is the median of these ratios. Peers: Opacus 1.6.0 with hooks and
 with ghost clipping (`pip install --no-deps --target DIR opacus==1.6.0`), torch.func's vmap(grad), and for DP-SRM
-two Opacus passes and vmap. "two passes" is the floor of every method that needs gradients at two points. Our steps
-include cryptographic noise; the others draw torch's. Peak memory is the growth of the process over two steps, each
-method in a process of its own.
+two Opacus passes and vmap. "two passes" is the floor of every method that needs gradients at two points. Our DP-SRM
+step includes cryptographic noise; the others draw torch's, our DP-SGD both ways. Peak memory is the growth of the
+process over two steps, each method in a process of its own.
 --keep-memory: with `quietgrad.torch.allocator.keep_freed_memory` on, for every contender alike.
 """
 
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ class Problem:
 
         return step
 
-    def dp_sgd(self, **options: Any) -> Step:
-        """Ours."""
+    def dp_sgd(self, secure: bool = False, **options: Any) -> Step:
+        """Ours, with torch's noise as the peers have it, or with cryptographic noise."""
         engine = PerExampleEngine(self.module, _losses, **options)
         theta = engine.flatten(dict(self.module.named_parameters()))
         stream, block = SecureStream(fresh_key(), "benchmark"), iter(range(1 << 40))
@@ -90,7 +91,10 @@ class Problem:
         def step() -> None:
             total = torch.zeros_like(theta)
             engine.add_clipped_gradients(theta, self.x, self.y, CLIP, total)
-            total += torch.from_numpy(stream.normal(next(block), engine.dim)) * (NOISE * CLIP)
+            if secure:
+                _add_secure_noise(total, NOISE * CLIP, stream, block)
+            else:
+                total += NOISE * CLIP * torch.randn_like(total)
             theta.sub_(total, alpha=RATE / self.batch)
 
         return step
@@ -106,7 +110,7 @@ class Problem:
         def step() -> None:
             total = torch.zeros_like(theta)
             engine.add_recursive_momentum(theta, previous, self.x, self.y, GAMMA, CLIP, DIFFERENCE_CLIP, total)
-            total += torch.from_numpy(stream.normal(next(block), engine.dim)) * (NOISE * bound)
+            _add_secure_noise(total, NOISE * bound, stream, block)
             estimate.mul_(1 - GAMMA).add_(total, alpha=1 / self.batch)
             previous.copy_(theta)
             theta.sub_(estimate, alpha=RATE)
@@ -215,6 +219,7 @@ METHODS: dict[str, Callable[[Problem], Step]] = {
     "sgd": Problem.sgd,
     "two passes": Problem.two_passes,
     "quietgrad dp-sgd": Problem.dp_sgd,
+    "quietgrad dp-sgd, secure noise": lambda p: p.dp_sgd(secure=True),
     "quietgrad dp-sgd, low memory": lambda p: p.dp_sgd(strategy="factored", micro_batch=max(8, p.batch // 4)),
     "vmap dp-sgd": Problem.vmap_sgd,
     "opacus dp-sgd": Problem.opacus,
@@ -228,6 +233,11 @@ METHODS: dict[str, Callable[[Problem], Step]] = {
 
 def _losses(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output, y, reduction="none")
+
+
+def _add_secure_noise(total: Tensor, sigma: float, stream: SecureStream, block: Iterator[int]) -> None:
+    for part in torch.split(total, 1 << 16):
+        part += torch.from_numpy(stream.normal(next(block), len(part))) * sigma
 
 
 def _weights(gradients: dict[str, Tensor], clip: float) -> Tensor:
@@ -251,9 +261,12 @@ def _srm_step(
         p.sub_(total, alpha=RATE / n)
 
 
-def times(name: str, repeats: int) -> dict[str, Any]:
+def times(name: str, repeats: int, peers: bool) -> dict[str, Any]:
     """CPU milliseconds and ratios to plain SGD, contenders in turn."""
-    steps = {method: build(Problem(name)) for method, build in METHODS.items()}
+    ours = {
+        method: build for method, build in METHODS.items() if peers or not method.startswith(("vmap", "opacus"))
+    }
+    steps = {method: build(Problem(name)) for method, build in ours.items()}
     taken: dict[str, list[float]] = {method: [] for method in steps}
     for _ in range(repeats + 2):
         for method, step in steps.items():
@@ -293,6 +306,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=ROOT / "runs" / "peers")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--keep-memory", action="store_true")
+    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.append(str(options.peers))
@@ -306,7 +320,11 @@ def main() -> None:
     results = ROOT / "benchmarks" / "results" / f"torch_engine{'_keep_memory' if options.keep_memory else ''}.json"
     found = json.loads(results.read_text())["models"] if results.exists() else {}
     for name in options.models:
-        found[name] = {"batch": BATCHES[name], "rounds": options.repeats, "methods": times(name, options.repeats)}
+        found[name] = {
+            "batch": BATCHES[name],
+            "rounds": options.repeats,
+            "methods": times(name, options.repeats, not options.no_peers),
+        }
         for method, entry in found[name]["methods"].items():
             command = [sys.executable, __file__, name, "--peers", str(options.peers), "--memory-of", method]
             command += ["--keep-memory"] * options.keep_memory
