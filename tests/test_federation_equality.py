@@ -135,3 +135,23 @@ def test_equal_weights_average_the_parties(keyed: None) -> None:
         for session, party in zip(means, parties, strict=True)
     ]
     np.testing.assert_allclose(got, -np.mean(steps, axis=0), rtol=0.0, atol=1e-12)
+
+
+def test_networks_federate_too() -> None:
+    torch = pytest.importorskip("torch")
+    from quietgrad.objectives.module import ModuleObjective
+
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(D, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    cross_entropy = torch.nn.functional.cross_entropy
+    objective = ModuleObjective(network, lambda out, y: cross_entropy(out, y, reduction="none"))
+    X, y = (torch.from_numpy(part) for part in table())
+    rows, labels = X.float(), y.long()
+    whole = torch.utils.data.TensorDataset(rows, labels)
+    parties = [Party(torch.utils.data.TensorDataset(rows[k::3], labels[k::3])) for k in range(3)]
+    algorithm = qg.DPGD(steps=4, learning_rate=0.5)
+    expected = qg.minimize(objective, whole, algorithm, budget=None).params
+    for settings in TRUSTS[:3]:
+        got = simulate(algorithm, objective, parties, budget=None, **settings).params
+        assert got.dtype == expected.dtype
+        assert float((got - expected).norm()) < 1e-5 * float(expected.norm())

@@ -309,3 +309,33 @@ def test_restarted_party_rejoins_between_rounds(
     result = train(ALGORITHM, curator, plan, np.zeros(3), callback=restart)
     np.testing.assert_allclose(result.params, undisturbed, atol=1e-9)
     assert any("party-2" in note for note in result.privacy.notes)
+
+
+def test_party_that_forgot_its_fresh_records_is_refused() -> None:
+    """Without a journal a restarted party could use a record twice, which a single pass must not."""
+    objective = Logistic(row_bound=3.0, rows="clip")
+    algorithm = qg.PerturbedSGD(
+        oracle=qg.AdaptiveSpider(batch_size=20, difference_batch_size=4, kappa=0.3), chi=0.05, learning_rate=0.2
+    )
+    plan, federation = assemble(algorithm, objective, people(), budget=None, trust="curator", seed=1, spare=2)
+    transport = InProcess(federation.handlers)
+
+    def restart(state: Any, session: Any) -> None:
+        if state.step == 2:
+            transport.replace("party-2", federation.again("party-2"))
+
+    curator = FederatedCurator(objective, transport, seed=1)
+    with pytest.raises(ProtocolError, match="party-2: restarted without its journal"):
+        train(algorithm, curator, plan, np.zeros(3), callback=restart)
+
+
+@pytest.mark.parametrize("trust", ["curator", "local"])
+def test_no_noise_serves_two_runs(trust: Any) -> None:
+    """One curator, the same parties, two runs: rounds have the same numbers and must not have the same noise."""
+    zeros = [Party(np.zeros((9, 50)), np.zeros(9)) for _ in range(2)]
+    plan, federation = assemble(
+        qg.DPGD(steps=1), Logistic(), zeros, budget=BUDGET, trust=trust, noise_multiplier=1.0
+    )
+    curator = FederatedCurator(Logistic(), InProcess(federation.handlers))
+    first, second = (train(qg.DPGD(steps=1), curator, plan, np.zeros(50)).params for _ in range(2))
+    assert not set(first) & set(second)

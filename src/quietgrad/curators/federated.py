@@ -135,6 +135,7 @@ class FederatedSession:
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
         self._store, self._caller, self._held = store, caller, held
+        self._answered: set[str] = set()
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds = rounds(plan, caller, curator._identity, curator._roster)
@@ -221,6 +222,7 @@ class FederatedSession:
                 continue
             if faults:
                 self.faults.append((t, faults))
+            self._answered.update(name for name in self._plan.names if name not in faults)
             return self._keep(slot, self._finished(ask, query, total, rho), t)
 
     def _readmit(self) -> None:
@@ -231,7 +233,13 @@ class FederatedSession:
             self._rounds.reset()
         if back:
             message = encode(Message("open", {"run": self._store.run, "plan": self._plan.digest}))
-            self._caller.call(dict.fromkeys(back, message), {})
+            ready = self._caller.call(dict.fromkeys(back, message), {})
+            fresh = any(isinstance(slot.sampling, SinglePass) for slot in self._plan.schedule.slots)
+            for name, reply in ready.items():
+                if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
+                    raise ProtocolError(
+                        name, "restarted without its journal and cannot tell used records from fresh"
+                    )
 
     def _begin(self, slot: str, rho: float | None) -> int:
         """Charge a new release of ``slot``, durably, and return its round number."""

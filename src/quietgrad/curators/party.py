@@ -100,12 +100,14 @@ class PartyCurator:
         shape = Shape(self.records.dim, getattr(self.records, "features", 0))
         if shape != self.plan.shape:
             raise DataError(f"{self.name}: records have shape {tuple(shape)}, the plan {tuple(self.plan.shape)}.")
-        budget = self.plan.budget
+        size, budget = self.plan.sizes[self._place], self.plan.budget
+        if len(self.records) > 2 * size + 64:
+            raise DataError(f"{self.name}: the plan declares {size} records; declare a number nearer to the truth.")
         exact = budget is not None and budget.relation is Relation.REPLACE_ONE
         fixed = any(isinstance(slot.sampling, FixedSize) for slot in self.plan.schedule.slots)
-        if (exact or fixed) and len(self.records) != self.plan.sizes[self._place]:
+        if (exact or fixed) and len(self.records) != size:
             raise DataError(
-                f"{self.name}: the plan is for {self.plan.sizes[self._place]} records and the data has another "
+                f"{self.name}: the plan is for {size} records and the data has another "
                 "number: under replace-one, or with fixed batches, it must be exact."
             )
 

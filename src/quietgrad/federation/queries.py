@@ -29,6 +29,7 @@ _KINDS = {
     "JointMomentum": "objectives.base",
     "Loss": "objectives.base",
     "LocalFit": "objectives.local_fit",
+    "PackedHessian": "objectives.second_order",
     "FeatureMean": "objectives.features",
     "SecondMoments": "objectives.features",
     "FeatureMoments": "objectives.features",
