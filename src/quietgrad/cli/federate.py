@@ -21,7 +21,6 @@ from quietgrad.cli.options import (
     Steps,
     show_json,
     show_rows,
-    usage,
 )
 
 app = typer.Typer(
@@ -126,9 +125,11 @@ def provision(
     requests: Annotated[
         list[Path] | None, typer.Option("--with", help="Requests that members sent; may be repeated.")
     ] = None,
+    engine: Engine = "tls",
     as_json: Json = False,
 ) -> None:
     """Make the certificates and identities of all members, or this member's own keys."""
+    from quietgrad.cli import members
     from quietgrad.federation import provision as keys
     from quietgrad.federation.toml_plan import read_plan
 
@@ -143,6 +144,10 @@ def provision(
     else:
         sent = {path.name.removesuffix(".request.json"): path for path in requests or ()}
         made = keys.provision(file.members, out, sent)
+        if members.is_nvflare(engine):
+            from quietgrad.federation.flare import make_kits
+
+            make_kits(file, out)
         advice = "hand each folder to its member over a safe channel, and remove it here."
     if as_json:
         show_json({"made": [str(path) for path in made], "plan": file.digest})
@@ -202,13 +207,21 @@ def server(
 
     file, credentials = members.approved(plan, keys, pin, address)
     tell = members.teller(credentials.name, quiet or as_json)
-    if credentials.name in file.plan.servers:
+    cap = members.cap_of(file, cap_epsilon)
+    kept: dict[str, Any] = {"ledger": ledger, "account": account, "cap": cap}
+    if members.is_nvflare(engine):
+        from quietgrad.cli import flare
+
+        if credentials.name in file.plan.servers:
+            flare.take_part(plan, credentials, None, out, tell, **kept)
+            return
+        result = flare.coordinate(file, credentials, out, plan=plan, wait=wait, tell=tell, **kept)
+    elif credentials.name in file.plan.servers:
         members.serve_sums(file, credentials, tell, patience=wait)
         return
-    cap = members.cap_of(file, cap_epsilon)
-    with usage():
-        run = members.engine(engine)
-    result = run(file, credentials, out, wait=wait, ledger=ledger, account=account, cap=cap, tell=tell)
+    else:
+        result = members.coordinate(file, credentials, out, wait=wait, tell=tell, **kept)
+    members.remember_reading(file, out)
     show_result(result, out, as_json=as_json)
 
 
@@ -226,6 +239,7 @@ def party(
     account: Account = "default",
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
+    engine: Engine = "tls",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -235,10 +249,16 @@ def party(
     file, credentials = members.approved(plan, keys, pin, address)
     tell = members.teller(credentials.name, quiet or as_json)
     cap = members.cap_of(file, cap_epsilon)
-    facts = members.take_part(
-        file, credentials, data, out, tell,
-        ledger=out / "ledger.jsonl" if ledger is None else ledger, account=account, cap=cap, patience=patience,
-    )  # fmt: skip
+    if members.is_nvflare(engine):
+        from quietgrad.cli import flare
+
+        facts = flare.take_part(plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap)
+    else:
+        facts = members.take_part(
+            file, credentials, data, out, tell,
+            ledger=out / "ledger.jsonl" if ledger is None else ledger, account=account, cap=cap, patience=patience,
+        )  # fmt: skip
+    members.remember_reading(file, out)
     if as_json:
         show_json(facts)
     else:

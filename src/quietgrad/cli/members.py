@@ -82,6 +82,7 @@ def simulated(
     """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
     from quietgrad.cli.runs import objective_from
     from quietgrad.cli.train import _check_folder, finish
+    from quietgrad.federation.network import report_rounds
     from quietgrad.federation.parties import deal
     from quietgrad.federation.simulation import simulate
 
@@ -98,7 +99,7 @@ def simulated(
         ]
         for home in homes:
             home.mkdir(parents=True, exist_ok=True)
-    progress = _progress(teller("simulation", quiet))
+    progress = report_rounds(teller("simulation", quiet))
     result = simulate(
         method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,
         **federation,
@@ -106,15 +107,15 @@ def simulated(
     return finish(spec, out, data, result)
 
 
-def engine(name: str) -> Callable[..., Result]:
-    """How the coordinator reaches the parties."""
-    if name == "tls":
-        return coordinate
-    if name == "nvflare":
-        from quietgrad.cli.flare import coordinate as over_nvflare
+def is_nvflare(engine: str) -> bool:
+    """Whether FLARE carries the messages; refuses an engine that does not exist or is not installed."""
+    if engine not in ("tls", "nvflare"):
+        raise typer.BadParameter(f"{engine!r}: must be tls or nvflare.", param_hint="--engine")
+    from importlib.util import find_spec
 
-        return over_nvflare
-    raise ValueError(f"engine {name!r}: must be tls or nvflare.")
+    if engine == "nvflare" and find_spec("nvflare") is None:
+        raise DataError("NVIDIA FLARE is not installed: pip install 'quietgrad[federated]'.")
+    return engine == "nvflare"
 
 
 def coordinate(
@@ -151,10 +152,10 @@ def coordinate(
             why = "; ".join(f"{name} ({reason})" for name, reason in absent.items())
             raise DataError(f"not enough members came within {wait:g} s: {why}; nothing was asked.")
         result = network.coordinate(
-            file, credentials, transport, folder=out, account=account, cap=cap, callback=_progress(tell),
+            file, credentials, transport, folder=out, account=account, cap=cap,
+            callback=network.report_rounds(tell),
             ledger=None if file.budget is None else out / "ledger.jsonl" if ledger is None else ledger,
         )  # fmt: skip
-        _remember_reading(file, out)
         transport.finish("the run is complete", network.parting(result))
     except QuietgradError as error:
         transport.finish(f"aborted: {error}")
@@ -196,7 +197,7 @@ def take_part(
         raise DataError(f"{credentials.folder}: {credentials.name!r} is not a party of this plan.")
     out.mkdir(parents=True, exist_ok=True)
     handler = network.party_handler(
-        file, credentials, records(file, data), folder=out, ledger=None if file.budget is None else ledger,
+        file, credentials, network.records(file, data), folder=out, ledger=None if file.budget is None else ledger,
         account=account, cap=cap,
     )  # fmt: skip
     tell(f"approved plan {file.digest[:16]}…; calling {file.host}:{file.port}")
@@ -204,23 +205,11 @@ def take_part(
     farewell = member.run()
     if not network.save_parting(farewell.parting, file, out):
         raise QuietgradError(f"the coordinator ended the run: {farewell.words}.")
-    _remember_reading(file, out)
     facts = {"words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors")}
     return {**facts, "ledger": "none: this plan has no noise" if file.budget is None else str(ledger)}
 
 
-def records(file: PlanFile, path: Path) -> tuple[Any, Any]:
-    """A party's table, read as the plan says."""
-    from quietgrad.data import load
-
-    # A party whose records are all of one class is welcome: the others have the rest.
-    data = load(path, train=False, **file.reading)
-    if data.d != file.features:
-        raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
-    return data.X, data.y
-
-
-def _remember_reading(file: PlanFile, out: Path) -> None:
+def remember_reading(file: PlanFile, out: Path) -> None:
     """Leave what `quietgrad predict` needs to read other files like the parties'."""
     from quietgrad.cli.runs import RunSpec
 
@@ -251,19 +240,3 @@ def _counted(handler: Any, tell: Tell) -> Any:
         return reply
 
     return handle
-
-
-def _progress(tell: Tell) -> Callable[[Any, Any], None]:
-    """Tells now and then which round it is, and at once who was missing from one."""
-    next_line, told = time.monotonic(), 0
-
-    def callback(state: Any, session: Any) -> None:
-        nonlocal next_line, told
-        for t, faults in session.faults[told:]:
-            tell(f"round {t}: " + "; ".join(f"{name} {why}" for name, why in faults.items()))
-        told = len(session.faults)
-        if state.done or time.monotonic() >= next_line:
-            next_line = time.monotonic() + _EVERY
-            tell(f"round {sum(session.used.values())} of {session.plan.schedule.releases}")
-
-    return callback

@@ -7,6 +7,7 @@ then answers from its records; a server of a secure sum adds up shares it cannot
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from quietgrad.federation.transport import Bytes, Handler, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.privacy.budget import Budget
 from quietgrad.result import Result
+
+_EVERY = 5.0  # seconds between lines of progress
 
 
 def largest_frame(file: PlanFile) -> int:
@@ -120,6 +123,33 @@ def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
     write_atomically(folder / "model.safetensors", to_bytes({"params": params}))
     write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
     return True
+
+
+def records(file: PlanFile, path: str | Path) -> tuple[Any, Any]:
+    """A party's table, read as the plan says."""
+    from quietgrad.data import load
+
+    # A party whose records are all of one class is welcome: the others have the rest.
+    data = load(path, train=False, **file.reading)
+    if data.d != file.features:
+        raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
+    return data.X, data.y
+
+
+def report_rounds(tell: Callable[[str], None]) -> Callable[[Any, Any], None]:
+    """A callback that tells now and then which round it is, and at once who was missing from one."""
+    next_line, told = time.monotonic(), 0
+
+    def callback(state: Any, session: Any) -> None:
+        nonlocal next_line, told
+        for t, faults in session.faults[told:]:
+            tell(f"round {t}: " + "; ".join(f"{name} {why}" for name, why in faults.items()))
+        told = len(session.faults)
+        if state.done or time.monotonic() >= next_line:
+            next_line = time.monotonic() + _EVERY
+            tell(f"round {sum(session.used.values())} of {session.plan.schedule.releases}")
+
+    return callback
 
 
 def _roster(file: PlanFile, credentials: Credentials) -> Roster | None:

@@ -1,0 +1,181 @@
+"""`quietgrad federate … --engine nvflare`: starts FLARE's process of a member and follows what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quietgrad.errors import DataError, QuietgradError
+
+if TYPE_CHECKING:
+    from quietgrad.federation.flare import SiteSettings
+    from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.toml_plan import PlanFile
+    from quietgrad.privacy.budget import Budget
+    from quietgrad.result import Result
+
+Tell = Callable[[str], None]
+
+
+def coordinate(
+    file: PlanFile,
+    credentials: Credentials,
+    out: Path,
+    *,
+    plan: Path,
+    wait: float,
+    ledger: Path | None,
+    account: str,
+    cap: Budget | None,
+    tell: Tell,
+) -> Result:
+    """Start FLARE's server, wait for the sites, submit the job, follow it, and shut everything down."""
+    from quietgrad.federation import flare
+    from quietgrad.result import load
+
+    if (out / "result.json").exists():
+        raise DataError(f"{out}: holds a finished run; choose another --out.")
+    settings = _settings(plan, credentials, out, None, ledger, account, cap)
+    with _running(credentials, settings) as process:
+        tell(f"plan {file.digest[:16]}…, FLARE's server is starting at {file.host}:{file.port}")
+        everyone = {name for name in file.members if name != credentials.name}
+        with _session(credentials, process, everyone, wait, tell) as session:
+            job = session.submit_job(str(flare.write_job(file, out).resolve()))
+            tell(f"job {job} was submitted")
+            words, done = _follow(out, process, tell, lambda: str(session.get_job_status(job)))
+            limit = time.monotonic() + 20.0  # a job that is still running would stand in the way of the shutdown
+            while "FINISHED" not in str(session.get_job_status(job)) and time.monotonic() < limit:
+                time.sleep(0.5)
+    if not done:
+        raise QuietgradError(words)
+    return load(out)
+
+
+def take_part(
+    plan: Path,
+    credentials: Credentials,
+    data: Path | None,
+    out: Path,
+    tell: Tell,
+    *,
+    ledger: Path | None,
+    account: str,
+    cap: Budget | None,
+) -> dict[str, Any]:
+    """Start FLARE's client of a party or a sum server and wait until the run is over."""
+    settings = _settings(plan, credentials, out, data, ledger, account, cap)
+    with _running(credentials, settings) as process:
+        tell("FLARE's client is running")
+        words, done = _follow(out, process, tell, lambda: "")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30.0)  # the coordinator shuts all sites down
+    if not done:
+        raise QuietgradError(f"the coordinator ended the run: {words}.")
+    return {"words": words, "model": str(out / "model.safetensors")}
+
+
+def _settings(
+    plan: Path, credentials: Credentials, out: Path, data: Path | None, ledger: Path | None, account: str,
+    cap: Budget | None,
+) -> SiteSettings:  # fmt: skip
+    from quietgrad.federation.flare import SiteSettings
+
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in ("outcome.json", "progress.log"):
+        (out / stale).unlink(missing_ok=True)
+    return SiteSettings(
+        plan=str(plan.resolve()),
+        keys=str(credentials.folder.resolve()),
+        folder=str(out.resolve()),
+        data=None if data is None else str(data.resolve()),
+        ledger=None if ledger is None else str(ledger.resolve()),
+        account=account,
+        cap_epsilon=None if cap is None else cap.epsilon,
+    )
+
+
+@contextlib.contextmanager
+def _running(credentials: Credentials, settings: SiteSettings) -> Iterator[subprocess.Popen[bytes]]:
+    """FLARE's process of this member; it and the job processes it started are gone at the end."""
+    from quietgrad.federation import flare
+
+    kit = flare.prepare_kit(credentials, settings)
+    with (settings.out / "nvflare.log").open("wb") as log:
+        process = subprocess.Popen(flare.command(credentials, kit), cwd=kit, stdout=log, stderr=log)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def _session(
+    credentials: Credentials, process: subprocess.Popen[bytes], everyone: set[str], wait: float, tell: Tell
+) -> Iterator[Any]:
+    """An admin session with FLARE's server, once all sites are connected to it."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    from quietgrad.federation import flare
+
+    limit = time.monotonic() + wait
+    session: Any = None
+    here: set[str] = set()
+    while here < everyone:
+        if process.poll() is not None:
+            raise DataError("FLARE's server ended at once; see nvflare.log in the folder.")
+        if time.monotonic() > limit:
+            raise DataError(f"{', '.join(sorted(everyone - here))} did not connect within {wait:g} s.")
+        time.sleep(0.5)
+        try:
+            if session is None:
+                kit = str((credentials.folder / flare.ADMIN_KIT).resolve())
+                with contextlib.redirect_stdout(io.StringIO()):  # FLARE talks
+                    session = new_secure_session(flare.ADMIN, kit, timeout=5.0)
+            now = {client.name for client in session.get_system_info().client_info}
+        except Exception:  # not up yet
+            continue
+        for name in sorted(now & everyone - here):
+            tell(f"{name} is connected")
+        here = now & everyone
+    try:
+        yield session
+    finally:
+        with contextlib.suppress(Exception):  # it is over, whatever FLARE says
+            session.shutdown("all", wait=False)
+        with contextlib.suppress(Exception):
+            session.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20.0)
+
+
+def _follow(out: Path, process: subprocess.Popen[bytes], tell: Tell, status: Callable[[], str]) -> tuple[str, bool]:
+    """Pass on progress until the outcome is there; a job or process that ended without one is an abort."""
+    told, checked = 0, time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        if time.monotonic() - checked > 3.0:
+            checked = time.monotonic()
+            ended = ended or "FINISHED" in status()
+        log = out / "progress.log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        for line in lines[told:]:
+            tell(line.partition(" ")[2])
+        told = len(lines)
+        outcome = out / "outcome.json"
+        if outcome.exists():
+            said = json.loads(outcome.read_text())
+            return str(said["words"]), bool(said["done"])
+        if ended:
+            return "aborted: FLARE ended the job; see nvflare.log in the folder", False
+        time.sleep(0.2)
