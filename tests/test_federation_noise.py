@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators.federated import FederatedCurator, FederatedSession
+from quietgrad.curators.federated import FederatedCurator
+from quietgrad.curators.federated_session import FederatedSession
 from quietgrad.errors import DataError
 from quietgrad.federation.parties import Party
 from quietgrad.federation.plan import FederatedPlan
@@ -120,6 +121,14 @@ def test_fixed_batches_cost_what_the_most_sampled_party_pays() -> None:
         max(qg.account(event, delta=1e-5, relation="replace-one") for event in once), rel=1e-6
     )
     assert variance(session, 0.5) == pytest.approx((1.7 * 0.5) ** 2, rel=TOLERANCE)
+    assert "1 of 30, 1 of 20, 0 of 4" in plan.explain()
+
+
+def test_plan_says_who_is_trusted_and_what_it_costs() -> None:
+    _, plan = open_session(qg.DPGD(steps=4), trust="secure", secure="masks", spare=2, weights="equal")
+    text = plan.explain()
+    for words in ("nobody alone (masks)", "1.5 times", "2 spare rounds", "up to 2·C", "party-3 (10)"):
+        assert words in text
 
 
 def test_fixed_batches_need_the_true_sizes() -> None:

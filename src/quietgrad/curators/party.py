@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.journal import Journal
+from quietgrad.curators.party_sampling import Draw, samplers
 from quietgrad.curators.units import UnitNoise
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.faults import ProtocolError
@@ -28,7 +29,7 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.events import PerParty
 from quietgrad.privacy.noise import l2_laplace_for, release_gaussian, release_l2_laplace, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
-from quietgrad.sampling import FixedSize, Poisson, SinglePass
+from quietgrad.sampling import FixedSize
 from quietgrad.vectors import zeros_like
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ class PartyCurator:
         self._seeded = seed is not None
         self._given = seed_key(seed) if seed is not None else key
         self._key: bytes | None = None
-        self._ids = np.arange(len(self.records)) if ids is None else np.asarray(ids)
-        self._keyed = ids is not None
+        self._ids = None if ids is None else np.asarray(ids)
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
         self._member: SecureMember | None = None
         if plan.trust == "secure":
@@ -91,7 +91,7 @@ class PartyCurator:
         self._zero = zeros_like(objective.initial(self.records))
         self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
         self._held: tuple[Ledger, Reservation] | None = None
-        self._samplers: dict[str, Any] = {}
+        self._samplers: dict[str, Draw] = {}
         self._run: str | None = None
         self._reply: bytearray | None = None
         self._units: UnitNoise | None = None
@@ -161,9 +161,10 @@ class PartyCurator:
             self._reserve(run, resumed)
             self._key = self._key_of(run)
             self._units = None
-            self._samplers = {}
             self._run = run
-            self._prepare_samplers()
+            self._samplers = samplers(
+                self.plan, self._place, self._key, len(self.records), self._ids, self._journal.draws
+            )
         return Message("ready", {"run": run, "round": self._journal.last_round, **self.plan.shape.to_json()})
 
     def _key_of(self, run: str) -> bytes:
@@ -264,30 +265,6 @@ class PartyCurator:
             self._units = UnitNoise(self._key, f"local/{self.name}")
         release_gaussian(total, self._units.row(t, len(total)), *sigma_for(multiplier, bound, len(total)))
 
-    def _prepare_samplers(self) -> None:
-        assert self._key is not None
-        owner = "" if self._keyed else f"/{self.name}"  # keyed sampling is the same function for everybody
-        fresh = None
-        for slot in self.plan.schedule.slots:
-            sampling, stream = slot.sampling, SecureStream(self._key, f"sample/{slot.name}{owner}")
-            if isinstance(sampling, SinglePass):
-                if fresh is None:
-                    fresh = _FreshRecords(self._ids, sampling.n, SecureStream(self._key, f"sample/fresh{owner}"))
-                self._samplers[slot.name] = fresh.taking(sampling.batch_size)
-            elif isinstance(sampling, FixedSize):
-                batch = self.plan.batch_sizes(sampling.batch_size)[self._place]
-                self._samplers[slot.name] = (
-                    FixedSize(len(self.records), batch).sampler(len(self.records), stream).batch
-                    if batch
-                    else _nobody
-                )
-            elif isinstance(sampling, Poisson) and self._keyed:
-                self._samplers[slot.name] = sampling.keyed_sampler(self._ids, stream).batch
-            else:
-                self._samplers[slot.name] = sampling.sampler(len(self.records), stream).batch
-            if isinstance(sampling, SinglePass) and fresh is not None:
-                fresh.skip(sampling.batch_size * self._journal.draws(slot.name))
-
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _close(self, message: Message) -> Message:
@@ -311,28 +288,6 @@ class PartyCurator:
             event = self.plan.filter_event(self._journal.rho)
             return event.parties[self._place] if isinstance(event, PerParty) else event
         return self.plan.party_event(self._place, counts if any(counts.values()) else None)
-
-
-class _FreshRecords:
-    """Records that are used once: each has a secret slot of n, drawn on its own by a keyed hash of its id.
-
-    The same under both relations: a replaced record keeps its id, hence its slot.
-    """
-
-    def __init__(self, ids: npt.NDArray[Any], n: int, stream: SecureStream) -> None:
-        from quietgrad.sampling.samplers import SlotSampler, hashed_slots
-
-        self._sampler = SlotSampler(hashed_slots(ids, n, stream), n)
-
-    def taking(self, count: int) -> Any:
-        return lambda draw: self._sampler.take(count)
-
-    def skip(self, count: int) -> None:
-        self._sampler.skip_to(self._sampler.position + count)
-
-
-def _nobody(draw: int) -> npt.NDArray[np.int64]:
-    return np.empty(0, np.int64)
 
 
 def _most_arrays(plan: FederatedPlan) -> int:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from quietgrad.errors import BudgetError
 from quietgrad.federation.queries import Template
 from quietgrad.federation.terms import Mode, Terms
+from quietgrad.federation.weights import shares
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FixedSize, from_json
@@ -239,6 +240,32 @@ class FederatedPlan(Plan):
                 f"the plan promises ε={self.budget.epsilon:g} but its events cost {self.epsilon():g}."
             )
 
+    def explain(self) -> str:
+        """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
+        people = ", ".join(f"{name} ({size})" for name, size in zip(self.names, self.sizes, strict=True))
+        lines = [super().explain(), f"parties: {people}; a round needs {self.quorum} of them"]
+        lines += [f"retries: {self.spare} spare rounds of each kind are in the cost"] if self.spare else []
+        lines += [f"batches: {text}" for text in [self.local_batches()] if text]
+        if self.largest_factor != 1.0:
+            lines.append(
+                f"weights: one record counts up to {self.largest_factor:.4g}·C, and the noise is as much louder"
+            )
+        who = {"curator": "the coordinator, who sees exact sums", "local": "nobody", "secure": "nobody alone"}[
+            self.trust
+        ]
+        noise = (
+            f"; variance of the noise {self.variance_factor:.4g} times that of one table" if self.is_private else ""
+        )
+        return "\n".join([*lines, f"trusted: {who}{'' if self.secure is None else f' ({self.secure})'}{noise}"])
+
+    def local_batches(self) -> str:
+        """Fixed local batches in words; empty if every party samples at the one public rate."""
+        fixed = [slot.sampling for slot in self.schedule.slots if isinstance(slot.sampling, FixedSize)]
+        if not fixed:
+            return ""
+        pairs = zip(self.batch_sizes(fixed[-1].batch_size), self.sizes, strict=True)
+        return f"fixed local batches, {', '.join(f'{b} of {n}' for b, n in pairs)}; ε is the most sampled party's"
+
     # --- agreement --------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
@@ -306,18 +333,3 @@ class FederatedPlan(Plan):
         """SHA-256 of the plan: two sides with the same digest agree on every word of it."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=list)
         return hashlib.sha256(b"quietgrad federated plan 1\0" + text.encode()).hexdigest()
-
-
-def shares(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole numbers proportional to ``sizes`` that sum to ``total``, by largest remainders, never above a size.
-
-    >>> shares(10, (70, 20, 10)), shares(2, (50, 30, 20))
-    ((7, 2, 1), (1, 1, 0))
-    """
-    everyone = sum(sizes)
-    exact = [total * size / everyone for size in sizes]
-    given = [min(int(share), size) for share, size in zip(exact, sizes, strict=True)]
-    order = sorted(range(len(sizes)), key=lambda j: given[j] - exact[j])
-    for j in order[: total - sum(given)]:
-        given[j] += 1
-    return tuple(given)

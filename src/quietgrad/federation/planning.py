@@ -18,13 +18,12 @@ from quietgrad.errors import ExhaustedError
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.queries import Scores, Template, flat, merged, pack
 from quietgrad.federation.terms import Mode
+from quietgrad.federation.weights import Weights, factors
 from quietgrad.objectives.base import Query
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.schedule import Plan
 from quietgrad.vectors import Vector, zeros_like
-
-Weights = str | Sequence[float]
 
 _REHEARSED_NUMBERS = 3e7  # vector entries a rehearsal may touch
 _REHEARSED_STEPS = 20_000
@@ -93,7 +92,7 @@ def federate(
         trust=trust,
         names=names,
         sizes=sizes,
-        factors=_factors(weights, sizes),
+        factors=factors(weights, sizes),
         secure=secure,
         quorum=len(names) if quorum is None else quorum,
         colluders=colluders if secure == "masks" else 1,
@@ -213,21 +212,6 @@ def _rehearsed(algorithm: Any, door: Rehearsal) -> Rehearsal:
 
 def _settings(plan: FederatedPlan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-
-
-def _factors(weights: Weights, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    m, n = len(sizes), sum(sizes)
-    if weights == "size":
-        return (1.0,) * m
-    if weights == "equal":
-        given: list[float] = [1.0] * m
-    elif isinstance(weights, str):
-        raise ValueError(f"weights={weights!r}: must be 'size', 'equal' or one number per party.")
-    else:
-        given = [float(w) for w in weights]
-    if len(given) != m or not all(0.0 <= w < math.inf for w in given) or not sum(given) > 0.0:
-        raise ValueError(f"weights={weights!r}: must be {m} numbers ≥ 0, one per party, that do not sum to 0.")
-    return tuple(w / sum(given) * n / size for w, size in zip(given, sizes, strict=True))
 
 
 def _server_names(secure: Mode | None, servers: int | None) -> tuple[str, ...]:

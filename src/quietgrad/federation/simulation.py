@@ -12,17 +12,19 @@ import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.weighted_average import WeightedAverage
-from quietgrad.curators.federated import FederatedCurator, FederatedSession, adversary
+from quietgrad.curators.federated import FederatedCurator, adversary
+from quietgrad.curators.federated_session import FederatedSession
 from quietgrad.curators.party import PartyCurator
 from quietgrad.federation.identity import Identity, Roster
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.parties import Party, names_of
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
-from quietgrad.federation.planning import Weights, federate
+from quietgrad.federation.planning import federate
 from quietgrad.federation.terms import Mode
 from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.transport.processes import Processes
+from quietgrad.federation.weights import Weights
 from quietgrad.privacy.budget import Budget
 from quietgrad.result import Result
 from quietgrad.training import Callback, run
@@ -215,6 +217,8 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
             f"secure sums by {plan.secure}: noise variance {plan.variance_factor:.4g} times a trusted curator's",
             *notes,
         )
+    if plan.local_batches():
+        notes = (plan.local_batches(), *notes)
     if plan.trust == "curator":
         notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
     details = {
