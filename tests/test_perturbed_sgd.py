@@ -56,7 +56,7 @@ def play(estimates: list[float], **settings: Any) -> tuple[Script, State]:
     oracle = Script(tuple(estimates), [], [])
     defaults: dict[str, Any] = {
         "learning_rate": 1.0, "chi": 1.0, "radius": 5.0, "escape_steps": 2, "attempts": 2,
-        "hessian_lipschitz": 0.01, "steps": len(estimates),
+        "hessian_lipschitz": 0.01, "steps": len(estimates), "independent": False,
     }  # fmt: skip
     algorithm = qg.PerturbedSGD(oracle=oracle, **{**defaults, **settings})
     hill = qg.objectives.landscape("strict-saddle", d=1)

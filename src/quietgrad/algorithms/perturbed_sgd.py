@@ -8,8 +8,8 @@ Two readings of the printed algorithm. It returns the last iterate of the last a
 point x̃ the attempts began at, and that is returned unless ``returns="last"``. (The last iterate usually has the
 smaller gradient, but its curvature is only known to be above −√(ρα) − ρ𝒮.) Attempts restore x̃ with the oracle's
 state (ĝ, x_prev, drift), for otherwise SPIDER would take a difference across a jump; since ĝ is restored too,
-attempts of SPIDER share its error and are not independent as Lemma 2 assumes: ``independent=True`` begins each with
-a full query instead.
+printed attempts of SPIDER share its error, and an unlucky one fails them all, which Lemma 2 excludes by assuming
+independence. So every attempt after the first begins with a full query here, unless ``independent=False``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PerturbedSGD:
         learning_rate: η. chi: χ. radius: 𝒮. escape_steps: 𝒯. attempts: Q.
         failure: ω.
         hessian_lipschitz: ρ (default: the objective's).
-        independent: begin every attempt with a full query.
+        independent: begin every attempt after the first with a full query.
         returns: ``"certified"``, the point no attempt could leave, or ``"last"``, where the last attempt ended.
         mode: ``"theory"`` marks settings made by :meth:`theory`.
 
@@ -72,7 +72,7 @@ class PerturbedSGD:
     attempts: int | None = None
     failure: float = 0.05
     hessian_lipschitz: float | None = None
-    independent: bool = False
+    independent: bool = True
     returns: Literal["certified", "last"] = "certified"
     mode: Literal["practical", "theory"] = "practical"
 
