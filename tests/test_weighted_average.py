@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.printed_average import reproduce, truth
 from quietgrad.federation.parties import Party, deal
+from quietgrad.federation.printed_average import reproduce, truth
 from quietgrad.federation.simulation import simulate
 from quietgrad.objectives.glm import Huber, Logistic, Squared
 from quietgrad.objectives.local_fit import local_fit

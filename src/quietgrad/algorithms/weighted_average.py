@@ -1,8 +1,9 @@
 """Weighted averaging of parties' models (WD-DP, paper 002), with noise that keeps what the paper promised.
 
 The printed theorem is false: averaging weighted models also averages their noise away, so the output carries
-‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed (:mod:`printed_average`
-measures both). Three calibrations are right, all runs of this one algorithm through different doors:
+‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed
+(``federation/printed_average.py`` has both numbers). Three calibrations are right, all runs of this one algorithm
+through different doors:
 
 (i)   ``method="rounds"``: in every round the n_j/n-weighted mean gradient leaves with noise for all n records
       together; under a secure sum nobody sees more. T rounds.
