@@ -37,6 +37,8 @@ __all__ = [
     "write_gradient_and_change",
 ]
 
+_SLAB = 1 << 22  # numbers per piece of workspace; untouched pages cost nothing
+
 # A squared norm that comes from Gram matrices is a sum of signed terms; this fraction of their absolute
 # sum covers the rounding, so the computed norm is never below the true one.
 _ROUNDING = {torch.float32: 2.0**-20, torch.float64: 2.0**-49}
@@ -93,25 +95,28 @@ class Workspace:
 
     def __init__(self, limit: float, like: Tensor) -> None:
         self.dtype = like.dtype
-        self._capacity = limit // like.element_size()
-        self._buffer = like.new_empty(0)
-        self._used = 0
+        self._like = like
+        self._available = self._capacity = limit // like.element_size()
+        self._slabs: list[Tensor] = []
+        self._slab = self._offset = 0
 
     def reset(self) -> None:
-        """Take everything back, and have room at once for as much as was wanted last time."""
-        if self._used > len(self._buffer):
-            self._buffer = self._buffer.new_empty(self._used)
-        self._used = 0
+        """Take everything back."""
+        self._available = self._capacity
+        self._slab = self._offset = 0
 
     def take(self, *shape: int) -> Tensor | None:
         """Uninitialised memory, or None if the limit is reached."""
-        start, size = self._used, prod(shape)
-        if start + size > self._capacity:
+        size = prod(shape)
+        if size > self._available:
             return None
-        self._used += size
-        if self._used <= len(self._buffer):
-            return self._buffer[start : self._used].view(shape)
-        return self._buffer.new_empty(shape)
+        self._available -= size
+        while self._slab < len(self._slabs) and self._offset + size > len(self._slabs[self._slab]):
+            self._slab, self._offset = self._slab + 1, 0
+        if self._slab == len(self._slabs):
+            self._slabs.append(self._like.new_empty(max(size, _SLAB)))
+        start, self._offset = self._offset, self._offset + size
+        return self._slabs[self._slab][start : self._offset].view(shape)
 
 
 class Stored:
