@@ -16,8 +16,9 @@ class AuditReport:
     """An audit of one configuration.
 
     ``epsilon_lower`` is proved at ``confidence`` by the attack of ``layer``; ``epsilon_claimed`` is what the
-    accountant promises. ``passed`` means that an attack able to see a bug of factor two saw none: a ``vacuous``
-    audit, one whose runs could not have seen it, has not passed.
+    accountant promises. ``passed`` means that nothing was found with enough runs to see half the noise missing, if
+    the attack is as strong as the claim allows; how strong it was is ``tightness``. A ``vacuous`` audit, whose runs
+    were too few even then, has not passed.
     """
 
     algorithm: str
@@ -41,7 +42,7 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the claim stood against an attack that could have broken it."""
+        """Whether the claim stood, and the runs sufficed for a strong attack to break it."""
         return self.verdict == "pass"
 
     @property
@@ -151,8 +152,8 @@ def to_html(reports: Sequence[AuditReport], probes: Sequence[Finding] = ()) -> s
         else ""
     )
     text = (
-        "<p>A lower bound above the claim proves a violation. A pass says that this attack, which would have seen "
-        "half the noise missing, saw nothing; it is no proof of privacy.</p>"
+        "<p>A lower bound above the claim proves a violation. A pass says that these attacks found nothing; "
+        "it is no proof of privacy. The nearer the lower bound is to the claim, the stronger the attack was.</p>"
     )
     return f'<section class="audit"><h2>Audit</h2>{text}{table}{probed}</section>'
 

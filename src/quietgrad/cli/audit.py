@@ -37,8 +37,8 @@ def audit(
 ) -> None:
     """Lower bounds on ε from attacks, against what is claimed; exit code 1 on a violation.
 
-    A pass means that an attack which would have seen half the noise missing saw nothing. VACUOUS means that the
-    claim is too small for so few runs to test.
+    A pass means that these attacks found nothing, not that there is nothing. The nearer the lower bound is to the
+    claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything.
     """
     from quietgrad.audit.attacks import ATTACKS
 
