@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test setup lint types unit docs clean
+.PHONY: demo test setup lint types unit attack docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/quietgrad demo --out runs/demo
 
-test: $(VENV)/.ready lint types unit
+test: $(VENV)/.ready lint types unit attack
 
 setup: $(VENV)/.ready
 	-$(BIN)/python -m pip install --quiet 'spu>=0.9.5' --no-deps
@@ -32,6 +32,10 @@ types: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Every algorithm and curator is attacked; a violated claim fails.
+attack: $(VENV)/.ready
+	$(BIN)/quietgrad audit --all --quick
 
 docs: $(VENV)/.ready
 	$(BIN)/sphinx-build -W -q docs docs/_build
