@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import json
 import statistics
 import subprocess
 import sys
@@ -318,7 +317,7 @@ def main() -> None:
         print(peak_megabytes(options.models[0], options.memory_of))
         return
     results = ROOT / "benchmarks" / "results" / f"torch_engine{'_keep_memory' if options.keep_memory else ''}.json"
-    found = json.loads(results.read_text())["models"] if results.exists() else {}
+    found: dict[str, Any] = {}  # one run, one file: rows of different runs do not share a header
     for name in options.models:
         found[name] = {
             "batch": BATCHES[name],
