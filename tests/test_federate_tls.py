@@ -19,7 +19,7 @@ from quietgrad.federation import network
 from quietgrad.federation.faults import DropoutError, ProtocolError
 from quietgrad.federation.provision import Credentials, provision
 from quietgrad.federation.toml_plan import parse_plan
-from quietgrad.federation.transport import tls_party
+from quietgrad.federation.transport import frames, tls_party
 from quietgrad.federation.transport.tls import TlsServer
 from quietgrad.federation.transport.tls_party import TlsParty
 from quietgrad.federation.wire import Message, decode, encode
@@ -134,10 +134,10 @@ def test_slow_answer_is_missing_and_never_taken_for_another(members: Members) ->
 def test_lost_reply_is_repeated_and_not_computed_again(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bytes] = []
     cut = threading.Event()
-    real = tls_party.send
+    real = frames.send
 
     def send(connection: Any, kind: int, *parts: Any, deadline: float) -> None:
-        if kind == tls_party.REPLY and not cut.is_set():
+        if kind == frames.REPLY and not cut.is_set():
             cut.set()
             raise ConnectionResetError("cable")
         real(connection, kind, *parts, deadline=deadline)

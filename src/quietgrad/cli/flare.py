@@ -107,7 +107,9 @@ def _running(credentials: Credentials, settings: SiteSettings) -> Iterator[subpr
 
     kit = flare.prepare_kit(credentials, settings)
     with (settings.out / "nvflare.log").open("wb") as log:
-        process = subprocess.Popen(flare.command(credentials, kit), cwd=kit, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            flare.command(credentials, kit), cwd=kit, stdout=log, stderr=log, env=flare.environment()
+        )
         try:
             yield process
         finally:

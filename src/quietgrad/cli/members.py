@@ -222,7 +222,8 @@ def _member(file: PlanFile, credentials: Credentials, handler: Any, tell: Tell, 
 
     return TlsParty(
         credentials, (file.host, file.port), _counted(handler, tell),
-        agreement=file.digest, most=network.largest_frame(file), timeout=file.timeout, patience=patience, tell=tell,
+        agreement=file.digest, most=network.largest_frame(file), timeout=file.timeout, patience=patience,
+        greeting=file.grace, tell=tell,
     )  # fmt: skip
 
 

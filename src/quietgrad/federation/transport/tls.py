@@ -38,9 +38,9 @@ from quietgrad.federation.transport.frames import (
 )
 
 VERSION = 1
-_NUMBER = struct.Struct("<Q")
-_GREETING = 4096  # bytes
-_GREETING_SECONDS = 20.0
+NUMBER = struct.Struct("<Q")
+GREETING_BYTES = 4096  # bytes
+GREETING_SECONDS = 20.0
 _FAREWELL_SECONDS = 10.0
 Tell = Callable[[str], None]
 
@@ -167,7 +167,7 @@ class TlsServer:
 
     def finish(self, words: str, parting: Bytes = b"") -> None:
         """Tell everybody that the run is over, and what came out, then close."""
-        self._farewell = (_NUMBER.pack(len(words.encode())) + words.encode(), parting)
+        self._farewell = (NUMBER.pack(len(words.encode())) + words.encode(), parting)
         self.close()
 
     def close(self) -> None:
@@ -204,14 +204,14 @@ class TlsServer:
 
     def _greet(self, sock: socket.socket) -> None:
         """Shake hands, check the name and the plan, and serve the seat until the connection ends."""
-        deadline = time.monotonic() + _GREETING_SECONDS
+        deadline = time.monotonic() + GREETING_SECONDS
         connection: ssl.SSLSocket | None = None
         try:
             tune(sock)
-            sock.settimeout(_GREETING_SECONDS)
+            sock.settimeout(GREETING_SECONDS)
             connection = self._context.wrap_socket(sock, server_side=True)
             name = peer_name(connection)
-            kind, body = receive(connection, most=_GREETING, deadline=deadline)
+            kind, body = receive(connection, most=GREETING_BYTES, deadline=deadline)
             hello = json.loads(body)
             reason = self._stranger(name, kind, hello)
             if reason is not None:
@@ -250,11 +250,11 @@ class TlsServer:
         fault, task = "", None
         try:
             while (task := self._next(seat, connection)) is not None:
-                send(connection, ASK, _NUMBER.pack(task.number), task.message, deadline=task.deadline)
+                send(connection, ASK, NUMBER.pack(task.number), task.message, deadline=task.deadline)
                 kind, reply = receive(connection, most=self._most, deadline=task.deadline)
-                if kind != REPLY or len(reply) < _NUMBER.size or _NUMBER.unpack_from(reply)[0] != task.number:
+                if kind != REPLY or len(reply) < NUMBER.size or NUMBER.unpack_from(reply)[0] != task.number:
                     raise ProtocolError(name, "answers something that was not asked")
-                del reply[: _NUMBER.size]
+                del reply[: NUMBER.size]
                 with self._turn:
                     if seat.task is task:
                         seat.task, seat.reply = None, reply

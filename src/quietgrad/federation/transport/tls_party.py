@@ -27,7 +27,7 @@ from quietgrad.federation.transport.frames import (
     send,
     tune,
 )
-from quietgrad.federation.transport.tls import _GREETING, _GREETING_SECONDS, _NUMBER, VERSION, Tell
+from quietgrad.federation.transport.tls import GREETING_BYTES, GREETING_SECONDS, NUMBER, VERSION, Tell
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class TlsParty:
         most: the largest frame in bytes.
         timeout: seconds that sending a reply may take.
         patience: seconds without a coordinator after which this member gives up.
+        greeting: seconds to connect in before calling again; less than the plan's grace, or a call that got lost
+            costs more rounds than it has to.
         tell: is told in words what happens.
     """
 
@@ -62,11 +64,13 @@ class TlsParty:
         most: int,
         timeout: float = 60.0,
         patience: float = 600.0,
+        greeting: float = GREETING_SECONDS,
         tell: Tell = lambda words: None,
     ) -> None:
         self._context = context_for(credentials)
         self._address, self._handler, self._agreement = address, handler, agreement
         self._most, self._timeout, self._patience, self._tell = min(most, LARGEST), timeout, patience, tell
+        self._greeting = min(greeting, GREETING_SECONDS)
         self._instance = os.urandom(16).hex()
         self._asked: tuple[str, int] | None = None
         self._reply: Bytes = b""
@@ -101,8 +105,8 @@ class TlsParty:
 
     def _call(self) -> tuple[ssl.SSLSocket, str]:
         """Connect, prove who both are, and agree on the plan; returns the connection and the session's name."""
-        deadline = time.monotonic() + _GREETING_SECONDS
-        sock = socket.create_connection(self._address, timeout=_GREETING_SECONDS)
+        deadline = time.monotonic() + self._greeting
+        sock = socket.create_connection(self._address, timeout=self._greeting)
         try:
             tune(sock)
             connection = self._context.wrap_socket(sock, server_hostname=COORDINATOR)
@@ -115,7 +119,7 @@ class TlsParty:
         try:
             hello = {"version": VERSION, "plan": self._agreement, "instance": self._instance}
             send(connection, HELLO, json.dumps(hello).encode(), deadline=deadline)
-            kind, body = receive(connection, most=_GREETING, deadline=deadline)
+            kind, body = receive(connection, most=GREETING_BYTES, deadline=deadline)
             if kind == REFUSED:
                 raise ProtocolError(COORDINATOR, f"turns this member away: {body.decode(errors='replace')}")
             welcome = json.loads(body)
@@ -140,29 +144,29 @@ class TlsParty:
                 raise ProtocolError(COORDINATOR, f"sends this member away: {body.decode(errors='replace')}")
             if kind == END:
                 return _farewell(body)
-            if kind != ASK or len(body) < _NUMBER.size:
+            if kind != ASK or len(body) < NUMBER.size:
                 raise ProtocolError(COORDINATOR, "says something that is not in the protocol")
-            number = int(_NUMBER.unpack_from(body)[0])
-            del body[: _NUMBER.size]
+            number = int(NUMBER.unpack_from(body)[0])
+            del body[: NUMBER.size]
             if self._asked != (session, number):
                 # An asking that comes again, because its reply was lost, gets the same reply: not a new release.
                 self._reply = self._handler(body)
                 self._asked = (session, number)
                 self.answered += 1
             deadline = time.monotonic() + self._timeout
-            send(connection, REPLY, _NUMBER.pack(number), self._reply, deadline=deadline)
+            send(connection, REPLY, NUMBER.pack(number), self._reply, deadline=deadline)
 
 
 def _farewell(body: bytearray) -> Farewell:
-    if len(body) < _NUMBER.size:
+    if len(body) < NUMBER.size:
         raise ProtocolError(COORDINATOR, "says something that is not in the protocol")
-    (length,) = _NUMBER.unpack_from(body)
-    words = bytes(body[_NUMBER.size : _NUMBER.size + length])
-    return Farewell(words.decode(errors="replace"), body[_NUMBER.size + length :])
+    (length,) = NUMBER.unpack_from(body)
+    words = bytes(body[NUMBER.size : NUMBER.size + length])
+    return Farewell(words.decode(errors="replace"), body[NUMBER.size + length :])
 
 
 def _why(error: OSError) -> str:
-    if isinstance(error, ssl.SSLError):
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return f"ends the TLS connection ({error.reason or 'closed'}); does its authority know this certificate?"
     if isinstance(error, TimeoutError):
         return "does not answer"
