@@ -150,7 +150,7 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "conv2d, same padding": lambda: (
         Head(nn.Conv2d(3, 4, 4, padding="same"), nn.Conv2d(3, 3, 1)), inputs(2, 3, 7, 6)),
     "conv2d, channels last": lambda: (
-        Head(nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(2, 3, 1)).to(memory_format=torch.channels_last),
+        Head(nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(2, 3, 1)).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
         inputs(3, 2, 9, 8).contiguous(memory_format=torch.channels_last)),
     "conv2d, circular": lambda: (
         Head(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.Conv2d(3, 3, 1)), inputs(3, 3, 6, 6)),
