@@ -109,7 +109,7 @@ def main() -> None:
             "ratio_to_sgd": {kind: value / medians["sgd"] for kind, value in medians.items()},
         }
         print(name, {kind: round(value / medians["sgd"], 2) for kind, value in medians.items()}, flush=True)
-    save(Path(__file__).parent / "results" / "torch_steps.json", {"repeats": REPEATS, "models": table})
+        save(Path(__file__).parent / "results" / "torch_steps.json", {"repeats": REPEATS, "models": table})
 
 
 if __name__ == "__main__":
