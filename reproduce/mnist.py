@@ -7,10 +7,10 @@
 Protocol: add-remove, δ = 1e-5, Poisson samples, noise calibrated by the accountant and drawn from the cryptographic
 stream. Settings are fixed below for each ε. Those of DP-SGD at ε = 1.2 and 3 were chosen among the few of `GRID`,
 by one fit each on 50 000 of the training images, looking at the other 10 000 (two more fits, with pixels left in
-[0, 1], were no better). ε = 7 was not searched: it is ε = 3 with more epochs. DP-SRM was not searched on its own, one
+[0, 1], were no better). ε = 7 was not searched: it is ε = 3 with more epochs. DP-SRM was not searched itself, one
 fit at ε = 1.2 aside: it takes DP-SGD's settings and γ = 0.4, so the comparison favours DP-SGD. It differentiates
 every example at two points, so it gets half the epochs and thereby the same time. The fits below are on all 60 000;
-the 10 000 test images are looked at once per fit. As in the paper, ε is that of one fit and the search is not in it.
+the 10 000 test images are looked at once per fit. As in the paper, ε is that of one fit; the search is not in it.
 """
 
 from __future__ import annotations
