@@ -99,6 +99,7 @@ def simulated(
         ]
         for home in homes:
             home.mkdir(parents=True, exist_ok=True)
+    spec.save(out)  # tells `predict` how the data were read
     progress = report_rounds(teller("simulation", quiet))
     result = simulate(
         method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,

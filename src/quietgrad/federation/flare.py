@@ -138,6 +138,9 @@ def prepare_kit(credentials: Credentials, settings: SiteSettings) -> Path:
     write_atomically(local / "resources.json", text.encode())
     rights = {"format_version": "1.0", "permissions": {"project_admin": _RIGHTS}}
     write_atomically(local / "authorization.json", json.dumps(rights, indent=2).encode())
+    logging = json.loads((local / "log_config.json.default").read_text())
+    logging["loggers"]["root"]["level"] = "WARNING"  # else a dozen lines per party and round
+    write_atomically(local / "log_config.json", json.dumps(logging, indent=2).encode())
     settings.write(kit)
     return kit
 
