@@ -223,6 +223,7 @@ class CentralSession:
         self._ledger = ledger
         self._reservation = reservation
         self._zero = zeros_like(objective.initial(records))
+        self._silent = getattr(objective, "silent_batches", False)
         passes = [slot.sampling for slot in plan.schedule.slots if isinstance(slot.sampling, SinglePass)]
         self._fresh = passes[0].sampler(len(records), SecureStream(key, "sample/fresh")) if passes else None
         self._sources = {slot.name: _Source(slot, len(records), key, self._fresh) for slot in plan.schedule.slots}
@@ -256,7 +257,8 @@ class CentralSession:
         index = source.used - 1
         dim = query.dim(self._records)
         out = zeros_like(self._zero) if dim == len(self._zero) else np.zeros(dim)
-        if self.plan.budget is not None and query.bound == 0.0:
+        bound = query.bound
+        if self.plan.budget is not None and bound == 0.0:
             return out  # zero whatever the data, so nothing needs to look at them
         self._sum(query, batch, out)
         if self.plan.budget is None:
@@ -264,13 +266,13 @@ class CentralSession:
         multiplier = self._multiplier(source.slot, rho)
         if source.slot.mechanism == "pure":
             # On the grid both C and Δ grow by √d steps, so scale ÷ C = multiplier holds with the growth in it.
-            release_l2_laplace(out, *l2_laplace_for(1.0 / multiplier, query.bound, dim), source.stream, index)
+            release_l2_laplace(out, *l2_laplace_for(1.0 / multiplier, bound, dim), source.stream, index)
             return out
-        scale = self._scales.get((slot, query.bound, dim)) if rho is None else None
+        scale = self._scales.get((slot, bound, dim)) if rho is None else None
         if scale is None:
-            scale = sigma_for(multiplier, query.bound, dim)
+            scale = sigma_for(multiplier, bound, dim)
             if rho is None and len(self._scales) < 16:
-                self._scales[slot, query.bound, dim] = scale
+                self._scales[slot, bound, dim] = scale
         return _noisy(out, source.unit(index, dim), *scale)
 
     def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
@@ -356,6 +358,9 @@ class CentralSession:
         return source, batch
 
     def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
+        if self._silent and batch.indices is not None:  # compiled sums never warn
+            query.sum_into(self.objective, batch, out)
+            return
         # A warning about an overflow would tell that there is a record that causes it.
         with np.errstate(all="ignore"):
             query.sum_into(self.objective, batch, out)

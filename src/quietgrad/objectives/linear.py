@@ -52,6 +52,8 @@ class LinearObjective(ABC):
     rows: Rows = "refuse"
     transform: Affine | None = None
 
+    silent_batches: ClassVar[bool] = True
+    """Sums over index batches are compiled and raise no warnings, whatever the records hold."""
     _code: ClassVar[int] = 0  # which loss, for the kernels
 
     def __post_init__(self) -> None:
