@@ -133,7 +133,7 @@ def _softmax(scores: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Huber(LinearObjective):
-    """f = e²/2 if |e| ≤ h, else h|e| − h²/2, e = score − y. G = hR, L = R², no ρ (the curvature jumps).
+    """f = e²/2 for e = score − y within ±h, else h·abs(e) − h²/2. G = hR, L = R², no ρ (the curvature jumps).
 
     >>> Huber(0.5, row_bound=2.0).constants().lipschitz
     1.0

@@ -95,7 +95,7 @@ class Nonconvex(_Separable):
 
     @property
     def smoothness(self) -> float:
-        """2λ, the curvature at 0; |r″(θ)| = 2λ|1−3θ²|/(1+θ²)³ is nowhere larger."""
+        """2λ, the curvature at 0; abs(r″(θ)) = 2λ·abs(1−3θ²)/(1+θ²)³ is nowhere larger."""
         return 2.0 * self.strength
 
     @property
