@@ -156,13 +156,15 @@ def command(credentials: Credentials, kit: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, and two settings without which FLARE's memory grows with the rounds.
+    """This process's environment, and the settings without which FLARE's memory grows with the rounds.
 
     It keeps a thread and a copy for a minute for every message it received; what is lost on the way is missed at
-    the exchange's deadline anyway, so two seconds do. And glibc gives every thread an arena that it never returns.
+    the exchange's deadline anyway, so two seconds do. And glibc gives every thread an arena and keeps large vectors
+    in it; with a fixed threshold they go back to the system.
     """
     retry = {"NVFLARE_STREAMING_RETRY_TIMEOUT": "2", "NVFLARE_STREAMING_RETRY_WAIT": "0.5"}
-    return {"MALLOC_ARENA_MAX": "2", **retry, **os.environ}
+    memory = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864"}
+    return {**memory, **retry, **os.environ}
 
 
 def write_job(file: PlanFile, folder: Path) -> Path:
