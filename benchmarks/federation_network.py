@@ -4,7 +4,8 @@
 
 A round is a whole DP-GD step with trust in the curator: query out, clipped sums of two records per party back,
 noise drawn, aggregate on the disk and synchronised. Wall times on a machine with other work are upper bounds; CPU
-seconds are of all processes together. Memory is the resident size of each process from round 50 on.
+seconds are of all processes together. Memory is the resident size of each process from round 50 on: its median over
+the first and the last fifth of that time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -122,9 +124,12 @@ class Watch(threading.Thread):
         memory: dict[str, Any] = {}
         for pid in whole:
             sizes = [now[pid][1] / 2**20 for now in inside]
+            fifth = -(-len(sizes) // 5)  # vectors come and go within a round: compare medians
             memory[f"{inside[0][pid][0]} {pid}"] = {
-                "first_mb": round(sizes[0], 1), "last_mb": round(sizes[-1], 1), "most_mb": round(max(sizes), 1),
-            }  # fmt: skip
+                "first_mb": round(statistics.median(sizes[:fifth]), 1),
+                "last_mb": round(statistics.median(sizes[-fifth:]), 1),
+                "most_mb": round(max(sizes), 1),
+            }
         growth = max((entry["last_mb"] / entry["first_mb"] - 1.0 for entry in memory.values()), default=0.0)
         return {"cpu_seconds": round(cpu, 3), "memory": memory, "largest_growth": round(growth, 4)}
 
