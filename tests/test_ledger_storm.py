@@ -118,8 +118,10 @@ def test_no_release_is_missing_after_hundreds_of_kills(tmp_path: Path) -> None:
         states = {held.reservation.run: held.state for held in ledger.book().held.values()}
         assert {states[run] for run in closed} == {"closed"}
     assert len(released) > 20
-    # The storm must have hit what it aims at: appends cut in the middle, and reservations never released.
-    kinds = [json.loads(line)["kind"] for line in ledger.path.read_text().splitlines()]
+    # The storm must have hit what it aims at: appends cut in the middle, and reservations never released. The very
+    # last kill may leave the tail of the file torn; only whole lines are entries.
+    whole = [line for line in ledger.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kinds = [json.loads(line)["kind"] for line in whole]
     assert kinds.count("quarantine") > 2
     assert len(ledger.book().held) > len(released)
 
