@@ -26,10 +26,10 @@ from record import save
 
 import quietgrad as qg
 from quietgrad import data
+from quietgrad.consortium.simulation import assemble, simulate
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.federated import FederatedCurator
-from quietgrad.federation.parties import Party, deal
-from quietgrad.federation.simulation import assemble, simulate
+from quietgrad.federation import Party, deal
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.glm import Logistic

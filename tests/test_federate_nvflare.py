@@ -14,9 +14,9 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.federation.flare import KIT, SiteSettings, prepare_kit, write_job
+from quietgrad.consortium.flare import KIT, SiteSettings, prepare_kit, write_job
+from quietgrad.consortium.toml_plan import parse_plan, read_plan
 from quietgrad.federation.provision import Credentials
-from quietgrad.federation.toml_plan import parse_plan, read_plan
 from quietgrad.federation.wire import decode
 from tests.test_federate_network import TWO, ended, folder, start
 from tests.test_federate_plan import TEXT
@@ -85,11 +85,11 @@ def test_calls_that_hang_raise_or_lie_are_counted_and_named() -> None:
 
 
 def test_site_answers_the_coordinator_only_and_never_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.federation.transport import nvflare
+    from quietgrad.consortium import flare_job
 
     caller = "server"
-    monkeypatch.setattr(nvflare, "collab", type("Fake", (), {"caller": property(lambda _: caller)})())
-    site = nvflare.Site()
+    monkeypatch.setattr(flare_job, "collab", type("Fake", (), {"caller": property(lambda _: caller)})())
+    site = flare_job.Site()
     assert decode(site.answer("s", 1, b"")).fields["reason"] == "is not ready"
     calls: list[bytes] = []
 

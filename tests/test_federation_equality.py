@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
+from quietgrad.consortium.simulation import simulate
 from quietgrad.curators.central import CentralCurator
-from quietgrad.federation.parties import Party, deal
-from quietgrad.federation.simulation import simulate
+from quietgrad.federation import Party, deal
 from quietgrad.objectives.glm import Logistic
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.privacy.rng import SecureStream

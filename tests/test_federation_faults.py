@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
+from quietgrad.consortium.simulation import assemble, simulate, train
 from quietgrad.curators.federated import FederatedCurator
 from quietgrad.errors import DataError
+from quietgrad.federation import Party, deal
 from quietgrad.federation.faults import DropoutError, ProtocolError
-from quietgrad.federation.parties import Party, deal
-from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, decode, encode

@@ -293,9 +293,9 @@ def test_the_number_of_rounds_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("trust", ["curator", "local"])
 def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
     """The same plan opened twice: the difference of first releases must be noise, not zero."""
+    from quietgrad.consortium.simulation import assemble
     from quietgrad.curators.federated import FederatedCurator
     from quietgrad.federation import Party
-    from quietgrad.federation.simulation import assemble
     from quietgrad.federation.transport.in_process import InProcess
 
     rng = np.random.default_rng(0)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from quietgrad.errors import DataError, QuietgradError
 
 if TYPE_CHECKING:
-    from quietgrad.federation.flare import SiteSettings
+    from quietgrad.consortium.flare import SiteSettings
+    from quietgrad.consortium.toml_plan import PlanFile
     from quietgrad.federation.provision import Credentials
-    from quietgrad.federation.toml_plan import PlanFile
     from quietgrad.privacy.budget import Budget
     from quietgrad.result import Result
 
@@ -36,7 +36,7 @@ def coordinate(
     tell: Tell,
 ) -> Result:
     """Start FLARE's server, wait for the sites, submit the job, follow it, and shut everything down."""
-    from quietgrad.federation import flare
+    from quietgrad.consortium import flare
     from quietgrad.result import load
 
     if (out / "result.json").exists():
@@ -84,7 +84,7 @@ def _settings(
     plan: Path, credentials: Credentials, out: Path, data: Path | None, ledger: Path | None, account: str,
     cap: Budget | None,
 ) -> SiteSettings:  # fmt: skip
-    from quietgrad.federation.flare import SiteSettings
+    from quietgrad.consortium.flare import SiteSettings
 
     out.mkdir(parents=True, exist_ok=True)
     for stale in ("outcome.json", "progress.log"):
@@ -103,7 +103,7 @@ def _settings(
 @contextlib.contextmanager
 def _running(credentials: Credentials, settings: SiteSettings) -> Iterator[subprocess.Popen[bytes]]:
     """FLARE's process of this member; it and the job processes it started are gone at the end."""
-    from quietgrad.federation import flare
+    from quietgrad.consortium import flare
 
     kit = flare.prepare_kit(credentials, settings)
     with (settings.out / "nvflare.log").open("wb") as log:
@@ -128,7 +128,7 @@ def _session(
     """An admin session with FLARE's server, once all sites are connected to it."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-    from quietgrad.federation import flare
+    from quietgrad.consortium import flare
 
     limit = time.monotonic() + wait
     session: Any = None

@@ -16,9 +16,9 @@ from quietgrad.errors import BudgetError, DataError, QuietgradError
 
 if TYPE_CHECKING:
     from quietgrad.cli.runs import RunSpec
+    from quietgrad.consortium.toml_plan import PlanFile
     from quietgrad.federation.plan import FederatedPlan
     from quietgrad.federation.provision import Credentials
-    from quietgrad.federation.toml_plan import PlanFile
     from quietgrad.privacy.budget import Budget
     from quietgrad.result import Result
 
@@ -38,8 +38,8 @@ def teller(name: str, quiet: bool) -> Tell:
 
 def approved(plan: Path, keys: Path, pin: str | None, address: str | None) -> tuple[PlanFile, Credentials]:
     """The plan file and the keys, if the plan is the one that was approved."""
+    from quietgrad.consortium.toml_plan import _address, read_plan
     from quietgrad.federation.provision import Credentials
-    from quietgrad.federation.toml_plan import _address, read_plan
 
     file = read_plan(plan)
     if pin is not None and (len(pin) < 16 or not file.digest.startswith(pin.lower())):
@@ -82,9 +82,9 @@ def simulated(
     """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
     from quietgrad.cli.runs import objective_from
     from quietgrad.cli.train import _check_folder, finish
-    from quietgrad.federation.network import report_rounds
-    from quietgrad.federation.parties import deal
-    from quietgrad.federation.simulation import simulate
+    from quietgrad.consortium.network import report_rounds
+    from quietgrad.consortium.simulation import simulate
+    from quietgrad.federation import deal
 
     data = spec.load_data()
     method = spec.make_algorithm(data)
@@ -131,7 +131,7 @@ def coordinate(
     tell: Tell,
 ) -> Result:
     """Wait for everybody, train, hand out the model; say goodbye with the reason if it fails."""
-    from quietgrad.federation import network
+    from quietgrad.consortium import network
     from quietgrad.federation.transport.tls import TlsServer
 
     if (out / "result.json").exists():
@@ -170,7 +170,7 @@ def coordinate(
 
 def serve_sums(file: PlanFile, credentials: Credentials, tell: Tell, *, patience: float) -> None:
     """Be a server of a secure sum until the run is over."""
-    from quietgrad.federation import network
+    from quietgrad.consortium import network
 
     tell(f"plan {file.digest[:16]}…; calling {file.host}:{file.port}")
     farewell = _member(file, credentials, network.server_handler(file, credentials), tell, patience).run()
@@ -192,7 +192,7 @@ def take_part(
     patience: float,
 ) -> dict[str, Any]:
     """Be a party until the run is over; save the model that comes out."""
-    from quietgrad.federation import network
+    from quietgrad.consortium import network
 
     if credentials.name not in file.parties:
         raise DataError(f"{credentials.folder}: {credentials.name!r} is not a party of this plan.")
@@ -218,7 +218,7 @@ def remember_reading(file: PlanFile, out: Path) -> None:
 
 
 def _member(file: PlanFile, credentials: Credentials, handler: Any, tell: Tell, patience: float) -> Any:
-    from quietgrad.federation import network
+    from quietgrad.consortium import network
     from quietgrad.federation.transport.tls_party import TlsParty
 
     return TlsParty(

@@ -1,8 +1,10 @@
 """Many parties: secure sums with noise that nobody knows.
 
-The protocols are written as roles that take and give frames of bytes, so they run over any transport:
-``masking`` (one server, pairwise masks), ``servers`` (K servers, additive shares), ``mpc`` (three servers that
-sample the noise together). ``secure`` runs all roles of one of them in one process.
+The protocols are written as roles that take and give frames of bytes, so they run over any transport: ``masking``
+(one server, pairwise masks), ``servers`` (K servers, additive shares), ``mpc`` (three servers that sample the
+noise together). ``secure`` runs all roles of one of them in one process. What people call to train (in one
+process, or as real members of a consortium) lives in :mod:`quietgrad.consortium`; `simulate` and `deal` are found
+here too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quietgrad.consortium.dealing import deal
+    from quietgrad.consortium.simulation import simulate
     from quietgrad.federation.channel import View
     from quietgrad.federation.encoding import sensitivity_growth
     from quietgrad.federation.faults import DropoutError, ProtocolError
@@ -18,20 +22,19 @@ if TYPE_CHECKING:
     from quietgrad.federation.masking import MaskingParty
     from quietgrad.federation.masking_server import MaskingServer
     from quietgrad.federation.mpc import NoiseServer
-    from quietgrad.federation.parties import Party, deal
+    from quietgrad.federation.parties import Party
     from quietgrad.federation.plan import FederatedPlan, Shape
     from quietgrad.federation.planning import federate
     from quietgrad.federation.secure import SecureSession, secure_sum
     from quietgrad.federation.servers import SharingParty, SumServer
-    from quietgrad.federation.simulation import simulate
     from quietgrad.federation.terms import Terms, slack
     from quietgrad.federation.threat_model import ThreatModel, threats
 
-# Where each public name lives; modules are imported when a name is first used.
+# Where each public name lives, here or in the room above that drives this one; imported when first used.
 _HOMES = {
-    "simulate": "simulation",
+    "simulate": "quietgrad.consortium.simulation",
     "Party": "parties",
-    "deal": "parties",
+    "deal": "quietgrad.consortium.dealing",
     "federate": "planning",
     "FederatedPlan": "plan",
     "Shape": "plan",
@@ -84,7 +87,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = _HOMES[name]
+    return getattr(import_module(home if "." in home else f"{__name__}.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Parties of a simulated federation: their records, names and ledgers, and public ways to deal records to them."""
+"""Parties of a federation: their records, names and ledgers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from quietgrad.privacy.budget import Budget
@@ -28,6 +27,7 @@ class Party:
         ledger, account, cap: its own ledger, as in :func:`quietgrad.minimize`.
         ids: whole numbers that name its records across all parties, for sampling by record in tests.
 
+    >>> import numpy as np
     >>> Party(np.zeros((3, 2)), np.zeros(3)).size
     3
     """
@@ -52,43 +52,6 @@ class Party:
         if self.n_public is not None:
             return self.n_public
         return int(self.X.shape[0]) if hasattr(self.X, "shape") else len(self.X)
-
-
-def deal(
-    X: Any,
-    y: npt.ArrayLike,
-    m: int,
-    *,
-    unevenness: float = 1.0,
-    dirichlet: float | None = None,
-    seed: int | None = 0,
-) -> list[Party]:
-    """Split one table among m parties: evenly, with sizes n_max/n_min = ``unevenness``, or with skewed labels.
-
-    Args:
-        X, y: the table.
-        m: how many parties.
-        unevenness: u of paper 002's experiments; 1 is even.
-        dirichlet: α of label shares drawn from Dirichlet(α) instead; small α makes the parties' labels differ.
-        seed: of the shuffle; ``None`` keeps the order (even and uneven splits only).
-
-    >>> [party.size for party in deal(np.zeros((70, 2)), np.zeros(70), 3, unevenness=4)]
-    [40, 20, 10]
-    """
-    from quietgrad.data.splits import split_dirichlet, split_even, split_uneven
-
-    labels = np.asarray(y)
-    if dirichlet is not None:
-        if unevenness != 1.0 or seed is None:
-            raise ValueError(
-                "dirichlet: needs a seed, and sizes then follow from the labels; leave unevenness out."
-            )
-        parts = split_dirichlet(labels, m, dirichlet, seed)
-    elif unevenness == 1.0:
-        parts = split_even(len(labels), m, seed)
-    else:
-        parts = split_uneven(len(labels), m, unevenness, seed)
-    return [Party(X[part], labels[part], ids=part) for part in parts]
 
 
 def names_of(parties: Sequence[Party]) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def provision(
     """Make the authority and every member's folder; members with a request keep their own keys.
 
     Args:
-        members: all names, such as :attr:`~quietgrad.federation.toml_plan.PlanFile.members`.
+        members: all names, such as :attr:`~quietgrad.consortium.toml_plan.PlanFile.members`.
         folder: where to; it must be empty or new.
         requests: by name, files that :func:`request` made.
 

@@ -1,7 +1,7 @@
 """NVIDIA FLARE around a federation: startup kits, what each site allows, the job, and the site's own settings.
 
 A kit is made for each member by FLARE's own provisioning (mutual TLS). Before a site starts, its kit is told what
-this site permits: a job may build the two classes of :mod:`quietgrad.federation.transport.nvflare` and FLARE's
+this site permits: a job may build the two classes of :mod:`quietgrad.consortium.flare_job` and FLARE's
 Collab runtime, ships no code of its own, and runs no shell commands. The job itself is three small JSON files.
 """
 
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.checkpoint import write_atomically
+from quietgrad.consortium import network
+from quietgrad.consortium.toml_plan import PlanFile
 from quietgrad.errors import DataError
-from quietgrad.federation import network
 from quietgrad.federation.provision import COORDINATOR, Credentials
-from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Handler
 from quietgrad.privacy.budget import Budget
 
 ADMIN = "admin@quietgrad.local"
 KIT, ADMIN_KIT = "nvflare", "nvflare-admin"
 _ORG = "quietgrad"
-_HOME = "quietgrad.federation.transport.nvflare"
+_HOME = "quietgrad.consortium.flare_job"
 _ALLOWED = (
     "nvflare.collab.runtime.controller.CollabController",
     "nvflare.collab.runtime.executor.CollabExecutor",

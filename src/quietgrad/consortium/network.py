@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from quietgrad.checkpoint import write_atomically
+from quietgrad.consortium.simulation import train
+from quietgrad.consortium.toml_plan import PlanFile
 from quietgrad.curators.federated import FederatedCurator
 from quietgrad.curators.party import PartyCurator
 from quietgrad.errors import DataError
@@ -24,8 +26,6 @@ from quietgrad.federation.identity import Roster
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.rounds import largest_reply
-from quietgrad.federation.simulation import train
-from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Bytes, Handler, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.privacy.budget import Budget

@@ -123,7 +123,7 @@ def _as_printed(
             "noise='paper': the printed algorithm has a server that sees every model and weights n_j/n "
             "or 1/m; pass trust='curator' and weights='size' or 'equal'."
         )
-    from quietgrad.federation.printed_average import reproduce
+    from quietgrad.consortium.printed_average import reproduce
 
     tables = [party.data for party in parties]
     return reproduce(algorithm, objective, tables, budget=budget, weighted=weights == "size", seed=seed)
