@@ -1,0 +1,12 @@
+"""Plan, run, resume: the sentence "an algorithm asks a curator for noisy gradients until the steps run out".
+
+:func:`plan` needs no data (``planning``). :func:`minimize` plans, reserves the whole cost, runs, and says what was
+proved; :func:`resume` continues it after an interruption (``minimizing``, with checkpoints from ``saving``).
+:func:`run` is the loop itself, for any algorithm and any curator (``running``, which ends in a ``statement``).
+"""
+
+from quietgrad.training.minimizing import minimize, resume
+from quietgrad.training.planning import plan
+from quietgrad.training.running import Callback, run
+
+__all__ = ["Callback", "minimize", "plan", "resume", "run"]

@@ -1,0 +1,54 @@
+"""What a finished run may say about its privacy, proved from what it released."""
+
+from __future__ import annotations
+
+from quietgrad.curators.base import Session, Spent
+from quietgrad.result import Privacy
+
+
+def statement(session: Session, spent: Spent, account: str | None, seeded: bool, notes: tuple[str, ...]) -> Privacy:
+    """State what ``spent`` proves about the people of ``account``, and what it does not cover."""
+    the_plan = session.plan
+    sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
+    adversary = "anyone who sees every released number; the curator and its machine are trusted"
+    if the_plan.budget is None or spent.event is None:
+        return Privacy(
+            epsilon=None,
+            delta=None,
+            relation=None,
+            accountant=None,
+            noise_multiplier=0.0,
+            events=None,
+            releases=spent.releases,
+            sampling=sampling,
+            adversary=adversary,
+            account=account,
+            is_private=False,
+            notes=("not private", *notes),
+        )
+    from quietgrad.privacy.accounting import prove
+
+    budget = the_plan.budget
+    # A filter's run is charged what it spent, but how much that is depends on data: what is proved is its total.
+    whole = spent.event == the_plan.event or the_plan.schedule.composition == "filter"
+    proof = the_plan.proof if whole else prove(spent.event, delta=budget.delta, relation=budget.relation)
+    if the_plan.paper_noise:
+        notes = (f"noise as printed for {the_plan.paper_noise}; ε is what is proved, not what was claimed", *notes)
+    if budget.delta * the_plan.n_public >= 1.0:
+        notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
+    if seeded:
+        notes = ("seeded randomness: not private", *notes)
+    return Privacy(
+        epsilon=proof.epsilon,
+        delta=budget.delta,
+        relation=budget.relation,
+        accountant=proof.accountant,
+        noise_multiplier=the_plan.noise_multiplier,
+        events=the_plan.event if whole else spent.event,
+        releases=spent.releases,
+        sampling=sampling,
+        adversary=adversary,
+        account=account,
+        is_private=not seeded,
+        notes=notes,
+    )
