@@ -1,31 +1,39 @@
-"""A round of stock Flower 1.41 beside a round over our TLS, five parties on loopback, one after the other.
+"""A round of stock Flower 1.41 beside ours over TLS and on NVIDIA FLARE: five parties on loopback.
 
-    python benchmarks/federation_flower.py BIN_FOLDER_OF_A_VENV_WITH_FLOWER
+    python benchmarks/federation_flower.py BIN_FOLDER_OF_A_VENV_WITH_FLOWER [--dimensions 123 …]
 
-Flower pins what conflicts with ours, so it needs an environment of its own. It runs without TLS here, which
+Flower pins what conflicts with ours, so it needs an environment of its own: a SuperLink, five SuperNodes, and a
+ServerApp that sends one vector of float64 to five ClientApps and waits for theirs. It runs without TLS here, which
 flatters it, and its clients only return what they were sent; ours clip, add up, draw noise and write to the disk.
+Dimensions that are not measured again stay as they are in the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.federation_network import free_ports, run
+from benchmarks.federation_network import run
 from benchmarks.record import save
 
 RESULT = Path(__file__).parent / "results" / "federation_flower.json"
-PARTIES, ROUNDS, D = 5, 5, 123
+PARTIES = 5
+WARM_UP, ROUNDS = 1, 7
+OURS = {123: 300, 26_010: 300, 1_000_000: 60}  # rounds
 
 PROJECT = """
 [build-system]
@@ -77,68 +85,99 @@ def train(message, context):
 """
 
 
-def flower(bin_folder: Path, folder: Path) -> list[float]:
-    """Seconds of each round."""
+def flower(bin_folder: Path, folder: Path, d: int) -> list[float]:
+    """Seconds of each round after the warm-up, in which Flower also unpacks the app."""
     out = folder / "rows.json"
     app = folder / "app"
     (app / "rounds").mkdir(parents=True)
     (app / "pyproject.toml").write_text(PROJECT)
     (app / "rounds" / "__init__.py").touch()
-    (app / "rounds" / "server_app.py").write_text(SERVER.format(parties=PARTIES, rounds=ROUNDS, d=D, out=str(out)))
+    (app / "rounds" / "server_app.py").write_text(
+        SERVER.format(parties=PARTIES, rounds=WARM_UP + ROUNDS, d=d, out=str(out))
+    )
     (app / "rounds" / "client_app.py").write_text(CLIENT)
     home = folder / "home"
     home.mkdir()
-    link = f"127.0.0.1:{free_ports()}"
+    port, *nodes = _free_ports(1 + PARTIES)
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "local"\n[superlink.local]\naddress = "{link}"\ninsecure = true\n'
+        f'[superlink]\ndefault = "local"\n[superlink.local]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
     environment = {
         **os.environ, "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0",
         "PATH": f"{bin_folder}:{os.environ['PATH']}",
     }  # fmt: skip
-    quiet = {"env": environment, "cwd": app, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    port = link.rpartition(":")[2]
-    started = [subprocess.Popen([bin_folder / "flower-superlink", "--insecure", "--port", port], **quiet)]
+    log = (folder / "flower.log").open("wb")
+    quiet: dict[str, Any] = {"env": environment, "cwd": app, "stdout": log, "stderr": log}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(program: str, *words: str) -> None:
+        command: list[Path | str] = [bin_folder / program, "--insecure", *words]
+        started.append(subprocess.Popen(command, start_new_session=True, **quiet))
+
+    start("flower-superlink", "--disable-runtime-dependency-installation", "--port", str(port))
     try:
-        time.sleep(15.0)
-        for _ in range(PARTIES):
-            words = ["--insecure", "--superlink", link, "--port", str(free_ports())]
-            started.append(subprocess.Popen([bin_folder / "flower-supernode", *words], **quiet))
+        _listening(port, started)
+        for node in nodes:
+            start("flower-supernode", "--superlink", f"127.0.0.1:{port}", "--port", str(node))
         subprocess.run([bin_folder / "flwr", "run", ".", "local"], check=True, timeout=120, **quiet)
         limit = time.monotonic() + 400.0
         rows: list[list[float]] = []
-        while len(rows) < ROUNDS and time.monotonic() < limit:
+        while len(rows) < WARM_UP + ROUNDS and time.monotonic() < limit:
             time.sleep(1.0)
             with contextlib.suppress(OSError, ValueError):
                 rows = json.loads(out.read_text())
-        assert all(replies == PARTIES for _, replies in rows)
-        return [seconds for seconds, _ in rows]
+        if len(rows) < WARM_UP + ROUNDS or any(replies != PARTIES for _, replies in rows):
+            raise RuntimeError(f"Flower's rounds so far: {rows}; {(folder / 'flower.log').read_text()[-3000:]}")
+        return [seconds for seconds, _ in rows[WARM_UP:]]
     finally:
-        for process in reversed(started):
-            process.terminate()
+        for process in reversed(started):  # and what it started
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        log.close()
+
+
+def _free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _listening(port: int, started: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until somebody listens."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return
+        if any(process.poll() is not None for process in started):
+            raise RuntimeError("Flower's SuperLink ended at once")
+        time.sleep(0.2)
 
 
 def main() -> None:
-    """Measure both and write the JSON."""
+    """Measure all and write the JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("bin_folder", type=Path)
+    parser.add_argument("--dimensions", type=int, nargs="+", choices=list(OURS), default=list(OURS))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = flower(options.bin_folder.resolve(), Path(folder))
-    ours = {engine: run(engine, D, 200)["seconds_per_round"] for engine in ("tls", "nvflare")}
-    rest = statistics.median(theirs[1:])  # the first round also unpacks the app
-    save(
-        RESULT,
-        {
-            "parties": PARTIES, "d": D, "flower_version": "1.41.0", "flower_seconds": [round(s, 2) for s in theirs],
-            "seconds_per_round": {"flower, no TLS": round(rest, 3), **ours},
-            "flower_over_ours": {engine: round(rest / seconds) for engine, seconds in ours.items()},
-            "load": round(os.getloadavg()[0], 1),
-        },
-        "nvflare",
-    )  # fmt: skip
-    print(RESULT.read_text())
+    bin_folder = options.bin_folder.resolve()
+    said = subprocess.run([bin_folder / "flwr", "--version"], capture_output=True, text=True, check=True)
+    kept = json.loads(RESULT.read_text()).get("rows", []) if RESULT.exists() else []
+    rows = {row["d"]: row for row in kept}
+    for d in options.dimensions:
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = flower(bin_folder, Path(folder), d)
+        ours = {engine: run(engine, d, OURS[d]) for engine in ("tls", "nvflare")}
+        middle = statistics.median(theirs)
+        rows[d] = {
+            "d": d, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "flower_seconds": [round(seconds, 2) for seconds in theirs],
+            "seconds_per_round": {
+                "flower, no TLS": round(middle, 3), **{e: row["seconds_per_round"] for e, row in ours.items()},
+            },
+            "flower_over_ours": {e: round(middle / row["seconds_per_round"], 1) for e, row in ours.items()},
+        }  # fmt: skip
+        print(rows[d], flush=True)
+        ordered = [rows[d] for d in OURS if d in rows]
+        save(RESULT, {"parties": PARTIES, "flower": said.stdout.strip(), "rows": ordered}, "nvflare")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """Rounds between real processes: seconds, CPU and memory over TLS and on NVIDIA FLARE, five parties on loopback.
 
-    python benchmarks/federation_network.py [--quick] [--engines tls nvflare]
+    python benchmarks/federation_network.py [--quick] [--rows tls:123 nvflare:1000000 …]
 
 A round is a whole DP-GD step with trust in the curator: query out, clipped sums of two records per party back,
 noise drawn, aggregate on the disk and synchronised. Wall times on a machine with other work are upper bounds; CPU
-seconds are of all processes together. Memory is the resident size of each process from round 50 on: its median over
-the first and the last fifth of that time.
+seconds are of all processes together. Memory is the resident size of each process from round 50 on, as medians
+over the fifths of that time. Rows that are not measured again stay as they are in the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +33,8 @@ from benchmarks.record import save
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "federation_network.json"
 PARTIES = 5
-RUNS = {123: 1000, 26_010: 100, 1_000_000: 150}
+ENGINES, DIMENSIONS = ("tls", "nvflare"), (123, 26_010, 1_000_000)
+ROUNDS = 1000
 QUICK = {123: 60, 26_010: 30, 1_000_000: 10}
 
 PLAN = """
@@ -95,7 +96,8 @@ class Watch(threading.Thread):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.folder, self.samples, self.over = str(folder), [], threading.Event()
+        self.folder, self.over = str(folder), threading.Event()
+        self.samples: list[tuple[float, dict[int, tuple[str, int, float]]]] = []
         self.start()
 
     def run(self) -> None:
@@ -124,13 +126,12 @@ class Watch(threading.Thread):
         memory: dict[str, Any] = {}
         for pid in whole:
             sizes = [now[pid][1] / 2**20 for now in inside]
-            fifth = -(-len(sizes) // 5)  # vectors come and go within a round: compare medians
+            parts = [part for part in np.array_split(sizes, 5) if len(part)]
             memory[f"{inside[0][pid][0]} {pid}"] = {
-                "first_mb": round(statistics.median(sizes[:fifth]), 1),
-                "last_mb": round(statistics.median(sizes[-fifth:]), 1),
+                "fifths_mb": [round(float(np.median(part)), 1) for part in parts],  # vectors come and go
                 "most_mb": round(max(sizes), 1),
             }
-        growth = max((entry["last_mb"] / entry["first_mb"] - 1.0 for entry in memory.values()), default=0.0)
+        growth = max((max(m["fifths_mb"]) / m["fifths_mb"][0] - 1.0 for m in memory.values()), default=0.0)
         return {"cpu_seconds": round(cpu, 3), "memory": memory, "largest_growth": round(growth, 4)}
 
 
@@ -173,7 +174,8 @@ def run(engine: str, d: int, steps: int) -> dict[str, Any]:
         n_last, last = max((n, t) for n, t in marks if n <= steps)
         between = watch.between(first, last)
         return {
-            "engine": engine, "d": d, "rounds": steps, "lost_rounds": result["details"]["lost_rounds"],
+            "engine": engine, "d": d, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "rounds": steps, "lost_rounds": result["details"]["lost_rounds"],
             "seconds_per_round": round((last - first) / max(1, n_last - n_first), 4),
             "cpu_seconds_per_round": round(between.get("cpu_seconds", 0.0) / max(1, n_last - n_first), 4),
             "seconds_to_first_round": round(marks[0][1] - begun, 1), "load": round(os.getloadavg()[0], 1),
@@ -200,14 +202,18 @@ def main() -> None:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--engines", nargs="+", default=["tls", "nvflare"])
+    every = [f"{engine}:{d}" for d in DIMENSIONS for engine in ENGINES]
+    parser.add_argument("--rows", nargs="+", choices=every, default=every)
     options = parser.parse_args()
-    rows = []
-    for d, steps in (QUICK if options.quick else RUNS).items():
-        for engine in options.engines:
-            rows.append(run(engine, d, steps))
-            print({k: v for k, v in rows[-1].items() if k != "memory"}, flush=True)
-            save(RESULT, {"parties": PARTIES, "rows": rows}, "nvflare", "cryptography")
+    kept = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    rows = {f"{row['engine']}:{row['d']}": row for row in kept}
+    for name in options.rows:
+        engine, _, d = name.partition(":")
+        rows[name] = run(engine, int(d), QUICK[int(d)] if options.quick else ROUNDS)
+        print({k: v for k, v in rows[name].items() if k != "memory"}, flush=True)
+        if not options.quick:
+            ordered = [rows[name] for name in every if name in rows]
+            save(RESULT, {"parties": PARTIES, "rows": ordered}, "nvflare", "cryptography")
 
 
 if __name__ == "__main__":

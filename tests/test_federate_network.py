@@ -187,6 +187,7 @@ def test_party_that_stays_away_ends_the_run_by_name(folder: Path, start: Any) ->
     last = err.strip().splitlines()[-1]
     assert last.startswith("quietgrad federate: b: round")
     assert "spare rounds are used up" in last
+    assert "; 0 spare rounds are left" in err  # told at once, and not only in the end
     code, _, err = ended(running["a"])
     assert (code, "the coordinator ended the run: aborted: b:" in err) == (1, True)
     # What was answered stays charged in full: nobody was told that the run closed well.

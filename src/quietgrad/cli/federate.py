@@ -140,15 +140,19 @@ def provision(
                 f"{request!r} is not one of {', '.join(file.members)}.", param_hint="--request"
             )
         made = [keys.request(request, out)]
-        advice = f"send {made[0]} to whoever provisions; put cert.pem, ca.pem and member.json into {out}."
+        advice = f"send {made[0]} to whoever provisions; what comes back goes into {out}. All else in it is secret."
     else:
-        sent = {path.name.removesuffix(".request.json"): path for path in requests or ()}
+        sent: dict[str, Path] = {}
+        for path in requests or ():
+            if (name := keys.asker(path)) in sent:
+                raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
+            sent[name] = path
         made = keys.provision(file.members, out, sent)
         if members.is_nvflare(engine):
             from quietgrad.consortium.flare import make_kits
 
             make_kits(file, out)
-        advice = "hand each folder to its member over a safe channel, and remove it here."
+        advice = members.handing_out(file, out, sent, engine)
     if as_json:
         show_json({"made": [str(path) for path in made], "plan": file.digest})
     else:
@@ -156,21 +160,35 @@ def provision(
         typer.echo(advice)
 
 
-@app.command(epilog="Example: quietgrad federate show plan.toml")
-def show(plan: Plan, as_json: Json = False) -> None:
+@app.command(epilog="Example: quietgrad federate show plan.toml --keys my-keys")
+def show(
+    plan: Plan,
+    keys: Annotated[Path | None, typer.Option(help="A member's keys: prints everybody's identities too.")] = None,
+    as_json: Json = False,
+) -> None:
     """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
     from quietgrad.cli.members import threat_rows
     from quietgrad.consortium.toml_plan import read_plan
 
     file = read_plan(plan)
+    credentials = None
+    if keys is not None:
+        from quietgrad.federation.provision import Credentials
+
+        credentials = Credentials.read(keys)
     if as_json:
         show_json({"digest": file.digest, "epsilon": file.plan.epsilon() if file.budget else None,
+                   "identities": credentials.fingerprint if credentials else None,
                    "plan": file.plan.to_json(), "threats": dict(threat_rows(file.plan))})  # fmt: skip
         return
     typer.echo(file.plan.explain())
     typer.echo("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threat_rows(file.plan))
     typer.echo(f"digest of this plan, the same at everybody: {file.digest}")
+    if credentials is not None:
+        rows = [(name, key.hex()) for name, key in credentials.publics.items()]
+        show_rows("identities", rows)
+        typer.echo(f"digest of these identities, the same at everybody: {credentials.fingerprint}")
 
 
 @app.command("threat-model", epilog="Example: quietgrad federate threat-model plan.toml")
@@ -205,7 +223,7 @@ def server(
     from quietgrad.cli import members
     from quietgrad.cli.train import show as show_result
 
-    file, credentials = members.approved(plan, keys, pin, address)
+    file, credentials = members.approved(plan, keys, pin, address, engine)
     tell = members.teller(credentials.name, quiet or as_json)
     cap = members.cap_of(file, cap_epsilon)
     kept: dict[str, Any] = {"ledger": ledger, "account": account, "cap": cap}
@@ -213,7 +231,7 @@ def server(
         from quietgrad.cli import flare
 
         if credentials.name in file.plan.servers:
-            flare.take_part(plan, credentials, None, out, tell, **kept)
+            flare.take_part(file, plan, credentials, None, out, tell, **kept)
             return
         result = flare.coordinate(file, credentials, out, plan=plan, wait=wait, tell=tell, **kept)
     elif credentials.name in file.plan.servers:
@@ -246,13 +264,15 @@ def party(
     """Take part with one's own records: answer what the approved plan allows, refuse everything else."""
     from quietgrad.cli import members
 
-    file, credentials = members.approved(plan, keys, pin, address)
+    file, credentials = members.approved(plan, keys, pin, address, engine)
     tell = members.teller(credentials.name, quiet or as_json)
     cap = members.cap_of(file, cap_epsilon)
+    if cap is not None and ledger is None:
+        tell(f"the cap counts what {out / 'ledger.jsonl'} holds; share one --ledger FILE among all runs")
     if members.is_nvflare(engine):
         from quietgrad.cli import flare
 
-        facts = flare.take_part(plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap)
+        facts = flare.take_part(file, plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap)
     else:
         facts = members.take_part(
             file, credentials, data, out, tell,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -36,11 +37,13 @@ def coordinate(
     tell: Tell,
 ) -> Result:
     """Start FLARE's server, wait for the sites, submit the job, follow it, and shut everything down."""
-    from quietgrad.consortium import flare
+    from quietgrad.consortium import flare, network
     from quietgrad.result import load
 
     if (out / "result.json").exists():
         raise DataError(f"{out}: holds a finished run; choose another --out.")
+    network.check_coordinator(credentials)
+    _check_ports(file)
     settings = _settings(plan, credentials, out, None, ledger, account, cap)
     with _running(credentials, settings) as process:
         tell(f"plan {file.digest[:16]}…, FLARE's server is starting at {file.host}:{file.port}")
@@ -58,6 +61,7 @@ def coordinate(
 
 
 def take_part(
+    file: PlanFile,
     plan: Path,
     credentials: Credentials,
     data: Path | None,
@@ -70,14 +74,30 @@ def take_part(
 ) -> dict[str, Any]:
     """Start FLARE's client of a party or a sum server and wait until the run is over."""
     settings = _settings(plan, credentials, out, data, ledger, account, cap)
+    settings.handler(file)  # whatever is wrong here is told here; the job's process makes its own
     with _running(credentials, settings) as process:
-        tell("FLARE's client is running")
+        tell(f"approved plan {file.digest[:16]}…; FLARE's client is calling {file.host}:{file.port}")
         words, done = _follow(out, process, tell, lambda: "")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=30.0)  # the coordinator shuts all sites down
     if not done:
-        raise QuietgradError(f"the coordinator ended the run: {words}.")
-    return {"words": words, "model": str(out / "model.safetensors")}
+        raise QuietgradError(f"the coordinator ended the run: {words.rstrip('.')}.")
+    kept = settings.ledger_for(file)
+    return {
+        "words": words, "model": str(out / "model.safetensors"),
+        "ledger": "none: this plan has no noise" if kept is None else str(kept),
+    }  # fmt: skip
+
+
+def _check_ports(file: PlanFile) -> None:
+    """FLARE's server would try for minutes, and say so in its log only."""
+    from quietgrad.cli.members import cannot_listen
+
+    for port in (file.port, file.port + 1):
+        try:
+            socket.create_server(("", port)).close()  # FLARE listens on all addresses
+        except OSError as error:
+            raise DataError(cannot_listen(file.host, port, error)) from None
 
 
 def _settings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -31,20 +32,29 @@ def teller(name: str, quiet: bool) -> Tell:
 
     def tell(words: str) -> None:
         if not quiet:
-            print(f"{time.strftime('%H:%M:%S')} {name}: {words}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name}: {words}\n")  # one write: many threads talk
+            sys.stderr.flush()
 
     return tell
 
 
-def approved(plan: Path, keys: Path, pin: str | None, address: str | None) -> tuple[PlanFile, Credentials]:
+def approved(
+    plan: Path, keys: Path, pin: str | None, address: str | None, engine: str
+) -> tuple[PlanFile, Credentials]:
     """The plan file and the keys, if the plan is the one that was approved."""
     from quietgrad.consortium.toml_plan import _address, read_plan
     from quietgrad.federation.provision import Credentials
 
     file = read_plan(plan)
-    if pin is not None and (len(pin) < 16 or not file.digest.startswith(pin.lower())):
+    if pin is not None and len(pin) < 16:
+        raise typer.BadParameter(f"{pin!r}: give at least 16 digits of the digest.", param_hint="--pin")
+    if pin is not None and (not file.digest.startswith(pin.lower())):
         raise BudgetError(f"{plan}: its digest is {file.digest}, not the approved {pin}; nothing was given.")
     if address is not None:
+        if engine == "nvflare":
+            raise typer.BadParameter(
+                "FLARE's kits hold the plan's address; change the plan and provision again.", param_hint="--address"
+            )
         with usage():
             host, port = _address(address)
         file = dataclasses.replace(file, host=host, port=port)
@@ -59,6 +69,20 @@ def cap_of(file: PlanFile, epsilon: float | None) -> Budget | None:
         return None
     with usage():
         return Budget(epsilon, file.budget.delta, file.budget.relation)
+
+
+def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path], engine: str) -> str:
+    """What to do with the folders that were just provisioned."""
+    own = [name for name in file.members if name not in sent]
+    kit = "" if engine == "tls" else ", nvflare (with a key: send it safely)"
+    lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json{kit}."] if sent else []
+    if own:
+        lines.append(
+            f"made here, secret keys included, for {', '.join(own)}: "
+            "hand each folder to its member over a safe channel, and remove it here."
+        )
+    lines.append(f"remove {out / 'authority' / 'ca.key'} too: whoever has it can make certificates of any member.")
+    return "\n".join(lines)
 
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
@@ -134,14 +158,18 @@ def coordinate(
     from quietgrad.consortium import network
     from quietgrad.federation.transport.tls import TlsServer
 
+    network.check_coordinator(credentials)
     if (out / "result.json").exists():
         raise DataError(f"{out}: holds a finished run; choose another --out.")
-    out.mkdir(parents=True, exist_ok=True)
     everyone = [name for name in file.members if name != credentials.name]
-    transport = TlsServer(
-        credentials, (file.host, file.port), everyone,
-        agreement=file.digest, most=network.largest_frame(file), grace=file.grace, tell=tell,
-    )  # fmt: skip
+    try:
+        transport = TlsServer(
+            credentials, (file.host, file.port), everyone,
+            agreement=file.digest, most=network.largest_frame(file), grace=file.grace, tell=tell,
+        )  # fmt: skip
+    except OSError as error:
+        raise DataError(cannot_listen(file.host, file.port, error)) from None
+    out.mkdir(parents=True, exist_ok=True)
     tell(f"plan {file.digest[:16]}…, listening on {file.host}:{transport.port} for {', '.join(everyone)}")
     if (out / "aggregates.bin").exists():
         tell(f"continuing the interrupted run in {out}")
@@ -154,7 +182,7 @@ def coordinate(
             raise DataError(f"not enough members came within {wait:g} s: {why}; nothing was asked.")
         result = network.coordinate(
             file, credentials, transport, folder=out, account=account, cap=cap,
-            callback=network.report_rounds(tell),
+            tell=tell,
             ledger=None if file.budget is None else out / "ledger.jsonl" if ledger is None else ledger,
         )  # fmt: skip
         transport.finish("the run is complete", network.parting(result))
@@ -166,6 +194,18 @@ def coordinate(
     for row in transport.attendance():
         tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> str:
+    """Why an address cannot be listened on, and what to do."""
+    if error.errno == errno.EADDRINUSE:
+        return f"{host}:{port}: the port is in use; end what listens there, or is another coordinator running?"
+    if error.errno == errno.EACCES:
+        return f"{host}:{port}: this user may not listen on ports below 1024; choose another in the plan."
+    return (
+        f"{host}:{port}: is not an address of this machine ({error.strerror}); behind a router or a public name, "
+        f"listen with --address 0.0.0.0:{port}."
+    )
 
 
 def serve_sums(file: PlanFile, credentials: Credentials, tell: Tell, *, patience: float) -> None:
@@ -196,16 +236,20 @@ def take_part(
 
     if credentials.name not in file.parties:
         raise DataError(f"{credentials.folder}: {credentials.name!r} is not a party of this plan.")
-    out.mkdir(parents=True, exist_ok=True)
+    table = network.records(file, data)
+    said = file.sizes[file.parties.index(credentials.name)]
+    columns = f"; columns in this order: {', '.join(table.feature_names)}" if table.feature_names else ""
+    tell(f"{data}: {len(table.y)} records (the plan says {said}){columns}")
     handler = network.party_handler(
-        file, credentials, network.records(file, data), folder=out, ledger=None if file.budget is None else ledger,
+        file, credentials, (table.X, table.y), folder=out, ledger=None if file.budget is None else ledger,
         account=account, cap=cap,
     )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
     tell(f"approved plan {file.digest[:16]}…; calling {file.host}:{file.port}")
     member = _member(file, credentials, handler, tell, patience)
     farewell = member.run()
     if not network.save_parting(farewell.parting, file, out):
-        raise QuietgradError(f"the coordinator ended the run: {farewell.words}.")
+        raise QuietgradError(f"the coordinator ended the run: {farewell.words.rstrip('.')}.")
     facts = {"words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors")}
     return {**facts, "ledger": "none: this plan has no noise" if file.budget is None else str(ledger)}
 
@@ -238,7 +282,7 @@ def _counted(handler: Any, tell: Tell) -> Any:
         count += 1
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _EVERY
-            tell(f"{count} messages answered")
+            tell(f"{count} message{'' if count == 1 else 's'} answered")
         return reply
 
     return handle

@@ -86,8 +86,9 @@ class SiteSettings:
         credentials = Credentials.read(self.keys)
         if self.data is None:
             return network.server_handler(file, credentials)
+        table = network.records(file, self.data)
         return network.party_handler(
-            file, credentials, network.records(file, self.data), folder=self.out, ledger=self.ledger_for(file),
+            file, credentials, (table.X, table.y), folder=self.out, ledger=self.ledger_for(file),
             account=self.account, cap=self.cap_for(file),
         )  # fmt: skip
 

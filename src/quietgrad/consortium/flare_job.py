@@ -38,7 +38,7 @@ class Coordinator:
             transport = CollabTransport({proxy.name: proxy for proxy in collab.clients}, file.digest)
             result = network.coordinate(
                 file, credentials, transport, folder=settings.out, ledger=settings.ledger_for(file),
-                account=settings.account, cap=settings.cap_for(file), callback=network.report_rounds(settings.tell),
+                account=settings.account, cap=settings.cap_for(file), tell=settings.tell,
             )  # fmt: skip
             words, parting = "the run is complete", network.parting(result)
         except (QuietgradError, ValueError, OSError) as error:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.privacy.budget import Budget
 from quietgrad.result import Result
 
+if TYPE_CHECKING:
+    from quietgrad.data import Dataset
+
 _EVERY = 5.0  # seconds between lines of progress
 
 
@@ -48,23 +51,32 @@ def coordinate(
     ledger: str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
-    callback: Callable[..., None] | None = None,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Result:
-    """Train through ``transport``, or continue the interrupted run in ``folder``, and save the model there."""
-    if credentials.name != COORDINATOR:
-        raise DataError(f"{credentials.folder}: are the keys of {credentials.name!r}, not the coordinator's.")
+    """Train through ``transport``, or continue the interrupted run in ``folder``, and save the model there.
+
+    ``tell`` is told in words of the rounds, now and then, and of every one that went wrong.
+    """
+    check_coordinator(credentials)
     if (folder / "result.json").exists():
         raise DataError(f"{folder}: holds a finished run; choose another folder.")
     curator = FederatedCurator(
         file.objective, transport, timeout=file.timeout, ledger=ledger, account=account, cap=cap,
         identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
+        tell=tell,
     )  # fmt: skip
     start = file.objective.initial(file.plan.shape)
-    result = train(file.algorithm, curator, file.plan, start, account=account, callback=callback)
+    result = train(file.algorithm, curator, file.plan, start, account=account, callback=report_rounds(tell))
     details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
     result = replace(result, details=details, data={"name": file.name, "notes": []})
     result.save(folder)
     return result
+
+
+def check_coordinator(credentials: Credentials) -> None:
+    """Refuse to coordinate with the keys of somebody else."""
+    if credentials.name != COORDINATOR:
+        raise DataError(f"{credentials.folder}: are the keys of {credentials.name!r}, not the coordinator's.")
 
 
 def party_handler(
@@ -80,10 +92,12 @@ def party_handler(
     """What answers for a party; refuses here if the plan does not prove its promise or the data do not fit it."""
     if file.budget is not None:
         file.plan.proves()
-    return PartyCurator(
+    party = PartyCurator(
         credentials.name, file.objective, data, file.plan, ledger=ledger, account=account, cap=cap,
         identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
-    ).handle  # fmt: skip
+    )  # fmt: skip
+    party.check_cap()  # now, and not when the others have paid already
+    return party.handle
 
 
 def server_handler(file: PlanFile, credentials: Credentials) -> Handler:
@@ -125,7 +139,7 @@ def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
     return True
 
 
-def records(file: PlanFile, path: str | Path) -> tuple[Any, Any]:
+def records(file: PlanFile, path: str | Path) -> Dataset:
     """A party's table, read as the plan says."""
     from quietgrad.data import load
 
@@ -133,21 +147,20 @@ def records(file: PlanFile, path: str | Path) -> tuple[Any, Any]:
     data = load(path, train=False, **file.reading)
     if data.d != file.features:
         raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
-    return data.X, data.y
+    return data
 
 
 def report_rounds(tell: Callable[[str], None]) -> Callable[[Any, Any], None]:
-    """A callback that tells now and then which round it is, and at once who was missing from one."""
-    next_line, told = time.monotonic(), 0
+    """A callback that tells now and then how many rounds are complete."""
+    next_line = time.monotonic()
 
     def callback(state: Any, session: Any) -> None:
-        nonlocal next_line, told
-        for t, faults in session.faults[told:]:
-            tell(f"round {t}: " + "; ".join(f"{name} {why}" for name, why in faults.items()))
-        told = len(session.faults)
+        nonlocal next_line
         if state.done or time.monotonic() >= next_line:
             next_line = time.monotonic() + _EVERY
-            tell(f"round {sum(session.used.values())} of {session.plan.schedule.releases}")
+            lost = sum(session.used.values()) - session.made
+            more = f", {lost} lost" if lost > 0 else ""
+            tell(f"round {session.made} of {session.plan.schedule.releases}{more}")
 
     return callback
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class FederatedCurator:
         identity, roster: who is who, for ``secure="masks"``.
         folder: keep every aggregate here before it is used, so that a killed run can be resumed.
         seed: fixed randomness, for tests: the run is then **not private**.
+        tell: is told in words, at once, of every round that went wrong.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class FederatedCurator:
         roster: Roster | None = None,
         folder: str | Path | None = None,
         seed: int | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> None:
         if not 0.0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout!r}: must be a number of seconds > 0.")
         self.objective, self.transport, self.timeout = objective, transport, timeout
-        self.account, self.cap = account, cap
+        self.account, self.cap, self.tell = account, cap, tell
         self.seeded = seed is not None
         self._key = fresh_key() if seed is None else seed_key(seed)
         self._ledger, self._identity, self._roster = ledger, identity, roster

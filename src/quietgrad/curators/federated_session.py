@@ -53,6 +53,7 @@ class FederatedSession:
         """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
         self._store, self._caller, self._held = store, caller, held
         self._answered: set[str] = set()
+        self._tell = curator.tell
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds = rounds(plan, caller, curator._identity, curator._roster)
@@ -73,6 +74,11 @@ class FederatedSession:
     def used(self) -> dict[str, int]:
         """Releases charged so far by slot, lost rounds among them."""
         return dict(self._draws)
+
+    @property
+    def made(self) -> int:
+        """Rounds completed so far, of all slots."""
+        return sum(self._made.values())
 
     def expected_batch(self, slot: str) -> float:
         return self._plan.schedule[slot].sampling.expected_batch(self._plan.n_public)
@@ -136,9 +142,12 @@ class FederatedSession:
                 total = self._rounds.collect(ask, faults)
             except LostRound as lost:
                 self.faults.append((t, lost.faults))
+                left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]))
+                self._tell(f"round {t} is lost ({named(lost.faults)}); {left} spare rounds are left")
                 continue
             if faults:
                 self.faults.append((t, faults))
+                self._tell(f"round {t} is complete without some ({named(faults)})")
             self._answered.update(name for name in self._plan.names if name not in faults)
             return self._keep(slot, self._finished(ask, query, total, rho), t)
 

@@ -54,6 +54,10 @@ class Journal:
             self._write({"plan": self._digest, "run": run})
         return known
 
+    def interrupted(self) -> bool:
+        """Whether the folder holds a run of this party that did not end."""
+        return self._folder is not None and any(self._folder.glob(f"{self._name}-*.journal"))
+
     def record(self, t: int, slot: str, draw: int, rho: float | None) -> None:
         """Round ``t`` is about to be answered."""
         self._write({"round": t, "slot": slot, "draw": draw, "rho": rho})

@@ -111,6 +111,19 @@ class PartyCurator:
                 "number: under replace-one, or with fixed batches, it must be exact."
             )
 
+    def check_cap(self) -> None:
+        """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing.
+
+        A run that was interrupted and may be continued is paid for already.
+        """
+        event, budget = self.plan.party_event(self._place, None), self.plan.budget
+        if self._ledger is None or event is None or budget is None or self._journal.interrupted():
+            return
+        from quietgrad.privacy.ledger import Ledger
+
+        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
+        ledger.check_cap(self._account, event, relation=budget.relation, cap=self._cap)
+
     # --- messages ---------------------------------------------------------------------------------------------
 
     def handle(self, data: Bytes) -> bytearray:
@@ -140,7 +153,7 @@ class PartyCurator:
         if kind == "open":
             return self._open(message)
         if self._run is None or message.fields.get("run") != self._run:
-            raise Stranger(self.name, "is not in this run; open it first")
+            raise Stranger(self.name, "does not know this run")
         if kind == "ask":
             return self._ask(message)
         if kind == "close":

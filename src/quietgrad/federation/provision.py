@@ -15,6 +15,7 @@ rehearsals. Institutions that trust nobody each make their own keys with :func:`
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,10 @@ class Credentials:
             identity = Identity(name, bytes.fromhex((path / "identity.key").read_text().strip()))
         except FileNotFoundError as error:
             missing = Path(error.filename or "").name
+            if (path / "key.pem").exists():
+                raise DataError(
+                    f"{path}: {missing} is missing; copy it from the folder that whoever provisioned sent back."
+                ) from None
             raise DataError(f"{path}: {missing} is missing; make it with `quietgrad federate provision`.") from None
         except DataError:
             raise
@@ -68,6 +73,12 @@ class Credentials:
         if publics.get(name) != identity.public:
             raise DataError(f"{path}: the identity key is not the one of {name!r} in member.json.")
         return cls(path, name, identity, publics)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everybody's public identities: the same at every member, or somebody changed one."""
+        text = "\n".join(f"{name} {key.hex()}" for name, key in sorted(self.publics.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def roster(self, names: Sequence[str]) -> Roster:
         """The roster of ``names``, in this order."""
@@ -150,6 +161,16 @@ def request(name: str, folder: str | Path) -> Path:
     path = home / f"{name}.request.json"
     path.write_text(json.dumps(body, indent=2) + "\n")
     return path
+
+
+def asker(path: Path) -> str:
+    """Whose request a file is; its name does not matter, mail programs change it."""
+    try:
+        return str(json.loads(path.read_text())["name"])
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such request.") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{path}: not a request that `quietgrad federate provision --request` made.") from None
 
 
 class _Authority:

@@ -29,8 +29,8 @@ class LostRound(DropoutError):
     """A round without enough good answers; the parties at fault are named, with reasons."""
 
     def __init__(self, faults: Mapping[str, str]) -> None:
-        super().__init__(list(faults), "; ".join(sorted(set(faults.values()))) or "lost")
-        self.faults = dict(faults)
+        self.faults = _at_fault(faults)
+        super().__init__(list(self.faults), "; ".join(sorted(set(self.faults.values()))) or "lost")
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ class Caller:
             if reply.kind != "refused":
                 good[name] = reply
                 continue
-            reason = str(reply.fields.get("reason", ""))[:500]
+            reason = str(reply.fields.get("reason", ""))[:500].removeprefix(f"{name}: ")
             if reply.fields.get("code") == "plan":
                 raise ProtocolError(name, f"refuses: {reason}")
             if reply.fields.get("code") == "stranger":
                 self.strangers.add(name)
-            faults[name] = f"refuses: {reason}"
+                faults[name] = f"{reason}: it restarted or missed the beginning, and is let in again"
+            else:
+                faults[name] = f"refuses: {reason}"
         return good
 
 
@@ -166,6 +168,16 @@ def rounds(plan: FederatedPlan, caller: Caller, identity: Identity | None, roste
 def largest_reply(plan: FederatedPlan) -> int:
     """The most bytes of any reply."""
     return limit(max([1, *plan.dims.values()]), 8 + 64 * len(plan.names))
+
+
+def _at_fault(faults: Mapping[str, str]) -> dict[str, str]:
+    """Without those who refused only because of somebody else who is named too.
+
+    >>> _at_fault({"a": "did not answer within 9 s", "b": "refuses: a: has not said hello in this run"})
+    {'a': 'did not answer within 9 s'}
+    """
+    others = tuple(f"refuses: {name}: " for name in faults)
+    return {name: why for name, why in faults.items() if not why.startswith(others)} or dict(faults)
 
 
 def _require(present: int, quorum: int, faults: Mapping[str, str]) -> None:

@@ -95,15 +95,19 @@ class Ledger:
         }
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
-            for bound in dict.fromkeys([book.caps.get(account), cap]):
-                if bound is not None:
-                    planned = (*book.relations(account), Relation.parse(relation))
-                    _check_cap(account, bound, book.counted(account), event, planned)
+            _check_caps(book, account, event, relation, cap)
             found = book.table_warnings(account, fingerprint) if fingerprint else []
             for message in found:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
             writer.append("reserve", {**body, "warnings": found})
         return Reservation.from_body(body)
+
+    def check_cap(
+        self, account: str, event: events.Event, *, relation: str | Relation, cap: Budget | None = None
+    ) -> None:
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
+        _check_name("account", account)
+        _check_caps(self.book(), account, _check_event("event", event), relation, cap)
 
     def close(
         self,
@@ -258,6 +262,16 @@ def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> P
     if event is None:
         return Proof(epsilon=0.0, delta=delta, relation=relation, accountant="none")
     return prove(event, delta=delta, relation=relation)
+
+
+def _check_caps(
+    book: Book, account: str, event: events.Event, relation: str | Relation, cap: Budget | None
+) -> None:
+    """Hold ``event`` against the account's own cap in the ledger and the one given."""
+    for bound in dict.fromkeys([book.caps.get(account), cap]):
+        if bound is not None:
+            planned = (*book.relations(account), Relation.parse(relation))
+            _check_cap(account, bound, book.counted(account), event, planned)
 
 
 def _check_cap(

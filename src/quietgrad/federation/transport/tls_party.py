@@ -78,16 +78,19 @@ class TlsParty:
 
     def run(self) -> Farewell:
         """Answer until the end; raises if the coordinator refuses this member or stays away."""
-        since, pause = time.monotonic(), 0.1
+        since, pause, told = time.monotonic(), 0.1, False
         while True:
             why = "cannot be reached"
             try:
                 connection, session = self._call()
             except OSError as error:
                 why = _why(error)
+                if not told:
+                    self._tell(f"the coordinator {why}; calling again for up to {self._patience:g} s")
+                    told = True
             else:
                 self._tell(f"connected to {self._address[0]}:{self._address[1]}")
-                since, pause = time.monotonic(), 0.1
+                since, pause, told = time.monotonic(), 0.1, True
                 try:
                     return self._answer(connection, session)
                 except OSError as error:
@@ -170,4 +173,6 @@ def _why(error: OSError) -> str:
         return f"ends the TLS connection ({error.reason or 'closed'}); does its authority know this certificate?"
     if isinstance(error, TimeoutError):
         return "does not answer"
+    if isinstance(error, socket.gaierror):
+        return "has an address that nobody knows"
     return "cannot be reached" if isinstance(error, ConnectionRefusedError) else "hung up"
