@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from record import save
 
 import quietgrad as qg
 from quietgrad import data
@@ -33,13 +31,15 @@ from quietgrad.federation import Party, deal
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.glm import Logistic
-from quietgrad.objectives.local_fit import local_fit
-from quietgrad.objectives.regularizers import L2, Nonconvex
+from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.training import plan as central_plan
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.record import save
+from reproduce.weighted_average import Study, unnamed
+
 RESULT = Path(__file__).parent / "results" / "federation.json"
-SEEDS, DRAWS = 20, 100
-Floats = npt.NDArray[np.float64]
+SEEDS = 20
 
 
 def milliseconds(call: Callable[[], object], repeats: int, rounds: int = 5) -> float:
@@ -110,7 +110,7 @@ def equality() -> list[dict[str, Any]]:
         for seed in range(SEEDS):
             runs = {
                 "central": qg.minimize(objective, (table.X, table.y), algorithm, budget=budget, seed=seed),
-                "federated": simulate(algorithm, objective, _unnamed(parties), budget=budget, seed=10_000 + seed),
+                "federated": simulate(algorithm, objective, unnamed(parties), budget=budget, seed=10_000 + seed),
             }
             for kind, run in runs.items():
                 losses[kind].append(objective.risk(test, run.params) - objective.regularizer.value(run.params))
@@ -128,61 +128,23 @@ def equality() -> list[dict[str, Any]]:
     return rows
 
 
-def _unnamed(parties: list[Party]) -> list[Party]:
-    """Without record ids: every party samples for itself, as in a real federation."""
-    return [Party(party.X, party.y) for party in parties]
-
-
 def averages() -> list[dict[str, Any]]:
     """Test accuracy of one-shot averages, mean over 100 draws of the noise, beside two central methods.
 
-    The penalty is λ = 7e-4/√ε, one public rule for all methods and data.
+    The methods and their public settings are those of reproduce/weighted_average.py.
     """
     rows = []
-    average, central = qg.WeightedAverage(steps=100), qg.DPGD(steps=60, learning_rate=6.0)
-    rng = np.random.default_rng(0)
     for name in ("adult", "bank", "kddcup99"):
         table = data.load(name)
-        assert table.X_test is not None
-        truth, n = np.asarray(table.y_test) > 0, int(table.X.shape[0])
         for epsilon in (0.01, 0.05, 0.25):
-            objective = Logistic(regularizer=L2(7e-4 / math.sqrt(epsilon)), row_bound=1.0, rows="normalize")
-            test = objective.prepare((table.X_test, table.y_test))
-            budget = qg.Budget(epsilon, 1e-3, qg.Relation.REPLACE_ONE)
-            bound = local_fit(objective, n, average.steps, average.step_size(objective)).bound
-
-            def accuracy(params: Floats, objective: Any = objective, test: Any = test, truth: Any = truth) -> float:
-                return float(np.mean((objective.decision(test, params) > 0.0) == truth))
-
-            def noisy(exact: Floats, sigma: float, accuracy: Any = accuracy) -> float:
-                draws = rng.normal(size=(DRAWS, len(exact))) * sigma
-                return float(statistics.mean(accuracy(exact + each) for each in draws))
-
-            whole = qg.minimize(objective, (table.X, table.y), average, budget=None).params
-            multiplier = central_plan(average, n=n, budget=budget).noise_multiplier
-            runs = [qg.minimize(objective, (table.X, table.y), central, budget=budget) for _ in range(10)]
-            centres = {
-                "central_one_shot": noisy(whole, multiplier * bound),
-                "central_dp_gd": statistics.mean(accuracy(run.params) for run in runs),
-            }
+            study = Study(table, epsilon)
+            centres = study.centres()
             for m in (2, 8, 32):
                 for u in (1.0, 3.0, 9.0):
                     parties = deal(table.X, table.y, m, unevenness=u)
                     row: dict[str, Any] = {"data": name, "m": m, "u": u, "epsilon": epsilon, **centres}
                     for label, weights in (("weighted", "size"), ("unweighted", "equal")):
-                        exact = simulate(average, objective, parties, budget=None, weights=weights).params
-                        plan, _ = assemble(
-                            average,
-                            objective,
-                            parties,
-                            budget=budget,
-                            trust="secure",
-                            secure="mpc",
-                            weights=weights,
-                        )
-                        spread = plan.noise_multiplier * bound * plan.largest_factor
-                        row[label] = noisy(exact, spread * math.sqrt(plan.variance_factor))
-                        row["epsilon_proved"] = plan.epsilon()
+                        row[label], row["epsilon_proved"] = study.one_shot(parties, weights)
                     rows.append(row)
             for label in ("weighted", "unweighted"):
                 gaps = [row[label] - row["central_one_shot"] for row in rows[-9:]]
