@@ -42,8 +42,7 @@ RESULTS = Path(__file__).parent / "results" / "stagewise.json"
 CLIP, DELTA, BATCH, STAGES, FIRST = 0.1, 1e-5, 512, 3, 30  # stage k has 2^k·FIRST steps
 LOSS = nn.CrossEntropyLoss(reduction="none")
 
-# Length of a step if all gradients agree, η·C: the three rates each schedule may choose from. A schedule's three
-# span the same total length of its steps, up to what its shape allows.
+# η·C, the length of the first step if all gradients agree: the rates that a schedule may choose from.
 RATES: dict[str, tuple[float, float, float]] = {
     "DPageS": (6.0, 12.0, 24.0),
     "DPageEM": (2.0, 4.0, 8.0),
@@ -136,7 +135,8 @@ def keep(kind: str, row: dict[str, Any]) -> None:
     rows[kind].append(row)
     about = {"delta": DELTA, "clip": CLIP, "batch_size": BATCH, "steps": FIRST * 14, "n": 60_000}
     record = {**about, **rows, "summary": summary(rows["fits"])}
-    save(RESULTS, {**record, "tables": tables(record)})
+    command = "python reproduce/stagewise.py --tune, then python reproduce/stagewise.py"
+    save(RESULTS, {"command": command, **record, "tables": tables(record)})
 
 
 def best_step(schedule: str) -> float:

@@ -206,7 +206,7 @@ def keep(name: str, rows: list[dict[str, Any]]) -> None:
     merged = [row for row in old if row["data"] != name] + rows
     merged.sort(key=lambda row: (*LARGE, *SMALL).index(row["data"]))
     record = {"relation": "replace-one", "delta": DELTA, "steps_as_printed": STEPS, "rows": merged}
-    save(RESULTS, {**record, "tables": tables(record)})
+    save(RESULTS, {"command": "python reproduce/weighted_average.py", **record, "tables": tables(record)})
 
 
 def main() -> None:

@@ -1,0 +1,186 @@
+"""`quietgrad reproduce`: the papers' tables and figures beside ours, from the scripts and results of a clone.
+
+A script of ``reproduce/`` says in its docstring what it reproduces and how long it takes, and leaves its numbers in
+``reproduce/results/``. Both are only read here; a script runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quietgrad.cli.options import Json, show_json
+from quietgrad.errors import QuietgradError
+
+app = typer.Typer(add_completion=False)
+_WIDEST = 120  # characters of a cell; --json has all of it
+
+
+@app.command(epilog="Example: quietgrad reproduce output-perturbation --quick", no_args_is_help=True)
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(help="`list` for all of them, or one name of that list.", show_default=False)
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run the small form, which takes seconds and keeps nothing.")
+    ] = False,
+    run: Annotated[bool, typer.Option("--run", help="Run it all and replace the results.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a paper's table or figure beside ours; without results in the clone, or with --run, make them first."""
+    if quick and run:
+        raise typer.BadParameter("--quick and --run exclude each other.")
+    known = reproductions(clone())
+    if name == "list":
+        if quick or run:
+            raise typer.BadParameter("`list` runs nothing; leave --quick and --run out.")
+        _list(list(known.values()), as_json)
+        return
+    chosen = known.get(name.replace("_", "-"))
+    if chosen is None:
+        near = get_close_matches(name, known, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+        raise typer.BadParameter(f"{name!r} is no reproduction; {advice}")
+    if quick or run or not chosen.results.exists():
+        chosen.run(quick=quick, quiet=as_json)
+    if quick:
+        if as_json:
+            show_json({**chosen.about(), "ran": "quick"})
+        return
+    _show(chosen, as_json)
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """One script and what it says of itself."""
+
+    script: Path
+
+    @property
+    def name(self) -> str:
+        return self.script.stem.replace("_", "-")
+
+    @property
+    def results(self) -> Path:
+        return self.script.parent / "results" / f"{self.script.stem}.json"
+
+    def record(self) -> dict[str, Any]:
+        """The numbers, with the command, date and versions that made them."""
+        record: dict[str, Any] = json.loads(self.results.read_text(encoding="utf-8"))
+        return record
+
+    def about(self) -> dict[str, Any]:
+        """Name, paper, what and how long, as the docstring has it."""
+        text = ast.get_docstring(ast.parse(self.script.read_text(encoding="utf-8"))) or ""
+        paper, takes = re.search(r"[Pp]aper (\d{3})", text), re.search(r"Takes ([^.]+)\.", text)
+        return {
+            "name": self.name,
+            "paper": paper[1] if paper else None,
+            "what": text.partition("\n")[0],
+            "takes": takes[1] if takes else None,
+            "results": self.record()["date"][:10] if self.results.exists() else None,
+        }
+
+    def run(self, *, quick: bool, quiet: bool) -> None:
+        """Run the script; ``quiet`` sends what it prints to stderr."""
+        command = [sys.executable, str(self.script), *(["--quick"] if quick else [])]
+        done = subprocess.run(
+            command, cwd=self.script.parents[1], stdout=sys.stderr if quiet else None, check=False
+        )
+        if done.returncode:
+            raise QuietgradError(
+                f"reproduce/{self.script.name} ended with code {done.returncode}; its own words are above."
+            )
+
+
+def clone() -> Path:
+    """The clone with the scripts: the one this package is installed from, or the current folder."""
+    import quietgrad
+
+    for root in (Path(quietgrad.__file__).parents[2], Path.cwd()):
+        if (root / "reproduce" / "results").is_dir():
+            return root
+    raise QuietgradError(
+        "the reproduce/ folder is not part of an installed package; "
+        "clone the repository and run this command inside it."
+    )
+
+
+def reproductions(root: Path) -> dict[str, Reproduction]:
+    """Every runnable script of ``reproduce/``, by name."""
+    scripts = sorted((root / "reproduce").glob("*.py"))
+    runnable = (
+        Reproduction(path) for path in scripts if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    )
+    return {each.name: each for each in runnable}
+
+
+def tables_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The record's own tables, or its lists of rows with what in them is a plain value.
+
+    >>> tables_of({"date": "…", "rows": [{"ε": 1.0, "error": 0.25, "settings": {"steps": 3}}]})
+    [{'title': 'rows', 'columns': ['ε', 'error'], 'rows': [[1.0, 0.25]]}]
+    """
+    if "tables" in record:
+        return list(record["tables"])
+    lists = {
+        key: rows for key, rows in record.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    }
+    if "table" in lists:  # a summary of the other lists
+        lists = {"table": lists["table"]}
+    found = []
+    for title, rows in lists.items():
+        columns = list(dict.fromkeys(k for row in rows for k, v in row.items() if not isinstance(v, dict | list)))
+        body = [[row.get(column) for column in columns] for row in rows]
+        found.append({"title": title, "columns": columns, "rows": body})
+    return found
+
+
+def _list(known: Sequence[Reproduction], as_json: bool) -> None:
+    rows = [each.about() for each in known]
+    if as_json:
+        show_json(rows)
+        return
+    columns = ("name", "paper", "takes", "results", "what")
+    _print([[row[column] for column in columns] for row in rows], columns)
+
+
+def _show(chosen: Reproduction, as_json: bool) -> None:
+    record, about = chosen.record(), chosen.about()
+    tables = tables_of(record)
+    if as_json:
+        made = {key: record.get(key) for key in ("command", "date", "machine", "versions")}
+        show_json({**about, **made, "tables": tables})
+        return
+    typer.echo(about["what"])
+    typer.echo(
+        f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}"
+    )
+    for table in tables:
+        typer.echo(f"\n{table['title']}")
+        _print(table["rows"], table["columns"])
+
+
+def _print(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
+    """Aligned columns, never cut: a reader may pipe them on."""
+    lines = [list(columns), *([_text(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(f"{value:<{width}}" for value, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "–"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
