@@ -231,7 +231,7 @@ def server(
         from quietgrad.cli import flare
 
         if credentials.name in file.plan.servers:
-            flare.take_part(file, plan, credentials, None, out, tell, **kept)
+            flare.take_part(file, plan, credentials, None, out, tell, patience=wait, **kept)
             return
         result = flare.coordinate(file, credentials, out, plan=plan, wait=wait, tell=tell, **kept)
     elif credentials.name in file.plan.servers:
@@ -272,7 +272,9 @@ def party(
     if members.is_nvflare(engine):
         from quietgrad.cli import flare
 
-        facts = flare.take_part(file, plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap)
+        facts = flare.take_part(
+            file, plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap, patience=patience
+        )
     else:
         facts = members.take_part(
             file, credentials, data, out, tell,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
+import signal
 import socket
 import subprocess
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import DataError, QuietgradError
+from quietgrad.federation.faults import DropoutError
 
 if TYPE_CHECKING:
     from quietgrad.consortium.flare import SiteSettings
@@ -45,13 +48,13 @@ def coordinate(
     network.check_coordinator(credentials)
     _check_ports(file)
     settings = _settings(plan, credentials, out, None, ledger, account, cap)
-    with _running(credentials, settings) as process:
+    with _running(file, credentials, settings) as process:
         tell(f"plan {file.digest[:16]}…, FLARE's server is starting at {file.host}:{file.port}")
         everyone = {name for name in file.members if name != credentials.name}
         with _session(credentials, process, everyone, wait, tell) as session:
             job = session.submit_job(str(flare.write_job(file, out).resolve()))
             tell(f"job {job} was submitted")
-            words, done = _follow(out, process, tell, lambda: str(session.get_job_status(job)))
+            words, done = _follow(out, process, tell, status=lambda: str(session.get_job_status(job)))
             limit = time.monotonic() + 20.0  # a job that is still running would stand in the way of the shutdown
             while "FINISHED" not in str(session.get_job_status(job)) and time.monotonic() < limit:
                 time.sleep(0.5)
@@ -71,13 +74,14 @@ def take_part(
     ledger: Path | None,
     account: str,
     cap: Budget | None,
+    patience: float,
 ) -> dict[str, Any]:
     """Start FLARE's client of a party or a sum server and wait until the run is over."""
     settings = _settings(plan, credentials, out, data, ledger, account, cap)
     settings.handler(file)  # whatever is wrong here is told here; the job's process makes its own
-    with _running(credentials, settings) as process:
+    with _running(file, credentials, settings) as process:
         tell(f"approved plan {file.digest[:16]}…; FLARE's client is calling {file.host}:{file.port}")
-        words, done = _follow(out, process, tell, lambda: "")
+        words, done = _follow(out, process, tell, patience=patience)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=30.0)  # the coordinator shuts all sites down
     if not done:
@@ -121,24 +125,30 @@ def _settings(
 
 
 @contextlib.contextmanager
-def _running(credentials: Credentials, settings: SiteSettings) -> Iterator[subprocess.Popen[bytes]]:
+def _running(file: PlanFile, credentials: Credentials, settings: SiteSettings) -> Iterator[subprocess.Popen[bytes]]:
     """FLARE's process of this member; it and the job processes it started are gone at the end."""
     from quietgrad.consortium import flare
 
     kit = flare.prepare_kit(credentials, settings)
     with (settings.out / "nvflare.log").open("wb") as log:
         process = subprocess.Popen(
-            flare.command(credentials, kit), cwd=kit, stdout=log, stderr=log, env=flare.environment()
+            flare.command(credentials, kit), cwd=kit, stdout=log, stderr=log, env=flare.environment(file)
         )
+        before = signal.signal(signal.SIGTERM, _stop)  # else `kill` would end this process and leave FLARE's
         try:
             yield process
         finally:
+            signal.signal(signal.SIGTERM, before)
             process.terminate()
             try:
                 process.wait(timeout=10.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -181,9 +191,20 @@ def _session(
             process.wait(timeout=20.0)
 
 
-def _follow(out: Path, process: subprocess.Popen[bytes], tell: Tell, status: Callable[[], str]) -> tuple[str, bool]:
-    """Pass on progress until the outcome is there; a job or process that ended without one is an abort."""
+def _follow(
+    out: Path,
+    process: subprocess.Popen[bytes],
+    tell: Tell,
+    *,
+    status: Callable[[], str] = lambda: "",
+    patience: float = math.inf,
+) -> tuple[str, bool]:
+    """Pass on progress until the outcome is there; a job or process that ended without one is an abort.
+
+    Raises if nothing at all was heard of a job for ``patience`` seconds.
+    """
     told, checked = 0, time.monotonic()
+    limit = time.monotonic() + patience
     while True:
         ended = process.poll() is not None
         if time.monotonic() - checked > 3.0:
@@ -198,6 +219,8 @@ def _follow(out: Path, process: subprocess.Popen[bytes], tell: Tell, status: Cal
         if outcome.exists():
             said = json.loads(outcome.read_text())
             return str(said["words"]), bool(said["done"])
+        if not told and time.monotonic() > limit:
+            raise DropoutError(["coordinator"], f"has not started a job here for {patience:g} s")
         if ended:
             return "aborted: FLARE ended the job; see nvflare.log in the folder", False
         time.sleep(0.2)

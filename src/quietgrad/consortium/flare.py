@@ -34,6 +34,7 @@ _ALLOWED = (
     f"{_HOME}.Coordinator",
     f"{_HOME}.Site",
 )
+_CHUNKS = (1 << 16, 1 << 20)  # bytes
 _LOGS = ("site_log_streamer", "log_receiver")
 _RIGHTS = {
     "submit_job": "any", "clone_job": "none", "manage_job": "any", "download_job": "none", "view": "any",
@@ -156,14 +157,19 @@ def command(credentials: Credentials, kit: Path) -> list[str]:
     return [*start, "--set", "secure_train=true", *who, f"org={_ORG}", "config_folder=config"]
 
 
-def environment() -> dict[str, str]:
+def environment(file: PlanFile) -> dict[str, str]:
     """This process's environment, and the settings without which FLARE's memory grows with the rounds.
 
     It keeps a thread and a copy for a minute for every message it received; what is lost on the way is missed at
-    the exchange's deadline anyway, so two seconds do. And glibc gives every thread an arena and keeps large vectors
-    in it; with a fixed threshold they go back to the system.
+    the exchange's deadline anyway, so two seconds do. For every message, however short, it makes a buffer for a
+    whole chunk of a megabyte, which leaves the heap in pieces: here a chunk is about as long as the plan's vectors.
+    And glibc gives every thread an arena and keeps large vectors in it; with a fixed threshold they go back to the
+    system.
     """
+    vector = 8 * max([1, *file.plan.dims.values()]) + 4096  # bytes, with the message's header
+    chunk = min(max(1 << (vector - 1).bit_length(), _CHUNKS[0]), _CHUNKS[1])
     retry = {"NVFLARE_STREAMING_RETRY_TIMEOUT": "2", "NVFLARE_STREAMING_RETRY_WAIT": "0.5"}
+    retry["NVFLARE_STREAMING_CHUNK_SIZE"] = str(chunk)
     memory = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864"}
     return {**memory, **retry, **os.environ}
 

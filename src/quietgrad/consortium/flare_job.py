@@ -65,6 +65,7 @@ class Site:
     def start(self) -> None:
         """Read this site's settings, plan, keys and records; what is wrong with them is told when asked."""
         self._settings = SiteSettings.read(collab.workspace.get_site_config_dir())
+        self._settings.tell("the coordinator's job has started here")
         try:
             self._file = read_plan(self._settings.plan)
             self._handler = self._settings.handler(self._file)
