@@ -189,7 +189,8 @@ def test_private_search_is_charged_once(tmp_path: Path) -> None:
     X, y = separable(5000)
     path = tmp_path / "ledger.jsonl"
     model = PrivateLogisticRegression(classes=[0, 1], row_bound=4.0)
-    search = PrivateSearch(model, {"regularization": [0.0, 10.0]}, epsilon=4.0, ledger=path).fit(X, y)
+    # Both settings are good ones: a search of one round, one in ten, may have tried either alone.
+    search = PrivateSearch(model, {"regularization": [0.0, 0.1]}, epsilon=4.0, ledger=path).fit(X, y)
     assert search.score(X, y) > 0.85
     assert len(qg.Ledger(path).book().of("default")) == 1
     assert 3.9 < search.privacy_epsilon_ <= 4.0

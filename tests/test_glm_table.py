@@ -13,8 +13,9 @@ import scipy.sparse as sparse
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.layout import lay_out
 from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.table import Affine, lay_out
+from quietgrad.objectives.table import Affine
 
 GOOD = np.array([[1.0, 2.0], [3.0, 4.0]])
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from quietgrad.objectives.base import Indices
+from quietgrad.objectives.full_batch import RowSum, blocks_of, lift
 from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.linear import LinearObjective, _lift, _scores
+from quietgrad.objectives.linear import LinearObjective
 from quietgrad.objectives.regularizers import L2, Nonconvex
 from quietgrad.objectives.table import Floats, Table
 
@@ -31,25 +32,11 @@ def hessian_product(objective: LinearObjective, records: Table, params: Floats, 
     >>> hessian_product(squared, records, np.zeros(2), np.ones(2))
     array([1. , 2.5])
     """
-    at, along = _lift(records, params), _lift(records, vector)
-    raw = np.zeros((records.features, objective.outputs))
-    shortened, total = np.zeros(objective.outputs), np.zeros(objective.outputs)
+    at, along, total = lift(records, params), lift(records, vector), RowSum(records)
     assert records.y is not None
-    for which, block in records.blocks():
-        factors = records.factors[which, None] if records.factors.size else None
-        scores, tilts = (_scores(block, *lifted, factors) for lifted in (at, along))
-        moves = _tilted(objective, scores, records.y[which], tilts)
-        total += moves.sum(axis=0)
-        if factors is not None:
-            moves = moves * factors
-        shortened += moves.sum(axis=0)
-        raw += block.T @ moves
-    if records.transform is not None:
-        raw -= np.outer(records.transform.shift, shortened)
-        raw = records.transform.apply(raw)
-    if records.intercept:
-        raw = np.concatenate([raw, records.intercept * total[None]])
-    out: Floats = raw.ravel() / len(records) + regularizer_curvature(objective, params) * vector
+    for block in blocks_of(records):
+        total.add(block, _tilted(objective, at.scores(block), records.y[block.which], along.scores(block)))
+    out: Floats = total.result() / len(records) + regularizer_curvature(objective, params) * vector
     return out
 
 
@@ -68,18 +55,17 @@ def add_hessians(
         raise ValueError(
             f"{type(objective).__name__}: a summed Hessian is known for landscapes and one-score losses."
         )
-    lifted, limit = _lift(records, params), clip / (1.0 + 1e-12)
+    at, limit = lift(records, params), clip / (1.0 + 1e-12)
     assert records.y is not None
     with np.errstate(over="ignore", invalid="ignore"):
-        for which, block in records.blocks(indices):
-            factors = records.factors[which, None] if records.factors.size else None
-            scores = _scores(block, *lifted, factors)
-            bends = np.nan_to_num(_tilted(objective, scores, records.y[which], np.ones_like(scores)))
-            rows = block if isinstance(block, np.ndarray) else block.toarray()
+        for block in blocks_of(records, indices):
+            scores = at.scores(block)
+            bends = np.nan_to_num(_tilted(objective, scores, records.y[block.which], np.ones_like(scores)))
+            rows = block.rows if isinstance(block.rows, np.ndarray) else block.rows.toarray()
             if records.transform is not None:
                 rows = records.transform.apply((rows - records.transform.shift).T).T
-            if factors is not None:
-                rows = rows * factors
+            if block.factors is not None:
+                rows = rows * block.factors
             if records.intercept:
                 rows = np.hstack([rows, np.full((len(rows), 1), records.intercept)])
             squares = np.einsum("ij,ij->i", rows, rows)[:, None]

@@ -96,7 +96,7 @@ def _row_totals(block: Any) -> Floats:
 class FeatureMean(_FeatureSum):
     """Σ clip_C(xᵢ): divided by n, a private mean to centre with.
 
-    >>> from quietgrad.objectives.table import lay_out
+    >>> from quietgrad.objectives.layout import lay_out
     >>> query, out = FeatureMean(clip=5.0), np.zeros(2)
     >>> query.sum_into(None, Batch(Table(lay_out([[3.0, 4.0], [30.0, 40.0]]), None), None), out)
     >>> out.round(6), query.bound
@@ -124,7 +124,7 @@ class FeatureMoments(_FeatureSum):
     Args:
         weight: w, how much of the noise budget the squares get; 1 suits features in [−1, 1].
 
-    >>> from quietgrad.objectives.table import lay_out
+    >>> from quietgrad.objectives.layout import lay_out
     >>> query, out = FeatureMoments(clip=10.0), np.zeros(2)
     >>> query.sum_into(None, Batch(Table(lay_out([[1.0], [2.0]]), None), None), out)
     >>> [moment.round(6).tolist() for moment in query.moments(out, n=2)]

@@ -4,6 +4,8 @@ A kernel reads the ``packed`` view of a :class:`~quietgrad.objectives.table.Tabl
 Σ [α·clip_A(rᵢ − βrᵢ′) + γ·clip_B(rᵢ)] ⊗ x̃ᵢ. Features may be float32; every sum is float64. Only inner products
 may be reassociated; nothing may assume that numbers are finite, for that is what protects the others from one
 broken record.
+
+All in one file: numba's cache is renewed when a function's own file changes, not when one it calls does.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ stationary point takes: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα).
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Constants, Indices, NoRegularizer
+from quietgrad.objectives.rules import Rule, RuledSums
 
 Floats = npt.NDArray[np.float64]
 
@@ -54,7 +55,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Landscape(ABC):
+class Landscape(RuledSums):
     """What all landscapes share; subclasses give the population risk, the records and one record's gradient.
 
     Args:
@@ -165,55 +166,15 @@ class Landscape(ABC):
 
     # --- clipped sums -------------------------------------------------------------------------------------------
 
-    def add_gradients(
-        self, records: Sample, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
-        self._add(records, indices, params, params, (1.0, 0.0, clip, 0.0, 0.0), out)
-
-    def add_differences(
-        self, records: Sample, indices: Indices | None, params: Floats, previous: Floats, clip: float, out: Floats
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′))."""
-        self._add(records, indices, params, previous, (1.0, 1.0, clip, 0.0, 0.0), out)
-
-    def add_momentum(
-        self,
-        records: Sample,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Floats,
-    ) -> None:
-        """out += Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]."""
-        self._add(records, indices, params, previous, (1.0 - gamma, 1.0, difference_clip, gamma, clip), out)
-
-    def add_joint_momentum(
-        self,
-        records: Sample,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        out: Floats,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′))."""
-        self._add(records, indices, params, previous, (1.0, 1.0 - gamma, clip, 0.0, 0.0), out)
-
     def _add(
         self,
         records: Sample,
         indices: Indices | None,
         params: Floats,
         previous: Floats,
-        rule: tuple[float, float, float, float, float],
+        rule: Rule,
         out: Floats,
     ) -> None:
-        """One rule for all sums: a record adds α·clip_A(g − βg′) + γ·clip_B(g)."""
         alpha, beta, first, gamma, second = rule
         with np.errstate(over="ignore", invalid="ignore"):
             for which in self._blocks(records, indices, self.dim):

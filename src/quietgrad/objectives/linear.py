@@ -9,7 +9,7 @@ no compiler.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -19,19 +19,16 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Constants, Indices, NoRegularizer, Regularizer
-from quietgrad.objectives.table import Affine, Floats, Rows, Table, lay_out
+from quietgrad.objectives.full_batch import RowSum, blocks_of, contributions, lift
+from quietgrad.objectives.layout import lay_out
+from quietgrad.objectives.rules import Rule, RuledSums
+from quietgrad.objectives.table import Affine, Floats, Rows, Table
 
 _SLACK = 1.0 + 1e-12
 
-Rule = tuple[float, float, float, float, float]
-"""(α, β, A, γ, B): a record contributes α·clip_A(r − βr′) + γ·clip_B(r), r and r′ at the two points.
-
-Every sum of the :class:`~quietgrad.objectives.base.Objective` protocol is one of these.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
-class LinearObjective(ABC):
+class LinearObjective(RuledSums):
     """What the losses of :mod:`quietgrad.objectives.glm` share.
 
     Parameters are the flattened (features [+ 1], outputs) weight matrix, the intercept row last.
@@ -179,51 +176,6 @@ class LinearObjective(ABC):
 
     # --- clipped sums ---------------------------------------------------------------------------------------
 
-    def add_gradients(
-        self, records: Table, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
-        self._add(records, indices, params, params, (1.0, 0.0, clip, 0.0, 0.0), out)
-
-    def add_differences(
-        self,
-        records: Table,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        clip: float,
-        out: Floats,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′))."""
-        self._add(records, indices, params, previous, (1.0, 1.0, clip, 0.0, 0.0), out)
-
-    def add_momentum(
-        self,
-        records: Table,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Floats,
-    ) -> None:
-        """out += Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]."""
-        self._add(records, indices, params, previous, (1.0 - gamma, 1.0, difference_clip, gamma, clip), out)
-
-    def add_joint_momentum(
-        self,
-        records: Table,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        out: Floats,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′))."""
-        self._add(records, indices, params, previous, (1.0, 1.0 - gamma, clip, 0.0, 0.0), out)
-
     def _add(
         self,
         records: Table,
@@ -249,29 +201,17 @@ class LinearObjective(ABC):
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(self, records: Table, params: Floats, previous: Floats, rule: Rule | None) -> Floats:
         """Σ over all records of the rule's contributions; without a rule, of the plain gradients."""
-        weights, offset, constant = _lift(records, params)
-        other = _lift(records, previous) if rule is not None and rule[1] else None
-        raw = np.zeros((records.features, self.outputs))
-        shortened, total = np.zeros(self.outputs), np.zeros(self.outputs)
+        at, other = lift(records, params), lift(records, previous) if rule is not None and rule[1] else None
+        total = RowSum(records)
         assert records.y is not None
-        for which, block in records.blocks():
-            y = records.y[which]
-            factors = records.factors[which, None] if records.factors.size else None
-            residuals = self._residuals(_scores(block, weights, offset, constant, factors), y)
+        for block in blocks_of(records):
+            y = records.y[block.which]
+            residuals = self._residuals(at.scores(block), y)
             if rule is not None:
-                before = None if other is None else self._residuals(_scores(block, *other, factors), y)
-                residuals = _contributions(residuals, before, records.norms[which], rule)
-            total += residuals.sum(axis=0)
-            if factors is not None:
-                residuals = residuals * factors
-            shortened += residuals.sum(axis=0)
-            raw += block.T @ residuals
-        if records.transform is not None:
-            raw -= np.outer(records.transform.shift, shortened)
-            raw = records.transform.apply(raw)
-        if records.intercept:
-            raw = np.concatenate([raw, records.intercept * total[None]])
-        return raw.ravel()
+                before = None if other is None else self._residuals(other.scores(block), y)
+                residuals = contributions(residuals, before, records.norms[block.which], rule)
+            total.add(block, residuals)
+        return total.result()
 
     # --- losses, evaluations, predictions -------------------------------------------------------------------
 
@@ -291,12 +231,11 @@ class LinearObjective(ABC):
 
     @np.errstate(over="ignore", invalid="ignore")
     def _loss_total(self, records: Table, indices: Indices | None, params: Floats, bound: float) -> float:
-        lifted = _lift(records, params)
+        at = lift(records, params)
         total = 0.0
         assert records.y is not None
-        for which, block in records.blocks(indices):
-            factors = records.factors[which, None] if records.factors.size else None
-            losses = self._losses(_scores(block, *lifted, factors), records.y[which])
+        for block in blocks_of(records, indices):
+            losses = self._losses(at.scores(block), records.y[block.which])
             if bound < math.inf:
                 losses = np.minimum(np.where(np.isnan(losses), 0.0, losses), bound)
             total += float(losses.sum())
@@ -305,11 +244,10 @@ class LinearObjective(ABC):
     def decision(self, data: Any, params: Floats) -> Floats:
         """The scores θᵀx̃ of a table or of raw features: one per record, or one per record and class."""
         records = data if isinstance(data, Table) else self._table(lay_out(data), None)
-        lifted = _lift(records, params)
+        at = lift(records, params)
         scores = np.empty((len(records), self.outputs))
-        for which, block in records.blocks():
-            factors = records.factors[which, None] if records.factors.size else None
-            scores[which] = _scores(block, *lifted, factors)
+        for block in blocks_of(records):
+            scores[block.which] = at.scores(block)
         return scores[:, 0] if self.outputs == 1 else scores
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[Any]:
@@ -336,47 +274,3 @@ def _kernels() -> Any:
     from quietgrad.objectives import kernels
 
     return kernels
-
-
-_Lifted = tuple[Floats, Floats, Floats]
-
-
-def _lift(records: Table, params: Floats) -> _Lifted:
-    """(U, o, k) such that a raw row x with factor a scores a(xU + o) + k."""
-    if len(params) != records.dim:
-        raise ValueError(f"params: has {len(params)} numbers, must have {records.dim} for these records.")
-    matrix = params.reshape(-1, records.outputs)
-    weights = matrix[: records.features]
-    constant = records.intercept * matrix[-1] if records.intercept else np.zeros(records.outputs)
-    if records.transform is None:
-        return weights, np.zeros(records.outputs), constant
-    weights = records.transform.apply(weights)
-    return weights, -(records.transform.shift @ weights), constant
-
-
-def _scores(block: Any, weights: Floats, offset: Floats, constant: Floats, factors: Floats | None) -> Floats:
-    scores: Floats = block @ weights
-    scores += offset
-    if factors is not None:
-        scores *= factors
-    scores += constant
-    return scores
-
-
-def _contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: Rule) -> Floats:
-    alpha, beta, first, gamma, second = rule
-    moved = residuals if before is None else residuals - beta * before
-    combined = alpha * _clipped(moved, norms, first)
-    if gamma:
-        combined += gamma * _clipped(residuals, norms, second)
-    return combined
-
-
-def _clipped(residuals: Floats, norms: Floats, clip: float) -> Floats:
-    """Shorten each row so that ‖r‖·norm ≤ clip; what is not finite becomes zero."""
-    lengths = np.abs(residuals[:, 0]) if residuals.shape[1] == 1 else np.linalg.norm(residuals, axis=1)
-    lengths = lengths * norms
-    factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip)
-    clipped: Floats = residuals * factors[:, None]
-    clipped[~np.isfinite(lengths)] = 0.0
-    return clipped

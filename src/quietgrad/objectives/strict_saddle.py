@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from quietgrad.objectives.base import Indices
 from quietgrad.objectives.landscapes import Floats, Landscape, Sample, _shortening
+from quietgrad.objectives.rules import Rule
 
 _SIGNS = np.array([-1.0, 1.0])
 _REACH = 1.15  # the domain goes this much beyond the minima, and half as far as they lie in the flat directions
@@ -152,7 +153,7 @@ class StrictSaddle(Landscape):
         indices: Indices | None,
         params: Floats,
         previous: Floats,
-        rule: tuple[float, float, float, float, float],
+        rule: Rule,
         out: Floats,
     ) -> None:
         alpha, beta, first, gamma, second = rule

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.objectives.layout import csr_around
 
 Floats = npt.NDArray[np.float64]
 Rows = Literal["refuse", "clip", "normalize"]
@@ -65,76 +66,11 @@ class Affine:
         return self.scale @ matrix if self.is_matrix else self.scale[:, None] * matrix
 
 
-def lay_out(X: Any) -> Any:
-    """Return ``X`` as C-contiguous float32/float64, or as CSR without duplicates, without a copy if it is one.
-
-    Raises:
-        DataError: not a numeric matrix, no rows, no columns, NaN or infinity.
-
-    >>> lay_out([[1, 2], [3, 4]]).dtype
-    dtype('float64')
-    """
-    if not isinstance(X, np.ndarray):
-        import scipy.sparse as sparse
-
-        if sparse.issparse(X):
-            return _sparse(X)
-        try:
-            X = np.asarray(X)
-        except ValueError:
-            raise DataError("X: rows of different lengths. Pass a matrix with one row per record.") from None
-    if X.ndim != 2:
-        raise DataError(f"X: has {X.ndim} dimension(s), must have 2. Reshape to (records, features).")
-    X = np.ascontiguousarray(X, dtype=_float_type(X.dtype))
-    _check_shape(X)
-    for start in range(0, len(X), step := max(1, _BLOCK // X.shape[1])):
-        if not np.isfinite(X[start : start + step]).all():
-            raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
-    return X
-
-
-def _sparse(X: Any) -> Any:
-    X = X.tocsr()
-    data = X.data.astype(_float_type(X.data.dtype), copy=False)
-    _check_shape(X)
-    if not np.isfinite(data).all():
-        raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
-    X = _csr(data, X.indices, X.indptr, X.shape)
-    if not X.has_canonical_format:  # a duplicated entry would make a row longer than its computed norm
-        X = X.copy()
-        X.sum_duplicates()
-    return X
-
-
-def _csr(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
-    """A CSR matrix around these very arrays: scipy's constructor may convert, and so copy, 64-bit indices."""
-    import scipy.sparse as sparse
-
-    matrix = sparse.csr_array(shape, dtype=data.dtype)
-    matrix.data, matrix.indices, matrix.indptr = data, indices, indptr
-    return matrix
-
-
-def _float_type(dtype: np.dtype[Any]) -> type[np.float32] | type[np.float64]:
-    if dtype in (np.float32, np.float64):
-        return np.float32 if dtype == np.float32 else np.float64
-    if dtype.kind in "buif":
-        return np.float32 if dtype.itemsize <= 2 else np.float64  # float32 holds small integers exactly
-    raise DataError(f"X: has values of type {dtype.name}, must be numbers. Encode categories first.")
-
-
-def _check_shape(X: Any) -> None:
-    if X.shape[0] == 0:
-        raise DataError("X: has no records.")
-    if X.shape[1] == 0:
-        raise DataError("X: has no features.")
-
-
 class Table:
     """Validated records (X, y) with their row norms; what a linear objective's ``prepare`` returns.
 
     Args:
-        X: a matrix as :func:`lay_out` returns it.
+        X: a matrix as :func:`~quietgrad.objectives.layout.lay_out` returns it.
         y: one float64 target or int64 class code per record, or ``None`` for features alone.
         outputs: numbers a linear model computes per record: 1, or the number of classes.
         intercept: the value of the virtual constant column; 0 for none.
@@ -143,6 +79,7 @@ class Table:
         rows: what to do with a row longer than R: ``"refuse"``, shorten it (``"clip"``), or bring every row to
             length R exactly (``"normalize"``).
 
+    >>> from quietgrad.objectives.layout import lay_out
     >>> table = Table(lay_out([[3.0, 4.0], [0.0, 1.0]]), np.array([0.0, 1.0]), row_bound=1.0, rows="clip")
     >>> len(table), table.dim, table.norms.round(9)
     (2, 2, array([1., 1.]))
@@ -167,6 +104,8 @@ class Table:
         self.row_bound = row_bound
         self.views: dict[int, Table] = {}  # the same rows under other transforms; shares their memory
         self.features = int(X.shape[1])
+        self.dim = (self.features + (intercept != 0.0)) * outputs
+        """Number of parameters: (features + intercept) × outputs."""
         self.is_sparse = not isinstance(X, np.ndarray)
         if transform is not None and transform.shift.size != self.features:
             raise DataError(
@@ -182,11 +121,6 @@ class Table:
 
     def __len__(self) -> int:
         return int(self.X.shape[0])
-
-    @property
-    def dim(self) -> int:
-        """Number of parameters: (features + intercept) × outputs."""
-        return (self.features + (self.intercept != 0.0)) * self.outputs
 
     def contents(self) -> Iterator[bytes | memoryview]:
         """Everything a sum over these records depends on, as bytes: a resumed run checks that nothing changed."""
@@ -249,7 +183,7 @@ class Table:
             if start == 0 and stop == count:
                 return [(slice(0, count), X)]
             low, high = X.indptr[start], X.indptr[stop]
-            part = _csr(
+            part = csr_around(
                 X.data[low:high],
                 X.indices[low:high],
                 X.indptr[start : stop + 1] - low,
@@ -332,7 +266,7 @@ def _row_sums(block: Any, weights: Floats, shift: Floats | None) -> Floats:
         return np.asarray((block * (block if shift is None else block - 2.0 * shift)) @ weights)
     values = block.data.astype(np.float64)
     values *= values if shift is None else values - 2.0 * shift[block.indices]
-    return np.asarray(_csr(values, block.indices, block.indptr, block.shape) @ weights)
+    return np.asarray(csr_around(values, block.indices, block.indptr, block.shape) @ weights)
 
 
 def _frozen(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
