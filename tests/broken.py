@@ -98,6 +98,15 @@ class SameNoiseAgain(CentralSession):
         return super().release(slot, query, rho=rho)
 
 
+class TakesRecordsAgain(CentralSession):
+    """Begins the single pass anew with every release."""
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        if self._fresh is not None:
+            self._fresh.position = 0
+        return super().release(slot, query, rho=rho)
+
+
 class SeparateClips(CanaryObjective):
     """Clips the two gradients of a difference apart, then subtracts."""
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.audit.bookkeeping import probe_fresh_records, probe_lost_rounds
 from quietgrad.audit.canaries import CanaryGame, CanaryObjective
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.neighbours import neighbouring_tables
@@ -144,6 +145,19 @@ def charged(late: bool) -> Findings:
     return [probe_ledger(broken.ChargesAfterwards if late else in_time)]
 
 
+def lost_rounds(patched: bool) -> Findings:
+    """The bug: only rounds that were completed are charged."""
+    from quietgrad.curators.federated_session import FederatedSession
+
+    def completed(self: Any, data_dependent: bool) -> Any:
+        return self._plan.event_of(self._made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if patched:
+            patch.setattr(FederatedSession, "_spent_event", completed)
+        return [probe_lost_rounds()]
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A bug, the layer that must notice it, the broken variant and its sound twin."""
@@ -202,6 +216,13 @@ TABLE = [
     ),
     Mutation("forgotten step 0", "L1", lambda: forgotten(True), lambda: forgotten(False)),
     Mutation("ledger charged after release", "L0 ledger", lambda: charged(True), lambda: charged(False)),
+    Mutation(
+        "fresh record used twice",
+        "L0 reuse",
+        lambda: [probe_fresh_records(broken.Broken(broken.TakesRecordsAgain))],
+        lambda: [probe_fresh_records()],
+    ),
+    Mutation("spare round not charged", "L0 charge", lambda: lost_rounds(True), lambda: lost_rounds(False)),
     Mutation("float noise off the grid", "L0 grid", lambda: noise(broken.Broken(broken.FloatNoise)), noise),
 ]
 
@@ -228,4 +249,4 @@ def test_door_refuses_a_release_that_was_not_planned() -> None:
 def test_every_bug_of_the_issue_is_in_the_table() -> None:
     layers = {m.layer.split()[0] for m in TABLE}
     assert layers == {"L0", "L1", "L2"}
-    assert len({m.bug for m in TABLE}) == len(TABLE) >= 14
+    assert len({m.bug for m in TABLE}) == len(TABLE) >= 20

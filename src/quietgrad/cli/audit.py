@@ -133,8 +133,9 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
 
 
 def _probes() -> list[Finding]:
-    """The exact probes: kernels on adversarial neighbours, curators' ledger order, noise of secure sums."""
+    """The exact probes: kernels on adversarial neighbours, the curators' bookkeeping, noise of secure sums."""
     from quietgrad import objectives
+    from quietgrad.audit.bookkeeping import probe_fresh_records, probe_lost_rounds
     from quietgrad.audit.neighbours import every_query, neighbouring_tables
     from quietgrad.audit.probes import probe_ledger, probe_secure_sum, probe_sensitivity
     from quietgrad.curators.central import CentralCurator
@@ -147,6 +148,7 @@ def _probes() -> list[Finding]:
         for r in Relation
     ]
     found.append(probe_ledger(lambda objective, data, path: CentralCurator(objective, data, ledger=path)))
+    found += [probe_fresh_records(), probe_lost_rounds()]
     for mode in ("masks", "servers", "mpc"):
         found += probe_secure_sum(mode)
     return found
