@@ -69,7 +69,9 @@ class CanaryObjective:
 
     ``canary`` pulls along the first axis with the pattern's amplitude, ``mirror`` against it, ``against`` is a
     background record that pulls against it, ``aside`` one that pulls along the second axis; ``silent`` records have
-    no gradient. :meth:`tick` moves to the next step; the listener calls it before each release.
+    no gradient. :meth:`tick` moves to the next step; the listener calls it before each release. Where losses are
+    asked, for a noisy choice, the canary loses all it can at every other candidate and its mirror at the rest: no
+    other loss moves the choice more.
     """
 
     regularizer = NoRegularizer()
@@ -78,14 +80,20 @@ class CanaryObjective:
     def __init__(self, pattern: Pattern = "growing") -> None:
         self.pattern = pattern
         self.step = -1
+        self._asked = 0  # losses since the last release
 
     def tick(self) -> None:
         """The next release begins."""
         self.step += 1
+        self._asked = 0
 
     def rewind(self) -> None:
         """A new run begins."""
         self.step = -1
+
+    def loses(self, candidate: int) -> bool:
+        """Whether the canary loses at a candidate of a choice, which the auditor knows; else its mirror does."""
+        return candidate % 2 == 1
 
     def prepare(self, data: Cast) -> Cast:
         return data
@@ -151,9 +159,10 @@ class CanaryObjective:
         """Add nothing: these gradients are flat."""
 
     def loss_sum(self, records: Cast, indices: Indices | None, params: Floats, bound: float) -> float:
-        """The canary loses all of ``bound`` where the first coordinate is positive, its mirror where it is not."""
-        right = float(params[0]) > 0.0
-        losses = {"canary": bound if right else 0.0, "mirror": 0.0 if right else bound}
+        """The losses of one run's records at the next candidate, once for each block."""
+        loses = self.loses(self._asked)
+        self._asked += 1
+        losses = {"canary": bound if loses else 0.0, "mirror": 0.0 if loses else bound}
         return math.fsum(losses.get(role, 0.0) for role in records.roles) * records.runs
 
     def risk(self, records: Cast, params: Floats) -> float:

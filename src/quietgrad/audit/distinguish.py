@@ -21,7 +21,7 @@ from quietgrad.audit.bounds import best_threshold, clopper_pearson, dprime_lower
 from quietgrad.audit.replicas import Views
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.events import Event
+from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 from quietgrad.schedule import Plan
@@ -29,7 +29,7 @@ from quietgrad.schedule import Plan
 Floats = npt.NDArray[np.float64]
 Verdict = Literal["pass", "violation", "vacuous"]
 
-_TEACH = 0.25  # share of the runs that chooses direction and threshold
+TEACH = 0.25  # share of the runs that chooses direction and threshold
 _POINTS = (0.0, 0.5, 1.0, 2.0)  # ε at which the claimed profile may be tested
 _FEATURES_PER_RUN = 20  # teaching runs per column below which only summaries of the columns are used
 
@@ -77,6 +77,12 @@ class Claim:
         except UnprovableError:
             return None
 
+    @property
+    def rho(self) -> float | None:
+        """ρ if the claim is one of zCDP, else ``None``."""
+        event = self.plan.event
+        return event.rho if isinstance(event, ZCDP) else None
+
     @cached_property
     def profile(self) -> dict[float, float]:
         """δ(ε) as the accountant proves it, at a few ε."""
@@ -96,7 +102,7 @@ def attack_dprime(views: tuple[Views, Views], claim: Claim, what: str, alpha: fl
     if mu is None:
         raise ValueError("L1 needs un-sampled Gaussian releases; use attack_profile for others.")
     a, b = (features(view, claim.plan) for view in views)
-    teach = int(len(a) * _TEACH)
+    teach = int(len(a) * TEACH)
     direction = discriminant(a[:teach], b[:teach])
     _, low = dprime_lower(a[teach:] @ direction, b[teach:] @ direction, alpha)
     verdict: Verdict = (
@@ -107,7 +113,7 @@ def attack_dprime(views: tuple[Views, Views], claim: Claim, what: str, alpha: fl
 
 def attack_profile(scores: tuple[Floats, Floats], claim: Claim, what: str, alpha: float) -> Finding:
     """L2: Clopper–Pearson bounds at the point of the claimed profile where the attack is strongest."""
-    teach = int(len(scores[0]) * _TEACH)
+    teach = int(len(scores[0]) * TEACH)
     taught, tested = tuple(s[:teach] for s in scores), tuple(s[teach:] for s in scores)
     trials = len(tested[0])
     threshold = best_threshold((taught[0], taught[1]), claim.delta_budget, alpha / 4, trials)
@@ -157,7 +163,7 @@ def learned(views: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
     """Scores along the direction that the teaching quarter suggests; for laws without a formula."""
     width = max(v.shape[1] for v in views)  # adaptive runs may release more often in one world
     a, b = (np.pad(np.nan_to_num(v, nan=0.0), ((0, 0), (0, width - v.shape[1]))) for v in views)
-    teach = int(len(a) * _TEACH)
+    teach = int(len(a) * TEACH)
     direction = discriminant(a[:teach], b[:teach])
     return a @ direction, b @ direction
 
@@ -165,7 +171,7 @@ def learned(views: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
 def features(view: Views, plan: Plan) -> Floats:
     """The transcript's columns, or their sums and alternating sums per axis if they are too many to learn from."""
     x = np.nan_to_num(view.transcript, nan=0.0)
-    if x.shape[1] * _FEATURES_PER_RUN <= len(x) * _TEACH:
+    if x.shape[1] * _FEATURES_PER_RUN <= len(x) * TEACH:
         return x
     width = view.model.shape[1]
     weights = np.array([plan.schedule[name].noise ** -2.0 for name in view.slots[::width]])
@@ -194,7 +200,7 @@ def _strongest(
         rates = [np.array([np.mean(sign * s > sign * c) for c in pooled]) for s in taught]
         for target in (0, 1):
             p, q = rates[target], rates[1 - target]
-            error_p, error_q = (_half_width(r, trials, alpha) for r in (p, q))
+            error_p, error_q = (half_width(r, trials, alpha) for r in (p, q))
             for epsilon, delta in claim.profile.items():
                 gain = (p - error_p - math.exp(epsilon) * (q + error_q)) / max(delta, 1.0 / trials)
                 at = int(np.argmax(gain))
@@ -203,7 +209,8 @@ def _strongest(
     return chosen
 
 
-def _half_width(rate: Floats, trials: int, alpha: float) -> Floats:
+def half_width(rate: Floats, trials: int, alpha: float) -> Floats:
+    """About how far a bound on a rate seen in ``trials`` trials is from it."""
     z = -float(ndtri(alpha))
     width: Floats = z * np.sqrt(np.maximum(rate * (1 - rate), 1.0 / trials) / trials) + z * z / (3 * trials)
     return width
@@ -224,7 +231,7 @@ def _blind_profile(claim: Claim, trials: int, alpha: float) -> bool:
             continue
         mu = 2.0 * _mu_through(epsilon, delta)
         p, q = np.asarray(ndtr(mu - cuts)), np.asarray(ndtr(-cuts))
-        gain = p - _half_width(p, trials, alpha / 4) - math.exp(epsilon) * (q + _half_width(q, trials, alpha / 4))
+        gain = p - half_width(p, trials, alpha / 4) - math.exp(epsilon) * (q + half_width(q, trials, alpha / 4))
         if float(gain.max()) > delta:
             return False
     return True

@@ -71,7 +71,8 @@ class Listener:
         if self.blocks > 1:
             raise NotSeparableError
         chosen = self._session.choose(slot, queries, rho=rho)
-        self.heard.append(np.array([[float(chosen)]]))
+        loses = getattr(self.objective, "loses", None)  # an auditor knows what its own record makes of a candidate
+        self.heard.append(np.array([[float(chosen if loses is None else loses(chosen))]]))
         self.slots.append(slot)
         return chosen
 

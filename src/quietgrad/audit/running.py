@@ -16,6 +16,7 @@ from quietgrad.audit.distinguish import (
     learned,
     likelihood,
 )
+from quietgrad.audit.divergence import attack_divergence
 from quietgrad.audit.probes import probe_noise
 from quietgrad.audit.replicas import CuratorFactory, Game, Views, central, collect
 from quietgrad.audit.report import AuditReport
@@ -123,6 +124,8 @@ def _attack(
         else:
             pair = (scores[0], scores[1])
         found.append(attack_profile(pair, claim, f"{what}, all releases", alpha))
+        if claim.rho is not None:
+            found.append(attack_divergence(pair, claim.rho, f"{what}, all releases", alpha))
     if pattern != "alternating":
         found.append(
             attack_profile(learned((views[0].model, views[1].model)), claim, f"{what}, final model", alpha)
