@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.labels import LabelDiscovery
 from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch, spent
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import Gradient, Loss
 from quietgrad.objectives.glm import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.table import Affine
 from quietgrad.privacy import cache
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.events import Gaussian
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.noise import grid_step, l2_laplace_for, release_l2_laplace, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
@@ -311,3 +313,35 @@ def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
         releases.append(session.release("gradient", Gradient(np.zeros(3), 1.0)))
         session.close("test")
     assert np.abs(releases[0] - releases[1]).min() > 1e-3
+
+
+# --- statements -----------------------------------------------------------------------------------------------
+
+
+def test_a_choice_that_no_filter_pays_for_is_refused() -> None:
+    session = CentralCurator(Logistic(), (X, Y)).open(plan(DPGD(steps=5), n=len(X), budget=BUDGET))
+    with pytest.raises(BudgetError, match="zCDP filter"):
+        session.choose("gradient", [Loss(np.zeros(3), 1.0), Loss(np.ones(3), 1.0)], rho=1e9)
+
+
+def test_a_plan_names_what_was_released_beforehand() -> None:
+    beforehand = Gaussian(30.0)
+    with_means = plan(DPGD(steps=5), n=len(X), budget=BUDGET, extra=(beforehand,))
+    assert str(beforehand) in with_means.explain()
+    assert "beforehand" not in plan(DPGD(steps=5), n=len(X), budget=BUDGET).explain()
+
+
+def test_not_private_says_why() -> None:
+    seeded = qg.minimize(Logistic(), (X, Y), DPGD(steps=5), budget=BUDGET, seed=1).privacy
+    assert str(seeded).startswith("NOT PRIVATE (seeded; with secret randomness: (")
+    printed = replace(seeded, notes=("noise as printed; the claim ε=1 is false for the server",))
+    assert str(printed).startswith(
+        "NOT PRIVATE (noise as printed; the claim ε=1 is false for the server; proved: ("
+    )
+
+
+def test_a_saved_result_tells_whole_seconds_only(tmp_path: Path) -> None:
+    result = replace(qg.minimize(Logistic(), (X, Y), DPGD(steps=5), budget=BUDGET), seconds=1.2345)
+    result.save(tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["seconds"] == 2
+    assert qg.load(tmp_path).seconds == 2

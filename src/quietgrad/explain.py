@@ -21,6 +21,7 @@ def explain(plan: Plan) -> str:
     lines = [
         head,
         f"promise: {_NEIGHBOURS[relation]} ({relation}) changes every output's odds by at most e^ε, but for δ",
+        *(f"  beforehand, within the same budget: {event}" for event in plan.extra),
         *("  " + _slot(plan, slot, relation) for slot in plan.schedule.slots),
     ]
     lines.append(f"composition: {_composition(plan)}")

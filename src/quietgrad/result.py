@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from quietgrad.privacy.events import Event
 from quietgrad.vectors import Vector
 
 SCHEMA_VERSION = 1
+SEEDED = "seeded randomness: not private"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Privacy:
     """What is proved about a run.
 
     ``epsilon`` is ``None`` when the run added no noise; ``is_private`` is also false when its randomness was
-    seeded, whatever ε the noise would have given.
+    seeded, whatever ε the noise would have given, and when a paper's noise was used only to reproduce it. The first
+    of the ``notes`` then says so.
     """
 
     epsilon: float | None
@@ -78,7 +81,11 @@ class Privacy:
         if self.epsilon is None:
             return "NOT PRIVATE"
         text = f"({self.epsilon:.4g}, {self.delta:g})-DP, {self.relation}, proved by {self.accountant}"
-        return text if self.is_private else f"NOT PRIVATE (seeded; with secret randomness: {text})"
+        if self.is_private:
+            return text
+        if SEEDED in self.notes:
+            return f"NOT PRIVATE (seeded; with secret randomness: {text})"
+        return f"NOT PRIVATE ({self.notes[0] if self.notes else 'no reason was kept'}; proved: {text})"
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ class Result:
     """The outcome of :func:`quietgrad.minimize`.
 
     ``history`` holds public numbers only: norms of released estimates and the ε spent, never raw losses.
+    ``seconds`` is for whoever ran it: how long a batch took depends on its size, which is secret under Poisson
+    sampling, so only whole seconds are saved.
     """
 
     params: Vector
@@ -123,7 +132,7 @@ class Result:
             "stopped_by": self.stopped_by,
             "details": dict(self.details),
             "history": self.history,
-            "seconds": self.seconds,
+            "seconds": math.ceil(self.seconds),
             "versions": dict(self.versions),
         }
 

@@ -31,7 +31,8 @@ class CentralCurator:
         account: the people the records are about; all runs of one account compose.
         cap: a budget the account as a whole may not exceed.
         run: name of the run in the ledger; needed to resume.
-        key: 32 secret bytes for samples and noise; ``None`` draws them from the operating system.
+        key: 32 secret bytes for samples and noise; ``None`` draws them from the operating system. A key is for one
+            curator: two that share one draw the same noise, and the difference of their releases has none.
         seed: fixed randomness for tests: the run is then **not private** and says so.
     """
 

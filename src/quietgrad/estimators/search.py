@@ -34,6 +34,9 @@ _OWN = frozenset({"epsilon", "delta", "relation", "ledger", "account", "cap"})
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
     """Choose hyper-parameters of a private classifier within one budget.
 
+    How long :meth:`fit` takes tells about how many settings were tried, which the price assumes to be secret: let
+    nobody time it who may not see the data.
+
     Args:
         estimator: a private classifier with public ``classes`` and ``row_bound``.
         param_grid: names and the values to try.

@@ -23,7 +23,9 @@ UNITS = 2**20  # a standard deviation (or scale) is between this many units of t
 
 # Sums are clamped to this many units. With the noise (< 2^25 units) added, integers stay below 2^53 and
 # float64 adds them without rounding.
-_CLAMP = 2.0**52
+_CLAMP = np.array(2.0**52)  # an array: numpy takes longer to look at a number than to clamp a short vector
+_MINUS_CLAMP = np.array(-(2.0**52))
+_FLOAT64 = np.dtype(np.float64)
 # Noise narrower than this has a step that float64 cannot divide by; wider noise overflows when squared.
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
 
@@ -94,7 +96,7 @@ def release_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: float, st
         total = _numpy_view(total)
     if sigma == 0.0:
         total[...] = 0.0
-    elif total.dtype == np.float64:
+    elif total.dtype == _FLOAT64:
         _add_on_grid(total, unit, sigma / step, step)
     else:
         wide = total.astype(np.float64)
@@ -107,7 +109,7 @@ def _add_on_grid(total: npt.NDArray[np.float64], unit: npt.NDArray[np.float64], 
     np.multiply(total, 1.0 / step, out=total)
     np.rint(total, out=total)
     np.minimum(total, _CLAMP, out=total)
-    np.maximum(total, -_CLAMP, out=total)
+    np.maximum(total, _MINUS_CLAMP, out=total)
     noise = unit * scale
     np.rint(noise, out=noise)
     np.add(total, noise, out=total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,7 +73,7 @@ class Run:
         found = self.result.details
         said = ("escapes", "samples_used", "alpha", "certificate")
         rows += [(_SECOND_ORDER[key], _plain(found[key])) for key in said if key in found]
-        rows += [("stopped by", self.result.stopped_by), ("seconds", f"{self.result.seconds:.2f}")]
+        rows += [("stopped by", self.result.stopped_by), ("seconds", f"{math.ceil(self.result.seconds)}")]
         return rows
 
 

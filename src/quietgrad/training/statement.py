@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quietgrad.curators.base import Session, Spent
-from quietgrad.result import Privacy
+from quietgrad.result import SEEDED, Privacy
 
 
 def statement(session: Session, spent: Spent, account: str | None, seeded: bool, notes: tuple[str, ...]) -> Privacy:
@@ -37,7 +37,7 @@ def statement(session: Session, spent: Spent, account: str | None, seeded: bool,
     if budget.delta * the_plan.n_public >= 1.0:
         notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
     if seeded:
-        notes = ("seeded randomness: not private", *notes)
+        notes = (SEEDED, *notes)
     return Privacy(
         epsilon=proof.epsilon,
         delta=budget.delta,
