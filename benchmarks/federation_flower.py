@@ -112,7 +112,7 @@ def flower(bin_folder: Path, folder: Path, d: int) -> list[float]:
 
     def start(program: str, *words: str) -> None:
         command: list[Path | str] = [bin_folder / program, "--insecure", *words]
-        started.append(subprocess.Popen(command, start_new_session=True, **quiet))
+        started.append(subprocess.Popen(command, **quiet))
 
     start("flower-superlink", "--disable-runtime-dependency-installation", "--port", str(port))
     try:
@@ -130,10 +130,22 @@ def flower(bin_folder: Path, folder: Path, d: int) -> list[float]:
             raise RuntimeError(f"Flower's rounds so far: {rows}; {(folder / 'flower.log').read_text()[-3000:]}")
         return [seconds for seconds, _ in rows[WARM_UP:]]
     finally:
-        for process in reversed(started):  # and what it started
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in reversed(started):
+            for pid in (*_started_by(process.pid), process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
         log.close()
+
+
+def _started_by(parent: int) -> list[int]:
+    """The processes that a process started, and theirs."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [*_started_by(int(pid)), int(pid)]
+    return found
 
 
 def _free_ports(n: int) -> list[int]:

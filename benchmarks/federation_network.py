@@ -160,12 +160,14 @@ def run(engine: str, d: int, steps: int) -> dict[str, Any]:
                 )
                 for i in range(PARTIES)
             ]  # fmt: skip
-            marks = _rounds(folder, server)
-            code = server.wait()
-        watch.over.set()
-        for party in parties:
-            party.terminate()
-            party.wait()
+            try:
+                marks = _rounds(folder, server)
+                code = server.wait()
+            finally:
+                watch.over.set()
+                for process in (server, *parties):
+                    process.terminate()
+                    process.wait()
         if code:
             raise RuntimeError((folder / "err").read_text()[-2000:])
         result = json.loads((folder / "model" / "result.json").read_text())

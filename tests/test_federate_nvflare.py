@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.consortium.flare import KIT, SiteSettings, prepare_kit, write_job
+from quietgrad.cli.flare import _follow
+from quietgrad.consortium.flare import KIT, SiteSettings, environment, prepare_kit, write_job
 from quietgrad.consortium.toml_plan import parse_plan, read_plan
+from quietgrad.federation.faults import DropoutError
 from quietgrad.federation.provision import Credentials
 from quietgrad.federation.wire import decode
 from tests.test_federate_network import TWO, ended, folder, start
@@ -128,6 +131,25 @@ def test_kits_allow_two_classes_no_code_and_no_log_streaming(folder: Path) -> No
     (Path("keys/b") / KIT / "startup").rename("elsewhere")
     words = ["party", "plan.toml", "--keys", "keys/b", "--data", "none.npz", "--engine", "nvflare"]
     assert main(["federate", *words]) == 1
+
+
+@pytest.mark.parametrize(("features", "chunk"), [(3, 1 << 16), (20_000, 1 << 18), (400_000, 1 << 20)])
+def test_chunks_are_about_as_long_as_the_vectors(features: int, chunk: int) -> None:
+    """FLARE makes a buffer of a chunk for every message; its own megabyte made the heap grow with the rounds."""
+    settings = environment(parse_plan(TWO.replace("features = 3", f"features = {features}")))
+    assert int(settings["NVFLARE_STREAMING_CHUNK_SIZE"]) == chunk
+
+
+def test_site_waits_for_a_job_as_long_as_its_patience(folder: Path) -> None:
+    process: Any = SimpleNamespace(poll=lambda: None)
+    said: list[str] = []
+    with pytest.raises(DropoutError, match="coordinator: has not started a job here for 0 s"):
+        _follow(folder, process, said.append, patience=0.0)
+    settings = SiteSettings("plan.toml", "keys/a", str(folder))
+    settings.tell("the job has started")
+    settings.end("the run is complete", done=True)
+    assert _follow(folder, process, said.append, patience=0.0) == ("the run is complete", True)
+    assert said == ["the job has started"]
 
 
 @pytest.mark.slow

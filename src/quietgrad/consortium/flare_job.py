@@ -7,6 +7,7 @@ records, ledger) stands in a file of its own (:class:`~quietgrad.consortium.flar
 
 from __future__ import annotations
 
+import gc
 import threading
 
 from nvflare.collab import collab
@@ -17,7 +18,7 @@ from quietgrad.consortium.toml_plan import PlanFile, read_plan
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.provision import Credentials
 from quietgrad.federation.transport import Bytes, Handler
-from quietgrad.federation.transport.nvflare import CollabTransport
+from quietgrad.federation.transport.nvflare import CollabTransport, Sweep
 from quietgrad.federation.wire import Message, encode
 
 _SERVER = "server"  # how FLARE calls the coordinator's process
@@ -35,6 +36,7 @@ class Coordinator:
         try:
             file = read_plan(settings.plan)
             credentials = Credentials.read(settings.keys)
+            gc.freeze()  # what is there by now stays: sweeping need not look at it
             transport = CollabTransport({proxy.name: proxy for proxy in collab.clients}, file.digest)
             result = network.coordinate(
                 file, credentials, transport, folder=settings.out, ledger=settings.ledger_for(file),
@@ -60,6 +62,7 @@ class Site:
         self._failure = "is not ready"
         self._asked: tuple[str, int] | None = None
         self._reply = b""
+        self._sweep = Sweep()
 
     @collab.init  # type: ignore[untyped-decorator]
     def start(self) -> None:
@@ -71,6 +74,7 @@ class Site:
             self._handler = self._settings.handler(self._file)
         except (QuietgradError, ValueError, OSError) as error:
             self._failure = str(error)
+        gc.freeze()  # as at the coordinator
 
     @collab.publish  # type: ignore[untyped-decorator]
     def answer(self, session: str, number: int, message: bytes) -> bytes:
@@ -85,6 +89,7 @@ class Site:
             if self._asked != (session, number):
                 self._reply = bytes(self._handler(bytearray(message)))
                 self._asked = (session, number)
+                self._sweep.passed(len(message) + len(self._reply))
             return self._reply
 
     @collab.publish  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ names who is missing. A party whose earlier call still hangs is not called again
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -16,6 +17,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.federation.transport import Bytes
+
+
+class Sweep:
+    """Frees FLARE's used messages: they refer to themselves, so their vectors stay until Python's collector comes.
+
+    It comes by the number of objects and knows nothing of their size; this one comes by bytes.
+
+    >>> sweep = Sweep(most=100)
+    >>> [sweep.passed(60), sweep.passed(60), sweep.passed(60)]
+    [False, True, False]
+    """
+
+    def __init__(self, most: int = 1 << 26) -> None:
+        self._most, self._bytes = most, 0
+
+    def passed(self, size: int) -> bool:
+        """Count a message; whether it was time to sweep."""
+        self._bytes += size
+        if self._bytes < self._most:
+            return False
+        self._bytes = 0
+        gc.collect()
+        return True
 
 
 @dataclass(eq=False)
@@ -67,6 +91,7 @@ class CollabTransport:
     def __init__(self, proxies: Mapping[str, Any], agreement: str) -> None:
         self._turn = threading.Condition()
         self._number = 0
+        self._sweep = Sweep()
         session = f"{agreement}:{os.urandom(16).hex()}"
         self._proxies = dict(proxies)
         self._lines = {name: _Line(name, proxy, session, self._turn) for name, proxy in proxies.items()}
@@ -99,6 +124,7 @@ class CollabTransport:
                 line.task = None
                 if line.reply is not None:
                     replies[name], line.reply = bytearray(line.reply), None
+        self._sweep.passed(sum(map(len, messages.values())) + sum(map(len, replies.values())))
         return replies, [name for name in messages if name not in replies]
 
     def finish(self, words: str, parting: Bytes = b"") -> None:
