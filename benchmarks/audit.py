@@ -4,20 +4,22 @@ Times are CPU seconds of this process (``time.process_time``), because the machi
 
     OMP_NUM_THREADS=1 python benchmarks/audit.py [STAGE ...]
 
-where stages are power, tightness, one-run, false-alarms, half-noise and quick-command; all unless named. Results
-go to ``benchmarks/results/audit.json`` stage by stage, and curves of both bounds to ``audit_tightness.svg``.
+where stages are power, tightness, one-run, false-alarms, half-noise, quick-command and full-command; all unless
+named. ``false-alarms=dp-agd,dp-gd`` measures these algorithms only and keeps the other rows. Results go to
+``benchmarks/results/audit.json`` stage by stage, and curves of both bounds to ``audit_tightness.svg``.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from quietgrad.audit.running import run
 
 RESULTS = Path(__file__).parent / "results"
 MANY = 200
-FEW = 20  # audits of methods whose every run needs a door of its own, at 10 ms each
+LOOPED = 400  # runs of each world where they are made one by one
 SRM = qg.DPSRM(steps=6, batch_size=4, difference_clip=0.2)
 BUDGET = qg.Budget(6.0, 1e-5, qg.Relation.REPLACE_ONE)
 
@@ -58,28 +60,28 @@ def statistical(report: Any) -> bool:
     return any(f.verdict == "violation" and not f.layer.startswith("L0") for f in report.findings)
 
 
-def false_alarms() -> dict[str, Any]:
-    """``MANY`` audits of every algorithm, its configurations in turn; 200 runs where they are made one by one."""
+def false_alarms(names: Sequence[str] = tuple(ATTACKS)) -> dict[str, Any]:
+    """``MANY`` audits of every algorithm, its configurations in turn; fewer runs where they are made one by one."""
     found = {}
-    for name in ATTACKS:
+    for name in names:
         attacks = attacks_on(name)
-        probe = run(attacks[0].algorithm, budget=attacks[0].budget, n=attacks[0].n, runs=200)
+        looped = [bool(run(a.algorithm, budget=a.budget, n=a.n, runs=200).notes) for a in attacks]
         accused, vacuous = 0, 0
-        audits = FEW if name in ("perturbed-sgd", "model-selection") else MANY
         started = time.process_time()
-        for k in range(audits):
+        for k in range(MANY):
             attack = attacks[k % len(attacks)]
-            looped = bool(probe.notes) or attack.label in ("random round", "C2 follows the step", "pure ε")
-            runs = 200 if looped else 2000
+            runs = LOOPED if looped[k % len(attacks)] else 2000
             report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=runs)
             accused += report.verdict == "violation"
             vacuous += report.vacuous
-        seconds = (time.process_time() - started) / audits
+        seconds = (time.process_time() - started) / MANY
         found[name] = {
-            "audits": audits,
+            "audits": MANY,
+            "runs": sorted({LOOPED if one_by_one else 2000 for one_by_one in looped}),
             "false alarms": accused,
             "vacuous": vacuous,
             "CPU seconds per audit": round(seconds, 3),
+            "date": now(),
         }
         print("false alarms", name, found[name], flush=True)
     return found
@@ -171,14 +173,18 @@ def one_run() -> list[dict[str, Any]]:
     return rows
 
 
-def quick_command() -> float:
-    """CPU seconds of ``quietgrad audit --all --quick``, as a process of its own."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def command(*options: str) -> dict[str, float]:
+    """Seconds of ``quietgrad audit --all``, as a process of its own, and the machine's load when it ended."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "quietgrad", "audit", "--all", "--quick"], check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "quietgrad", "audit", "--all", *options], check=True, stdout=subprocess.DEVNULL
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "CPU seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "seconds": round(seconds, 1),
+        "load": round(os.getloadavg()[1], 1),
+    }
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
@@ -221,19 +227,26 @@ STAGES: dict[str, Callable[[], Any]] = {
     "one-run": one_run,
     "false-alarms": false_alarms,
     "half-noise": half_noise,
-    "quick-command": quick_command,
+    "quick-command": lambda: command("--quick"),
+    "full-command": command,
 }
+
+
+def now() -> str:
+    """The date and time, in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def main() -> None:
     """Measure the stages asked for and write each as soon as it is done."""
     path = RESULTS / "audit.json"
-    for stage in sys.argv[1:] or STAGES:
-        measured = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "numbers": STAGES[stage](),
-        }
+    for asked in sys.argv[1:] or STAGES:
+        stage, _, names = asked.partition("=")
+        numbers = false_alarms(names.split(",")) if names else STAGES[stage]()
+        measured = {"date": now(), "numbers": numbers}
         stages = json.loads(path.read_text())["stages"] if path.exists() else {}
+        if names:
+            measured["numbers"] = {**stages[stage]["numbers"], **numbers}
         save(path, {"clock": "CPU seconds (time.process_time)", "stages": {**stages, stage: measured}})
         if stage == "tightness":
             plot(measured["numbers"])
