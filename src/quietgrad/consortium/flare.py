@@ -34,7 +34,7 @@ _ALLOWED = (
     f"{_HOME}.Coordinator",
     f"{_HOME}.Site",
 )
-_CHUNKS = (1 << 16, 1 << 20)  # bytes
+_CHUNKS = (1 << 16, 1 << 20)  # bytes; the longest is what FLARE uses
 _LOGS = ("site_log_streamer", "log_receiver")
 _RIGHTS = {
     "submit_job": "any", "clone_job": "none", "manage_job": "any", "download_job": "none", "view": "any",
@@ -95,6 +95,7 @@ class SiteSettings:
 
     def tell(self, words: str) -> None:
         """Add a line to the folder's ``progress.log``."""
+        self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / "progress.log").open("a") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {words}\n")
 
@@ -163,15 +164,17 @@ def environment(file: PlanFile) -> dict[str, str]:
     It keeps a thread and a copy for a minute for every message it received; what is lost on the way is missed at
     the exchange's deadline anyway, so two seconds do. For every message, however short, it makes a buffer for a
     whole chunk of a megabyte, which leaves the heap in pieces: here a chunk is about as long as the plan's vectors.
-    And glibc gives every thread an arena and keeps large vectors in it; with a fixed threshold they go back to the
+    And glibc gives every thread an arena and keeps long vectors in it; with a fixed threshold they go back to the
     system.
     """
     vector = 8 * max([1, *file.plan.dims.values()]) + 4096  # bytes, with the message's header
     chunk = min(max(1 << (vector - 1).bit_length(), _CHUNKS[0]), _CHUNKS[1])
     retry = {"NVFLARE_STREAMING_RETRY_TIMEOUT": "2", "NVFLARE_STREAMING_RETRY_WAIT": "0.5"}
-    retry["NVFLARE_STREAMING_CHUNK_SIZE"] = str(chunk)
-    memory = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864"}
-    return {**memory, **retry, **os.environ}
+    # FLARE's receivers keep places for 1024 chunks and complain if its usual window of 64 MB has more.
+    window = min(256 * chunk, 1 << 26)
+    sizes = {"NVFLARE_STREAMING_CHUNK_SIZE": str(chunk), "NVFLARE_STREAMING_WINDOW_SIZE": str(window)}
+    memory = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "67108864"}
+    return {**memory, **retry, **sizes, **os.environ}
 
 
 def write_job(file: PlanFile, folder: Path) -> Path:
