@@ -173,7 +173,7 @@ def environment(file: PlanFile) -> dict[str, str]:
     # FLARE's receivers keep places for 1024 chunks and complain if its usual window of 64 MB has more.
     window = min(256 * chunk, 1 << 26)
     sizes = {"NVFLARE_STREAMING_CHUNK_SIZE": str(chunk), "NVFLARE_STREAMING_WINDOW_SIZE": str(window)}
-    memory = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "67108864"}
+    memory = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864"}
     return {**memory, **retry, **sizes, **os.environ}
 
 
