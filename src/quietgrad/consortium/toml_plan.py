@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
+from quietgrad.consortium.toml_model import algorithm_of, needed, objective_of, reading_of
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
@@ -27,8 +27,6 @@ from quietgrad.privacy.budget import Budget, Relation
 
 COORDINATOR = "coordinator"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_OBJECTIVES = {"logistic": "binary", "hinge": "binary", "multinomial": "multiclass"}
-_KNOBS = {"huber": "threshold", "hinge": "smoothing"}
 _SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "federation": {
         "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
@@ -171,23 +169,23 @@ def _plan(content: dict[str, Any]) -> PlanFile:
         if "weights" in federation:
             raise ValueError("weights are given twice: in [federation] and for each party.")
         federation["weights"] = weights
-    objective, model = _objective(dict(content.get("objective", {})), data)
+    objective, model = objective_of(dict(content.get("objective", {})), data)
     host, port = _address(where.get("address", "127.0.0.1:7443"))
     return PlanFile(
         name=federation.pop("name", "federation"),
         digest=hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
-        algorithm=_algorithm(dict(content.get("algorithm", {}))),
+        algorithm=algorithm_of(dict(content.get("algorithm", {}))),
         objective=objective,
         budget=_budget(promise) if private else None,
         parties=names,
         sizes=sizes,
-        features=_needed(data, "features", "[data]"),
+        features=needed(data, "features", "[data]"),
         settings=federation,
         host=host,
         port=port,
         timeout=_seconds("timeout", where.get("timeout", 60)),
         grace=_seconds("grace", where.get("grace", 15)),
-        reading=_reading(data, model["task"]),
+        reading=reading_of(data, model["task"]),
         model=model,
     )
 
@@ -208,126 +206,22 @@ def _checked(section: Any, where: str, allowed: Mapping[str, tuple[type, ...]]) 
     return dict(section)
 
 
-def _needed(section: Mapping[str, Any], key: str, where: str) -> Any:
-    if key not in section:
-        raise ValueError(f"{where} needs {key!r}.")
-    return section[key]
-
-
 def _parties(entries: list[Any]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:
     rows = [_checked(entry, "[[party]]", _PARTY) for entry in entries]
-    names = tuple(_needed(row, "name", "[[party]]") for row in rows)
+    names = tuple(needed(row, "name", "[[party]]") for row in rows)
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"party {name!r}: a name has small letters, digits and hyphens, at most 63.")
     weighted = [row for row in rows if "weight" in row]
     if weighted and len(weighted) < len(rows):
         raise ValueError("weights: give every party a weight, or none.")
-    sizes = tuple(_needed(row, "records", f"party {row['name']!r}") for row in rows)
+    sizes = tuple(needed(row, "records", f"party {row['name']!r}") for row in rows)
     return names, sizes, [float(row["weight"]) for row in rows] if weighted else None
-
-
-def _algorithm(settings: dict[str, Any]) -> Any:
-    from quietgrad.algorithms import by_name
-
-    kind = by_name(_needed(settings, "name", "[algorithm]"))
-    settings.pop("name")
-    _check_settings(kind, settings, f"[algorithm] {kind.name}")
-    if isinstance(settings.get("oracle"), dict):
-        settings["oracle"] = _oracle(settings["oracle"])
-    return kind(**settings)
-
-
-def _check_settings(kind: Any, settings: Mapping[str, Any], where: str, never: tuple[str, ...] = ()) -> None:
-    """Refuse settings that the dataclass ``kind`` does not have, and values of another type than it declares."""
-    hints = get_type_hints(kind)
-    known = [f.name for f in dataclasses.fields(kind) if f.name not in never]
-    for key, value in settings.items():
-        if key not in known:
-            raise ValueError(f"{where} has no setting {key!r}; it has {', '.join(known)}.")
-        options = get_args(hints[key]) if get_origin(hints[key]) in (Union, UnionType) else (hints[key],)
-        plain = [option for option in options if option in (int, float, bool, str) or get_origin(option) is Literal]
-        if len(plain) == len([option for option in options if option is not type(None)]) and not any(
-            _fits(value, option) for option in plain
-        ):
-            raise ValueError(f"{where} {key}={value!r}: is not of the type that is needed.")
-
-
-def _fits(value: Any, option: Any) -> bool:
-    if get_origin(option) is Literal:
-        return value in get_args(option)
-    if isinstance(value, bool):
-        return option is bool
-    return isinstance(value, (int, float) if option is float else option)
-
-
-def _oracle(settings: dict[str, Any]) -> Any:
-    from quietgrad.oracles import spider
-
-    kinds = {"spider": spider.Spider, "adaptive-spider": spider.AdaptiveSpider}
-    values = dict(settings)
-    name = values.pop("name", "adaptive-spider")
-    if name not in kinds:
-        raise ValueError(f"oracle {name!r}: must be {' or '.join(kinds)}.")
-    _check_settings(kinds[name], values, f"oracle {name}")
-    return kinds[name](**values)
-
-
-def _objective(settings: dict[str, Any], data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from quietgrad import objectives
-
-    name = _needed(settings, "name", "[objective]")
-    if name not in ("logistic", "multinomial", "huber", "squared", "hinge"):
-        raise ValueError(f"[objective] name={name!r}: must be logistic, multinomial, huber, squared or hinge.")
-    settings.pop("name")
-    kind = getattr(objectives, str(name).capitalize())
-    _check_settings(kind, settings, f"[objective] {name}", never=("transform", "classes"))
-    task = _OBJECTIVES.get(name, "regression")
-    classes = data.get("classes", [0, 1] if task == "binary" else None)
-    if name == "multinomial":
-        settings["classes"] = len(_needed(data, "classes", "[data] of a multinomial objective"))
-    penalty = settings.pop("regularizer", None)
-    free = (settings["classes"] if name == "multinomial" else 1) if settings.get("intercept") else 0
-    if penalty is not None:
-        settings["regularizer"] = _regularizer(str(penalty), free)
-    objective = kind(**settings)
-    knob = _KNOBS.get(name)
-    model = {
-        "objective": name if knob is None else f"{name}:{getattr(objective, knob)!r}",
-        "regularizer": penalty,
-        "intercept": objective.intercept,
-        "row_bound": objective.row_bound,
-        "rows": objective.rows,
-        "features": data.get("features"),
-        "task": task,
-        "classes": None if classes is None else len(classes),
-        "class_names": None if classes is None else [str(label) for label in classes],
-    }
-    return objective, model
-
-
-def _regularizer(text: str, unpenalized: int) -> Any:
-    from quietgrad import objectives
-
-    name, _, strength = text.partition(":")
-    kinds = {"l2": objectives.L2, "nonconvex": objectives.Nonconvex}
-    try:
-        return kinds[name](float(strength), unpenalized=unpenalized)
-    except (KeyError, ValueError):
-        raise ValueError(f"regularizer={text!r}: must be l2:STRENGTH or nonconvex:STRENGTH.") from None
-
-
-def _reading(data: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """The arguments of :func:`quietgrad.data.load` that a plan fixes."""
-    reading = {key: data[key] for key in ("classes", "label", "schema") if key in data}
-    if task == "binary":
-        reading.setdefault("classes", [0, 1])
-    return {**reading, "n_features": data.get("features"), **({"task": task} if task == "regression" else {})}
 
 
 def _budget(promise: Mapping[str, Any]) -> Budget:
     relation = Relation.parse(promise.get("relation", "add-remove"))
-    return Budget(_needed(promise, "epsilon", "[budget]"), _needed(promise, "delta", "[budget]"), relation)
+    return Budget(needed(promise, "epsilon", "[budget]"), needed(promise, "delta", "[budget]"), relation)
 
 
 def _address(text: str) -> tuple[str, int]:
