@@ -1,7 +1,8 @@
 """One pass over a batch: run one or two points and gather what every layer contributes.
 
-At two points the previous one runs first and its tape is kept; the current one then uses it up layer by
-layer, as its output gradients arrive.
+At two points the previous one runs first. What the current one needs of it is kept layer by layer, as its output
+gradients arrive: per-example vectors where there is room, so that its tape is freed, or the layer's input and
+output gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ from torch import Tensor, nn
 from quietgrad.objectives.contributions import (
     Combination,
     Contribution,
-    OuterProducts,
     Record,
     Stored,
     TokenSums,
     Workspace,
+    Written,
 )
 from quietgrad.objectives.fallback import module_gradients
-from quietgrad.objectives.tape import Batch, Call, LossFunction, Unit, backpropagate, replayed_randomness
+from quietgrad.objectives.outer import OuterProducts
+from quietgrad.objectives.tape import (
+    Batch,
+    Call,
+    LossFunction,
+    Unit,
+    backpropagate,
+    replayed_randomness,
+    tensors_of,
+)
 
 __all__ = ["Collector", "Network", "Piece"]
 
@@ -50,10 +60,12 @@ class Collector:
         self.pieces: list[Piece] = []
         self.joint: dict[int, Stored] = {}
         self.uses: dict[int, int] = {}
-        self.before: dict[tuple[Unit, int], Record | dict[str, Tensor]] = {}
+        self.batch: set[int] = set()
+        self.before: dict[tuple[Unit, int], Record | Written | dict[str, Tensor]] = {}
 
     def collect(self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch) -> list[Piece]:
         """Contributions of all parameters to the combination of g_i(θ) and g_i(θ′)."""
+        self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
         with replayed_randomness(theta.device) as rewind:
             if previous is not None:
                 self._run(previous, x, y, self._remember)
@@ -83,14 +95,19 @@ class Collector:
                 self.uses[slot.start] = self.uses.get(slot.start, 0) + number
 
     def _remember(self, call: Call, params: Mapping[str, Tensor]) -> None:
-        self.before[call.unit, call.number] = self._content(call, params)
+        content: Record | Written | dict[str, Tensor] = self._content(call, params)
+        # A layer that reads the batch itself sees the same input at both points: cheaper taken together.
+        if isinstance(content, Record) and content.input.data_ptr() not in self.batch:
+            assert call.unit.kernel is not None
+            content = call.unit.kernel.remember(content, self.mix, self.space, call.unit.slots)
+        self.before[call.unit, call.number] = content
 
     def _receive(self, call: Call, params: Mapping[str, Tensor]) -> None:
         before = self.before.pop((call.unit, call.number)) if self.mix.change else None
         now = self._content(call, params)
         if isinstance(now, Record):
             assert call.unit.kernel is not None
-            assert before is None or isinstance(before, Record)
+            assert not isinstance(before, dict)
             kernel, wanted = call.unit.kernel, call.unit.slots
             for name, piece in kernel.contributions(now, before, self.mix, self.space, wanted):
                 self._put(call.unit.slots[name], piece)
@@ -126,8 +143,7 @@ class Collector:
         # A parameter that is used several times: its vectors add up before they have a norm.
         whole = _written_out(piece)
         if slot.start in self.joint:
-            joint = self.joint[slot.start]
-            joint.values = joint.values + whole.values  # not in place: the values may be views of the tape
+            self.joint[slot.start].join(whole)
         else:
             self.joint[slot.start] = whole
             self.pieces.append((slot, whole))

@@ -13,7 +13,6 @@ Which form a weight takes depends on sizes and the memory budget alone, never on
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from math import prod
 from typing import Protocol
 
 import torch
@@ -23,18 +22,17 @@ from torch import Tensor, nn
 from quietgrad.objectives.contributions import (
     Combination,
     Contribution,
-    OuterLayer,
-    OuterProducts,
     Record,
+    Stored,
     TokenSums,
     Workspace,
-    same_input,
-    write_gradient_and_change,
+    Written,
 )
+from quietgrad.objectives.maps import Convolution, LinearMap
+from quietgrad.objectives.outer import OuterLayer, OuterProducts, write_gradients
 
 __all__ = ["Kernel", "kernel_for"]
 
-_CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -43,114 +41,22 @@ class Kernel(Protocol):
 
     any_batch_dim: bool  # the example axis may be any axis but the last
 
+    def remember(
+        self, before: Record, mix: Combination, space: Workspace, wanted: Container[str]
+    ) -> Record | Written:
+        """What to keep of the previous point: per-example vectors where there is room, or the record itself."""
+        ...
+
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
+        self,
+        now: Record,
+        before: Record | Written | None,
+        mix: Combination,
+        space: Workspace,
+        wanted: Container[str],
     ) -> Iterator[tuple[str, Contribution]]:
         """(name in the layer, contribution) of each wanted parameter."""
         ...
-
-
-class _LinearMap:
-    channel_dim = -1
-    groups = 1
-
-    def __init__(self, module: nn.Linear) -> None:
-        self.shape = (module.out_features, module.in_features)
-
-    def columns(self, inputs: Tensor) -> Tensor:
-        return inputs.flatten(1, -2).mT if inputs.dim() > 2 else inputs.unsqueeze(2)
-
-    rows = columns
-
-    def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
-        torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
-
-    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        return (grads.flatten(0, -2).T @ inputs.flatten(0, -2)).flatten()
-
-    def block(self, inputs: Tensor, families: int) -> int:
-        return max(1, 4 * _CACHE // (families * prod(self.shape) * inputs.element_size()))
-
-
-class _Convolution:
-    channel_dim = 1
-
-    def __init__(self, module: _Conv) -> None:
-        weight = module.weight
-        self.groups = module.groups
-        self.shape = (weight.shape[0], weight[0].numel())
-        self.kernel = tuple(weight.shape[2:])
-        self.stride, self.dilation = module.stride, module.dilation
-        self.mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        self.padding = tuple(module._reversed_padding_repeated_twice)
-        before, after = self.padding[::-2], self.padding[-2::-2]
-        self.built_in = before if self.mode == "constant" and before == after else None
-        # oneDNN works in blocks of 16 channels; there, if it has positions enough to be worth it, one
-        # convolution with a group per example is fastest.
-        self.blocked = module.groups == 1 and all(c % 16 == 0 for c in weight.shape[:2])
-
-    def _grouped(self, inputs: Tensor) -> bool:
-        return self.blocked and inputs[0, 0].numel() >= 256 * prod(self.stride)
-
-    def _padded(self, inputs: Tensor) -> Tensor:
-        return F.pad(inputs, self.padding, self.mode) if any(self.padding) else inputs
-
-    def columns(self, inputs: Tensor) -> Tensor:
-        x = self._padded(inputs)
-        examples, channels, *sizes = x.shape
-        axes = list(zip(sizes, self.kernel, self.stride, self.dilation, x.stride()[2:], strict=True))
-        places = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d, _ in axes]
-        strides = [d * step for *_, d, step in axes] + [s * step for _, _, s, _, step in axes]
-        patches = x.as_strided(
-            (examples, channels, *self.kernel, *places), (*x.stride()[:2], *strides), x.storage_offset()
-        )
-        return patches.reshape(examples * self.groups, self.shape[1], prod(places))
-
-    def rows(self, grads: Tensor) -> Tensor:
-        if self.groups == 1:
-            return grads.flatten(2)
-        families = grads.shape[1] // self.shape[0]
-        examples, fan_out = len(grads), self.shape[0] // self.groups
-        split = grads.reshape(examples, families, self.groups, fan_out, -1).transpose(1, 2)
-        return split.reshape(examples * self.groups, families * fan_out, -1)
-
-    def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
-        if self._grouped(inputs):
-            examples, outputs = grads.shape[:2]
-            weight = self._backward(
-                grads.reshape(1, -1, *grads.shape[2:]),
-                inputs.flatten(0, 1).unsqueeze(0),
-                inputs.new_empty((examples * outputs, inputs.shape[1], *self.kernel)),
-                examples,
-            )
-            out.copy_(weight.view_as(out))
-        elif self.groups == 1:
-            torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
-        else:
-            block = torch.bmm(self.rows(grads), self.columns(inputs).mT)
-            block = block.view(len(grads), self.groups, -1, self.shape[0] // self.groups, self.shape[1])
-            out.copy_(block.transpose(1, 2).reshape(out.shape))
-
-    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        weight = inputs.new_empty((self.shape[0], inputs.shape[1] // self.groups, *self.kernel))
-        return self._backward(grads, inputs, weight, self.groups).flatten()
-
-    def _backward(self, grads: Tensor, inputs: Tensor, weight: Tensor, groups: int) -> Tensor:
-        none = (0,) * len(self.kernel)
-        padding = self.built_in
-        if padding is None:
-            inputs, padding = self._padded(inputs), none
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            grads, inputs, weight, None, self.stride, padding, self.dilation, False, none, groups,
-            [False, True, False],
-        )  # fmt: skip
-        return gradients[1]
-
-    def block(self, inputs: Tensor, families: int) -> int:
-        if self._grouped(inputs):
-            return 64
-        positions = inputs[0, 0].numel() // prod(self.stride) * self.groups
-        return max(1, _CACHE // (self.shape[1] * positions * inputs.element_size()))
 
 
 class _OuterKernel:
@@ -161,25 +67,52 @@ class _OuterKernel:
         self.any_batch_dim = layer.channel_dim == -1
         self._sum_positions = sum_positions
 
+    def remember(
+        self, before: Record, mix: Combination, space: Workspace, wanted: Container[str]
+    ) -> Record | Written:
+        if not mix.gradient:
+            return before  # a change alone is taken in the split form, which needs both points' factors
+        vectors = {}
+        if "weight" in wanted:
+            values = self._room(before, mix, space)
+            if values is None:
+                return before
+            write_gradients(self.layer, before, values[1])
+            vectors["weight"] = values
+        if "bias" in wanted:
+            vectors["bias"] = self._sum_positions(before.output_grad)
+        return Written(vectors)
+
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
-    ) -> Iterator[tuple[str, Contribution]]:
+        self, now: Record, before: Record | Written | None, mix: Combination, space: Workspace,
+        wanted: Container[str],
+    ) -> Iterator[tuple[str, Contribution]]:  # fmt: skip
         if "weight" in wanted:
             yield "weight", self._weight(now, before, mix, space)
         if "bias" in wanted:
-            change = None
-            if before is not None:
+            total, change = self._sum_positions(now.output_grad), None
+            if isinstance(before, Written):
+                change = torch.sub(total, before.vectors["bias"], alpha=mix.scale)
+            elif before is not None:
                 change = self._sum_positions(torch.sub(now.output_grad, before.output_grad, alpha=mix.scale))
-            yield "bias", mix.stored(self._sum_positions(now.output_grad), change)
+            yield "bias", mix.stored(total, change)
 
-    def _weight(self, now: Record, before: Record | None, mix: Combination, space: Workspace) -> Contribution:
-        values = None
-        if now.output_grad[0].numel() > self.layer.shape[0]:  # more than one position
-            values = space.take(mix.families, len(now.input), *self.layer.shape)
-        if values is not None and before is not None and mix.gradient and not same_input(now, before):
-            return write_gradient_and_change(self.layer, now, before, mix.scale, values)
+    def _weight(
+        self, now: Record, before: Record | Written | None, mix: Combination, space: Workspace
+    ) -> Contribution:
+        if isinstance(before, Written):
+            values = before.vectors["weight"]
+            squares = write_gradients(self.layer, now, values[0], values[1], mix.scale)
+            return Stored(values.flatten(2), squares)
         factors = OuterProducts.of(self.layer, now, before, mix)
-        return factors if values is None else factors.stored(values)
+        room = self._room(now, mix, space)
+        return factors if room is None else factors.stored(room)
+
+    def _room(self, record: Record, mix: Combination, space: Workspace) -> Tensor | None:
+        """Memory for all examples' vectors; with one position the factors are smaller, and none is taken."""
+        if record.output_grad[0].numel() == self.layer.shape[0]:
+            return None
+        return space.take(mix.families, len(record.input), *self.layer.shape)
 
 
 class _AffineKernel:
@@ -191,15 +124,23 @@ class _AffineKernel:
         self.any_batch_dim = any_batch_dim
         self._sum_positions = sum_positions
 
+    def remember(
+        self, before: Record, mix: Combination, space: Workspace, wanted: Container[str]
+    ) -> Record | Written:
+        if not mix.gradient:
+            return before
+        scale, shift = self._sums(before)
+        return Written({"weight": scale, "bias": shift})
+
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
-    ) -> Iterator[tuple[str, Contribution]]:
+        self, now: Record, before: Record | Written | None, mix: Combination, space: Workspace,
+        wanted: Container[str],
+    ) -> Iterator[tuple[str, Contribution]]:  # fmt: skip
         scale, shift = self._sums(now)
         scale_change = shift_change = None
-        if before is not None and mix.gradient:
-            old_scale, old_shift = self._sums(before)
-            scale_change = torch.sub(scale, old_scale, alpha=mix.scale)
-            shift_change = torch.sub(shift, old_shift, alpha=mix.scale)
+        if isinstance(before, Written):
+            scale_change = torch.sub(scale, before.vectors["weight"], alpha=mix.scale)
+            shift_change = torch.sub(shift, before.vectors["bias"], alpha=mix.scale)
         elif before is not None:
             change = torch.sub(now.output_grad, before.output_grad, alpha=mix.scale)
             shift_change = self._sum_positions(change)
@@ -222,9 +163,14 @@ class _EmbeddingKernel:
     def __init__(self, module: nn.Embedding) -> None:
         self.rows, self.padding_idx = module.num_embeddings, module.padding_idx
 
+    def remember(self, before: Record, mix: Combination, space: Workspace, wanted: Container[str]) -> Record:
+        return before
+
     def contributions(
-        self, now: Record, before: Record | None, mix: Combination, space: Workspace, wanted: Container[str]
-    ) -> Iterator[tuple[str, Contribution]]:
+        self, now: Record, before: Record | Written | None, mix: Combination, space: Workspace,
+        wanted: Container[str],
+    ) -> Iterator[tuple[str, Contribution]]:  # fmt: skip
+        assert not isinstance(before, Written)
         tokens, grads = now.input.flatten(1), now.output_grad.flatten(1, -2).unsqueeze(2)
         if before is not None:
             old = before.output_grad.flatten(1, -2).unsqueeze(2)
@@ -261,12 +207,12 @@ def kernel_for(module: nn.Module) -> Kernel | None:
 
 def _linear(module: nn.Module) -> Kernel:
     assert isinstance(module, nn.Linear)
-    return _OuterKernel(_LinearMap(module), _sum_leading)
+    return _OuterKernel(LinearMap(module), _sum_leading)
 
 
 def _convolution(module: nn.Module) -> Kernel:
     assert isinstance(module, _Conv)
-    return _OuterKernel(_Convolution(module), _sum_trailing)
+    return _OuterKernel(Convolution(module), _sum_trailing)
 
 
 def _group_norm(module: nn.Module) -> Kernel:
