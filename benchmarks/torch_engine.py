@@ -8,7 +8,8 @@ that of plain SGD in the same round; the result is the median of these ratios. P
 with ghost clipping (`pip install --no-deps --target DIR opacus==1.6.0`), torch.func's vmap(grad), and for DP-SRM
 two Opacus passes and vmap. "two passes" is the floor of every method that needs gradients at two points. Our DP-SRM
 step includes cryptographic noise; the others draw torch's, our DP-SGD both ways. Peak memory is the growth of the
-process over two steps, each method in a process of its own.
+process over two steps, each method in a process of its own; a batch of 1024 in passes of 32 is held against plain
+SGD with a batch of 64.
 --keep-memory: with `quietgrad.torch.allocator.keep_freed_memory` on, for every contender alike.
 """
 
@@ -42,6 +43,7 @@ from reproduce.models import MODELS
 ROOT = Path(__file__).parents[1]
 
 BATCHES = {"mnist-cnn4": 256, "cnn5": 256, "resnet20": 64, "transformer": 16}
+LARGE = ("mnist-cnn4", "cnn5", "resnet20")  # where a batch of 1024 is measured too
 RATE, CLIP, DIFFERENCE_CLIP, GAMMA, NOISE = 1e-3, 1.0, 0.1, 0.1, 1.0
 Step = Callable[[], object]
 
@@ -225,6 +227,7 @@ METHODS: dict[str, Callable[[Problem], Step]] = {
     "opacus ghost dp-sgd": Problem.opacus_ghost,
     "quietgrad dp-srm": Problem.dp_srm,
     "quietgrad dp-srm, micro-batches": lambda p: p.dp_srm(micro_batch=max(8, p.batch // 4)),
+    "quietgrad dp-srm, passes of 32": lambda p: p.dp_srm(micro_batch=32),
     "vmap dp-srm": Problem.vmap_srm,
     "opacus dp-srm": Problem.opacus_srm,
 }
@@ -262,9 +265,8 @@ def _srm_step(
 
 def times(name: str, repeats: int, peers: bool) -> dict[str, Any]:
     """CPU milliseconds and ratios to plain SGD, contenders in turn."""
-    ours = {
-        method: build for method, build in METHODS.items() if peers or not method.startswith(("vmap", "opacus"))
-    }
+    others = () if peers else ("vmap", "opacus")
+    ours = {m: build for m, build in METHODS.items() if "passes of" not in m and not m.startswith(others)}
     steps = {method: build(Problem(name)) for method, build in ours.items()}
     taken: dict[str, list[float]] = {method: [] for method in steps}
     for _ in range(repeats + 2):
@@ -282,15 +284,19 @@ def times(name: str, repeats: int, peers: bool) -> dict[str, Any]:
     }
 
 
-def peak_megabytes(name: str, method: str) -> float:
+def peak_megabytes(name: str, method: str, batch: int | None = None) -> float:
     """Growth of the resident set over two steps; Linux counts the high-water mark afresh after clear_refs."""
     METHODS[method](Problem(name, batch=2))()  # imports and compiled code are not the method's memory
-    step = METHODS[method](Problem(name))
+    step = METHODS[method](Problem(name, batch))
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     step()
     step()
     return (_status("VmHWM") - before) / 1024
+
+
+def _peak(command: list[str]) -> float:
+    return round(float(subprocess.run(command, check=True, capture_output=True).stdout), 1)
 
 
 def _status(field: str) -> float:
@@ -307,6 +313,7 @@ def main() -> None:
     parser.add_argument("--keep-memory", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.append(str(options.peers))
     warnings.simplefilter("ignore")  # Opacus warns about hooks on inputs without gradients
@@ -314,7 +321,7 @@ def main() -> None:
     if options.keep_memory:
         keep_freed_memory()
     if options.memory_of:
-        print(peak_megabytes(options.models[0], options.memory_of))
+        print(peak_megabytes(options.models[0], options.memory_of, options.batch))
         return
     results = ROOT / "benchmarks" / "results" / f"torch_engine{'_keep_memory' if options.keep_memory else ''}.json"
     found: dict[str, Any] = {}  # one run, one file: rows of different runs do not share a header
@@ -324,11 +331,22 @@ def main() -> None:
             "rounds": options.repeats,
             "methods": times(name, options.repeats, not options.no_peers),
         }
+        command = [sys.executable, __file__, name, "--peers", str(options.peers)]
+        command += ["--keep-memory"] * options.keep_memory
         for method, entry in found[name]["methods"].items():
-            command = [sys.executable, __file__, name, "--peers", str(options.peers), "--memory-of", method]
-            command += ["--keep-memory"] * options.keep_memory
-            entry["peak_mb"] = round(float(subprocess.run(command, check=True, capture_output=True).stdout), 1)
+            entry["peak_mb"] = _peak([*command, "--memory-of", method])
             print(name, method, entry, flush=True)
+        if name in LARGE:
+            large = [
+                ("sgd", 64),
+                ("quietgrad dp-srm, passes of 32", 1024),
+                ("quietgrad dp-srm, passes of 16", 1024),
+            ]
+            found[name]["large_batch_peak_mb"] = {
+                f"{method}, b={size}": _peak([*command, "--memory-of", method, "--batch", str(size)])
+                for method, size in large
+            }
+            print(name, found[name]["large_batch_peak_mb"], flush=True)
         what = "CPU time of a step, 1 thread: median, and median ratio to plain SGD in the same round; peak growth"
         save(results, {"what": what, "keep_memory": options.keep_memory, "models": found}, "opacus")
 
