@@ -110,7 +110,4 @@ class Nonconvex(_Separable):
 
     def gradient(self, params: Vector) -> Vector:
         """Return 2λθ/(1+θ²)²."""
-        below = params * params
-        below += 1.0
-        below *= below
-        return self._free_tail(2.0 * self.strength * params / below)
+        return self._free_tail(2.0 * self.strength * params / (1.0 + params * params) ** 2)
