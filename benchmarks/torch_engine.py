@@ -340,7 +340,6 @@ def main() -> None:
             large = [
                 ("sgd", 64),
                 ("quietgrad dp-srm, passes of 32", 1024),
-                ("quietgrad dp-srm, passes of 16", 1024),
             ]
             found[name]["large_batch_peak_mb"] = {
                 f"{method}, b={size}": _peak([*command, "--memory-of", method, "--batch", str(size)])
