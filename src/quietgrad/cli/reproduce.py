@@ -34,7 +34,9 @@ def reproduce(
     quick: Annotated[
         bool, typer.Option("--quick", help="Run the small form, which takes seconds and keeps nothing.")
     ] = False,
-    run: Annotated[bool, typer.Option("--run", help="Run it all and replace the results.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run it all; a script may keep fits that its results already hold.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a paper's table or figure beside ours; without results in the clone, or with --run, make them first."""
