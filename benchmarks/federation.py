@@ -24,14 +24,14 @@ import numpy as np
 
 import quietgrad as qg
 from quietgrad import data
-from quietgrad.consortium.simulation import assemble, simulate
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.federated import FederatedCurator
 from quietgrad.federation import Party, deal
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.glm import Logistic
 from quietgrad.objectives.regularizers import Nonconvex
+from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.training import plan as central_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

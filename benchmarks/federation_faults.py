@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.federation_network import PLAN, federate, free_ports
 from benchmarks.record import save
 
-from quietgrad.consortium.toml_plan import read_plan
+from quietgrad.federation.toml_plan import read_plan
 from quietgrad.privacy.ledger import Ledger
 
 RESULT = Path(__file__).parent / "results" / "federation_faults.json"

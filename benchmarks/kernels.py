@@ -26,7 +26,7 @@ import numpy.typing as npt
 import scipy
 from sklearn.datasets import load_svmlight_file
 
-from quietgrad.objectives.glm import Logistic
+from quietgrad.objectives.tables.glm import Logistic
 
 Floats = npt.NDArray[np.float64]
 HERE = Path(__file__).resolve().parent

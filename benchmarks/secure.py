@@ -41,9 +41,9 @@ from quietgrad.federation import (
     SumServer,
     Terms,
 )
-from quietgrad.federation.channel import Endpoint
-from quietgrad.federation.link import Link
-from quietgrad.federation.mpc import run_over
+from quietgrad.federation.transport.link import Link
+from quietgrad.secure.channel import Endpoint
+from quietgrad.secure.mpc import run_over
 
 PARTIES = 5
 TIMEOUT = 120.0

@@ -22,9 +22,9 @@ from scipy.special import betaincinv
 
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
-from quietgrad.local_parties import run_on_parties
+from quietgrad.federation.local_parties import run_on_parties
 from quietgrad.objectives.base import GradientDifference, RecursiveMomentum
-from quietgrad.objectives.landscapes import Landscape
+from quietgrad.objectives.landscapes.base import Landscape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

@@ -76,9 +76,9 @@ def worker(thresholds: list[int], draws: int) -> dict[str, Any]:
 
 def ours(draws: int) -> tuple[Integers, dict[str, float]]:
     """The same number of draws by our three servers, in one process."""
-    from quietgrad.federation.mpc import sample
-    from quietgrad.federation.replicated import Replicated
     from quietgrad.privacy.rng import SecureStream, fresh_key
+    from quietgrad.secure.mpc import sample
+    from quietgrad.secure.replicated import Replicated
 
     streams = [SecureStream(fresh_key(), "replicated") for _ in range(3)]  # stream i is that of servers i − 1 and i
     wall, cpu = time.perf_counter(), time.process_time()
@@ -132,8 +132,8 @@ def main() -> None:
 
     from record import save
 
-    from quietgrad.federation.sampler import gaussian_masses
-    from quietgrad.federation.terms import COARSE_SIGMA, COARSE_TOP
+    from quietgrad.secure.sampler import gaussian_masses
+    from quietgrad.secure.terms import COARSE_SIGMA, COARSE_TOP
 
     masses = gaussian_masses(COARSE_SIGMA, COARSE_TOP, 1 << WORD_BITS, magnitudes=True)
     cumulative = np.cumsum(masses)

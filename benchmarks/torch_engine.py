@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from quietgrad.objectives.per_example import PerExampleEngine
+from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.torch.allocator import keep_freed_memory
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.module import ModuleObjective
+from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.training import plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

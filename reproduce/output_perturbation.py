@@ -38,7 +38,7 @@ from scipy.optimize import minimize
 import quietgrad as qg
 from quietgrad.data import load
 from quietgrad.objectives import L2, Huber, Logistic
-from quietgrad.objectives.local_fit import local_fit
+from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import account
 

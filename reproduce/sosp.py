@@ -24,7 +24,7 @@ import quietgrad as qg
 from quietgrad.algorithms.distributed_selection import HessianSelection
 from quietgrad.algorithms.escape_theory import solve
 from quietgrad.curators.central import CentralCurator
-from quietgrad.local_parties import run_on_parties
+from quietgrad.federation.local_parties import run_on_parties
 from quietgrad.objectives.base import Constants
 from quietgrad.privacy.gaussian import gaussian_mu
 

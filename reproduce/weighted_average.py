@@ -37,12 +37,12 @@ import numpy.typing as npt
 from scipy import sparse
 
 import quietgrad as qg
-from quietgrad.consortium.printed_average import truth
-from quietgrad.consortium.simulation import assemble
 from quietgrad.data import load
 from quietgrad.federation import Party, deal, simulate
+from quietgrad.federation.printed_average import truth
+from quietgrad.federation.simulation import assemble
 from quietgrad.objectives import L2, Logistic
-from quietgrad.objectives.local_fit import local_fit
+from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.privacy.gaussian import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

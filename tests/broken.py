@@ -14,10 +14,10 @@ from quietgrad.audit.replicas import Replicated
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Batch, Indices, Query, RecursiveMomentum
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.schedule import Plan
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]

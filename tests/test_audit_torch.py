@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 
 def objective() -> Any:
-    from quietgrad.objectives.module import ModuleObjective
+    from quietgrad.objectives.networks.module import ModuleObjective
 
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.certificate import classify, least_eigenvalue
-from quietgrad.objectives import curvature
-from quietgrad.objectives.landscapes import landscape
+from quietgrad.objectives.landscapes.base import landscape
+from quietgrad.objectives.tables import curvature
+from quietgrad.training.stationarity import classify, least_eigenvalue
 
 
 @pytest.mark.parametrize("dim", [3, 64, 65, 300])
@@ -120,7 +120,7 @@ def test_a_module_is_differentiated_twice() -> None:
     torch = pytest.importorskip("torch")
     from torch import nn
 
-    from quietgrad.objectives.module import ModuleObjective
+    from quietgrad.objectives.networks.module import ModuleObjective
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

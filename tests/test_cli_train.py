@@ -354,7 +354,7 @@ def test_the_demo_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_progress_bar_shows_an_upper_epsilon() -> None:
-    from quietgrad.progress import SpentSoFar
+    from quietgrad.training.progress import SpentSoFar
 
     budget = quietgrad.Budget(1.0, 1e-5)
     plan = quietgrad.plan(quietgrad.DPSRM(steps=100, batch_size=50), n=1000, budget=budget)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad import checkpoint as checkpoints
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.privacy import events
+from quietgrad.training import checkpoint as checkpoints
 from tests.common import ROWS, Row, labels, objective, problem
 
 table = pytest.mark.parametrize("row", ROWS, ids=labels(ROWS))

@@ -13,10 +13,10 @@ import pytest
 
 from quietgrad.cli import main
 from quietgrad.cli.members import cannot_listen
-from quietgrad.consortium import network
-from quietgrad.consortium.toml_plan import parse_plan
 from quietgrad.errors import BudgetError
+from quietgrad.federation import network
 from quietgrad.federation.provision import Credentials, provision
+from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 

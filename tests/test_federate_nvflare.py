@@ -16,11 +16,11 @@ import pytest
 import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.cli.flare import _follow
-from quietgrad.consortium.flare import KIT, SiteSettings, environment, prepare_kit, write_job
-from quietgrad.consortium.toml_plan import parse_plan, read_plan
-from quietgrad.federation.faults import DropoutError
+from quietgrad.federation.flare import KIT, SiteSettings, environment, prepare_kit, write_job
 from quietgrad.federation.provision import Credentials
+from quietgrad.federation.toml_plan import parse_plan, read_plan
 from quietgrad.federation.wire import decode
+from quietgrad.secure.faults import DropoutError
 from tests.test_federate_network import TWO, ended, folder, start
 from tests.test_federate_plan import TEXT
 
@@ -88,7 +88,7 @@ def test_calls_that_hang_raise_or_lie_are_counted_and_named() -> None:
 
 
 def test_site_answers_the_coordinator_only_and_never_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.consortium import flare_job
+    from quietgrad.federation import flare_job
 
     caller = "server"
     monkeypatch.setattr(flare_job, "collab", type("Fake", (), {"caller": property(lambda _: caller)})())

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quietgrad.consortium.toml_plan import parse_plan, read_plan
 from quietgrad.errors import DataError
 from quietgrad.federation.provision import Credentials, provision, request
+from quietgrad.federation.toml_plan import parse_plan, read_plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "five-hospitals" / "plan.toml"
 TEXT = EXAMPLE.read_text()

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quietgrad.consortium import network
-from quietgrad.consortium.toml_plan import parse_plan
 from quietgrad.errors import BudgetError, QuietgradError
-from quietgrad.federation.faults import DropoutError, ProtocolError
+from quietgrad.federation import network
 from quietgrad.federation.provision import Credentials, provision
+from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.federation.transport import frames, tls_party
 from quietgrad.federation.transport.tls import TlsServer
 from quietgrad.federation.transport.tls_party import TlsParty
 from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.secure.faults import DropoutError, ProtocolError
 from tests.test_federate_plan import TEXT
 
 MOST = 100_000

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.consortium.simulation import simulate
 from quietgrad.curators.central import CentralCurator
 from quietgrad.federation import Party, deal
-from quietgrad.objectives.glm import Logistic
+from quietgrad.federation.simulation import simulate
 from quietgrad.objectives.regularizers import Nonconvex
+from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Poisson, SinglePass
 from quietgrad.sampling.samplers import KeyedSampler, SlotSampler, hashed_slots
@@ -139,7 +139,7 @@ def test_equal_weights_average_the_parties(keyed: None) -> None:
 
 def test_networks_federate_too() -> None:
     torch = pytest.importorskip("torch")
-    from quietgrad.objectives.module import ModuleObjective
+    from quietgrad.objectives.networks.module import ModuleObjective
 
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(D, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))

@@ -11,17 +11,17 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.consortium.simulation import assemble, simulate, train
-from quietgrad.curators.federated import FederatedCurator
 from quietgrad.errors import DataError
 from quietgrad.federation import Party, deal
-from quietgrad.federation.faults import DropoutError, ProtocolError
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.glm import Logistic
+from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.privacy import events
 from quietgrad.privacy.ledger import Ledger
+from quietgrad.secure.faults import DropoutError, ProtocolError
 
 Floats = npt.NDArray[np.float64]
 STEPS = 5

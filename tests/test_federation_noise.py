@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.consortium.simulation import assemble, simulate
-from quietgrad.curators.federated import FederatedCurator
-from quietgrad.curators.federated_session import FederatedSession
 from quietgrad.errors import DataError
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.coordinator_session import FederatedSession
 from quietgrad.federation.parties import Party
 from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.glm import Logistic
+from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.privacy import events
 
 D, ROUNDS = 300, 12

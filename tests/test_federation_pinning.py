@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quietgrad as qg
-from quietgrad.curators.party import PartyCurator
 from quietgrad.errors import BudgetError, DataError
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.queries import pack
 from quietgrad.federation.wire import Message, WireError, decode, encode, limit
 from quietgrad.objectives.base import Gradient, GradientDifference, Query, RecursiveMomentum
-from quietgrad.objectives.glm import Logistic
-from quietgrad.objectives.local_fit import local_fit
+from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
+from quietgrad.objectives.tables.glm import Logistic
 
 D, N, RUN = 3, 40, "run1"
 OBJECTIVE = Logistic(row_bound=1.0, rows="clip", regularizer=L2(0.1))

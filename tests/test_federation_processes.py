@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.consortium.simulation import assemble, simulate, train
-from quietgrad.curators.federated import FederatedCurator
 from quietgrad.federation import deal
-from quietgrad.federation.faults import DropoutError
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes, Handler
 from quietgrad.federation.transport.processes import Processes
-from quietgrad.objectives.glm import Logistic
+from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.secure.faults import DropoutError
 
 ALGORITHM = qg.DPGD(steps=6, learning_rate=1.0)
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pytest
 import scipy.sparse as sparse
 
-from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.linear import LinearObjective
 from quietgrad.objectives.regularizers import L2, Nonconvex
+from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.linear import LinearObjective
 
 Floats = npt.NDArray[np.float64]
 N, D, K = 37, 6, 3
@@ -280,7 +280,7 @@ def test_many_blocks_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Logistic(intercept=True, row_bound=1.5, rows="clip")
     theta = rng.normal(size=D + 1)
     whole = objective.risk_gradient(objective.prepare((X, y)), theta)
-    monkeypatch.setattr("quietgrad.objectives.table._BLOCK", 2 * D)
+    monkeypatch.setattr("quietgrad.objectives.tables.table._BLOCK", 2 * D)
     for layout, dtype in LAYOUTS:
         records = objective.prepare((laid_out(X, layout, dtype), y))
         assert len(list(records.blocks())) > 5

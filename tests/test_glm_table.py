@@ -12,10 +12,10 @@ import pytest
 import scipy.sparse as sparse
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.layout import lay_out
 from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.table import Affine
+from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.layout import lay_out
+from quietgrad.objectives.tables.table import Affine
 
 GOOD = np.array([[1.0, 2.0], [3.0, 4.0]])
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import quietgrad as qg
 from quietgrad.errors import DataError
-from quietgrad.objectives.landscapes import Landscape, Sample, landscape, landscape_names
+from quietgrad.objectives.landscapes.base import Landscape, Sample, landscape, landscape_names
 
 Floats = npt.NDArray[np.float64]
 

@@ -19,12 +19,12 @@ from quietgrad.algorithms.distributed_selection import HessianSelection
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation import Party, simulate
-from quietgrad.local_parties import Doors, run_on_parties
+from quietgrad.federation.local_parties import Doors, run_on_parties
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.landscapes import Sample, landscape
-from quietgrad.objectives.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
+from quietgrad.objectives.landscapes.base import Sample, landscape
+from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
 from quietgrad.oracles.base import Estimate
-from quietgrad.private_certificate import certify_privately
+from quietgrad.training.private_stationarity import certify_privately
 
 Floats = npt.NDArray[np.float64]
 

@@ -33,8 +33,8 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import RecursiveMomentum
+from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
-from quietgrad.schedule import Schedule
 from tests import broken
 
 Findings = Iterable[Finding]
@@ -110,7 +110,7 @@ def averaged_noise(parties: int) -> Findings:
 
 
 def same_seed(patched: bool) -> Findings:
-    from quietgrad.federation import masking, noise_share
+    from quietgrad.secure import masking, noise_share
 
     class Shared(noise_share.NoiseShare):
         def __init__(self, terms: Any, role: int, seed: int | None) -> None:
@@ -123,7 +123,7 @@ def same_seed(patched: bool) -> Findings:
 
 
 def reused_masks(patched: bool) -> Findings:
-    from quietgrad.federation import masking, masking_server
+    from quietgrad.secure import masking, masking_server
 
     def constant(*arguments: Any) -> Any:
         size = arguments[2] if len(arguments) == 3 else arguments[0].terms.dimension
@@ -147,7 +147,7 @@ def charged(late: bool) -> Findings:
 
 def lost_rounds(patched: bool) -> Findings:
     """The bug: only rounds that were completed are charged."""
-    from quietgrad.curators.federated_session import FederatedSession
+    from quietgrad.federation.coordinator_session import FederatedSession
 
     def completed(self: Any, data_dependent: bool) -> Any:
         return self._plan.event_of(self._made)

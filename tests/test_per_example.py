@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from quietgrad.objectives.per_example import PerExampleEngine, Strategy
+from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.torch.clipping import clipped_difference_sum, clipped_gradient_sum
 
 CLIP, DIFFERENCE_CLIP, GAMMA = 0.7, 0.02, 0.3

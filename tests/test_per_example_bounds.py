@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.objectives.contributions import Combination, Record, Workspace
-from quietgrad.objectives.layers import kernel_for
-from quietgrad.objectives.per_example import PerExampleEngine, Strategy
-from quietgrad.objectives.tape import Call, backpropagate
+from quietgrad.objectives.networks.contributions import Combination, Record, Workspace
+from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
+from quietgrad.objectives.networks.layers import kernel_for
+from quietgrad.objectives.networks.tape import Call, backpropagate
 from quietgrad.torch.clipping import clipped_difference_sum, clipped_gradient_sum
 
 STRATEGIES: list[Strategy] = ["auto", "factored", "functional"]

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad import checkpoint
 from quietgrad.algorithms import escape_theory
 from quietgrad.algorithms.base import State
 from quietgrad.cli import main
@@ -21,6 +20,7 @@ from quietgrad.objectives.base import Constants
 from quietgrad.oracles.base import Estimate
 from quietgrad.oracles.minibatch import MiniBatch
 from quietgrad.oracles.recursive_momentum import RecursiveMomentum
+from quietgrad.training import checkpoint
 
 Floats = npt.NDArray[np.float64]
 

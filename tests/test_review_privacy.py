@@ -14,7 +14,6 @@ import scipy.sparse as sparse
 from scipy.special import ndtr
 
 import quietgrad as qg
-from quietgrad import checkpoint
 from quietgrad.algorithms.base import State
 from quietgrad.algorithms.dp_agd import DPAGD
 from quietgrad.algorithms.dp_gd import DPGD
@@ -27,16 +26,16 @@ from quietgrad.curators.labels import LabelDiscovery
 from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch, spent
 from quietgrad.objectives.base import Gradient, Loss
-from quietgrad.objectives.glm import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.table import Affine
+from quietgrad.objectives.tables.glm import Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.table import Affine
 from quietgrad.privacy import cache
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.events import Gaussian
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.noise import grid_step, l2_laplace_for, release_l2_laplace, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.training import plan, run
+from quietgrad.training import checkpoint, plan, run
 
 BUDGET = Budget(1.0, 1e-5)
 _rng = np.random.default_rng(0)
@@ -295,9 +294,9 @@ def test_the_number_of_rounds_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("trust", ["curator", "local"])
 def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
     """The same plan opened twice: the difference of first releases must be noise, not zero."""
-    from quietgrad.consortium.simulation import assemble
-    from quietgrad.curators.federated import FederatedCurator
     from quietgrad.federation import Party
+    from quietgrad.federation.coordinator import FederatedCurator
+    from quietgrad.federation.simulation import assemble
     from quietgrad.federation.transport.in_process import InProcess
 
     rng = np.random.default_rng(0)

@@ -21,25 +21,25 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.consortium.simulation import assemble
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.federated import FederatedCurator
 from quietgrad.curators.units import UnitNoise
 from quietgrad.data.containers import read_content
 from quietgrad.data.libsvm import parse_libsvm
 from quietgrad.federation import Party, deal
-from quietgrad.federation.noise_share import NoiseShare
+from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.secure import SecureSession
-from quietgrad.federation.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP
+from quietgrad.federation.simulation import assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Batch, Query
-from quietgrad.objectives.glm import Logistic
 from quietgrad.objectives.regularizers import Nonconvex
+from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import Poisson
 from quietgrad.sampling.samplers import KeyedSampler
+from quietgrad.secure.noise_share import NoiseShare
+from quietgrad.secure.sums import SecureSession
+from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP
 from quietgrad.training import plan as make_plan
 
 Floats = npt.NDArray[np.float64]

@@ -21,11 +21,11 @@ from quietgrad.federation import (
     SumServer,
     Terms,
 )
-from quietgrad.federation.channel import Channel, Kind
-from quietgrad.federation.identity import read_hello, write_hello
-from quietgrad.federation.masking import pack_members
-from quietgrad.federation.mpc import run_together
-from quietgrad.federation.shamir import join, split
+from quietgrad.secure.channel import Channel, Kind
+from quietgrad.secure.identity import read_hello, write_hello
+from quietgrad.secure.masking import pack_members
+from quietgrad.secure.mpc import run_together
+from quietgrad.secure.shamir import join, split
 
 D = 6
 

@@ -29,12 +29,12 @@ from quietgrad.federation import (
     SumServer,
     Terms,
 )
-from quietgrad.federation.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
-from quietgrad.federation.identity import read_hello
-from quietgrad.federation.link import Link
-from quietgrad.federation.masking import pack_members, unpack_members
-from quietgrad.federation.mpc import run_over
-from quietgrad.federation.shamir import SHARE_BYTES, join
+from quietgrad.federation.transport.link import Link
+from quietgrad.secure.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
+from quietgrad.secure.identity import read_hello
+from quietgrad.secure.masking import pack_members, unpack_members
+from quietgrad.secure.mpc import run_over
+from quietgrad.secure.shamir import SHARE_BYTES, join
 
 D = 4
 PAYLOADS = st.one_of(

@@ -11,10 +11,10 @@ import pytest
 
 from quietgrad.errors import DataError
 from quietgrad.federation import SecureSession, Terms, secure_sum, threats
-from quietgrad.federation.channel import Endpoint, Kind
-from quietgrad.federation.encoding import encode
-from quietgrad.federation.noise_share import NoiseShare
-from quietgrad.federation.terms import Mode
+from quietgrad.secure.channel import Endpoint, Kind
+from quietgrad.secure.encoding import encode
+from quietgrad.secure.noise_share import NoiseShare
+from quietgrad.secure.terms import Mode
 
 MODES: tuple[Mode, ...] = ("masks", "servers", "mpc")
 

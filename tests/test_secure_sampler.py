@@ -13,10 +13,11 @@ import numpy.typing as npt
 import pytest
 from scipy.special import chdtrc, ndtr
 
-from quietgrad.federation.encoding import rounded_gaussian_distance
-from quietgrad.federation.mpc import sample
-from quietgrad.federation.replicated import Exchange, Replicated
-from quietgrad.federation.sampler import (
+from quietgrad.privacy.rng import SecureStream, seed_key
+from quietgrad.secure.encoding import rounded_gaussian_distance
+from quietgrad.secure.mpc import sample
+from quietgrad.secure.replicated import Exchange, Replicated
+from quietgrad.secure.sampler import (
     AliasTable,
     DiscreteGaussian,
     alias_table,
@@ -24,7 +25,7 @@ from quietgrad.federation.sampler import (
     gaussian_masses,
     smoothing_error,
 )
-from quietgrad.federation.terms import (
+from quietgrad.secure.terms import (
     COARSE_SIGMA,
     COARSE_STEP,
     COARSE_TOP,
@@ -34,7 +35,6 @@ from quietgrad.federation.terms import (
     coarse_error,
     slack,
 )
-from quietgrad.privacy.rng import SecureStream, seed_key
 
 FALSE_ALARM = 1e-6
 

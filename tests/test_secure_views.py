@@ -15,9 +15,9 @@ import pytest
 from scipy.special import chdtrc
 
 from quietgrad.federation import NoiseServer, SecureSession, Terms, View
-from quietgrad.federation.channel import Kind
-from quietgrad.federation.terms import Mode
 from quietgrad.privacy.rng import SecureStream
+from quietgrad.secure.channel import Kind
+from quietgrad.secure.terms import Mode
 
 D = 4096
 FALSE_ALARM = 1e-7
@@ -167,7 +167,7 @@ def test_processes_never_share_a_stream() -> None:
     code = (
         "import numpy as np\n"
         "from quietgrad.federation import SecureSession, Terms, View\n"
-        "from quietgrad.federation.channel import Kind\n"
+        "from quietgrad.secure.channel import Kind\n"
         "view = View()\n"
         "terms = Terms('masks', parties=2, dimension=4, bound=1.0, sigma=0.0)\n"
         "SecureSession(terms, view=view).sum(np.zeros((2, 4)))\n"

@@ -20,9 +20,9 @@ from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Batch, Gradient
 from quietgrad.oracles.base import Estimate
 from quietgrad.oracles.minibatch import MiniBatch
+from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.gaussian import gaussian_epsilon
-from quietgrad.schedule import Schedule
 
 FALSE_ALARM = 1e-6
 Floats = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.base import GradientDifference, JointMomentum, RecursiveMomentum
-from quietgrad.objectives.module import ModuleObjective
+from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.regularizers import L2
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.vectors import norm

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.consortium.printed_average import reproduce, truth
-from quietgrad.consortium.simulation import simulate
 from quietgrad.federation import Party, deal
-from quietgrad.objectives.glm import Huber, Logistic, Squared
-from quietgrad.objectives.local_fit import local_fit
+from quietgrad.federation.printed_average import reproduce, truth
+from quietgrad.federation.simulation import simulate
+from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2, Nonconvex
+from quietgrad.objectives.tables.glm import Huber, Logistic, Squared
 from quietgrad.privacy import events
 
 Floats = npt.NDArray[np.float64]
@@ -87,7 +87,7 @@ def test_noise_of_a_weighted_average_does_not_depend_on_the_parties() -> None:
 
 
 def test_unweighted_average_pays_for_its_smallest_party() -> None:
-    from quietgrad.consortium.simulation import assemble
+    from quietgrad.federation.simulation import assemble
 
     parties = deal(*table(), 3, unevenness=4.0)
     smallest = min(party.size for party in parties)

@@ -27,17 +27,16 @@ if TYPE_CHECKING:
     from quietgrad.algorithms.stagewise import StagewiseDPSGD
     from quietgrad.algorithms.weighted_average import WeightedAverage
     from quietgrad.algorithms.whitened_gd import WhitenedGD
-    from quietgrad.certificate import Certificate, certify
     from quietgrad.oracles.spider import AdaptiveSpider, Spider
+    from quietgrad.plans.schedule import Plan
     from quietgrad.privacy import events
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.budget import Budget, Relation
     from quietgrad.privacy.calibrate import calibrate
     from quietgrad.privacy.ledger import Ledger
-    from quietgrad.result import Privacy, Result, load
-    from quietgrad.schedule import Plan
     from quietgrad.training import minimize, plan, resume
-
+    from quietgrad.training.result import Privacy, Result, load
+    from quietgrad.training.stationarity import Certificate, certify
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -46,13 +45,13 @@ _HOMES = {
     "Ledger": "privacy.ledger",
     "account": "privacy.accounting",
     "calibrate": "privacy.calibrate",
-    "plan": "training",
+    "plan": "plans.price",
     "minimize": "training",
     "resume": "training",
-    "Plan": "schedule",
-    "Privacy": "result",
-    "Result": "result",
-    "load": "result",
+    "Plan": "plans.schedule",
+    "Privacy": "training.result",
+    "Result": "training.result",
+    "load": "training.result",
     "DPSRM": "algorithms.dp_srm",
     "STORM": "algorithms.dp_srm",
     "DPSGD": "algorithms.dp_sgd",
@@ -69,8 +68,8 @@ _HOMES = {
     "ModelSelection": "algorithms.model_selection",
     "AdaptiveSpider": "oracles.spider",
     "Spider": "oracles.spider",
-    "certify": "certificate",
-    "Certificate": "certificate",
+    "certify": "training.stationarity",
+    "Certificate": "training.stationarity",
     "WhitenedGD": "algorithms.whitened_gd",
     "WeightedAverage": "algorithms.weighted_average",
 }

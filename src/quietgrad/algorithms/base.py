@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from quietgrad.algorithms.rates import Rate, as_rate
 from quietgrad.curators.base import Session
 from quietgrad.oracles.base import Estimate, Oracle
+from quietgrad.plans.schedule import Law, Schedule
 from quietgrad.privacy.events import round_law
-from quietgrad.schedule import Law, Schedule
 from quietgrad.vectors import Vector, copy, zeros_like
 
 Output = Literal["last", "average", "ema", "random"]

@@ -18,10 +18,10 @@ import numpy as np
 from quietgrad.algorithms.base import State, check_range
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.second_order import PackedHessian
+from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.oracles.base import constant_of, noise_multiplier
+from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.sampling import FullBatch
-from quietgrad.schedule import Schedule, Slot
 from quietgrad.vectors import Vector, norm
 
 HessianNoise = Literal["goe", "triangle"]
@@ -32,7 +32,7 @@ class HessianSelection:
     """Algorithm 4 through any door: T noisy mean gradients and Hessians, the first pair that passes is taken.
 
     Through one curator's door the noise is that of one holder of all records;
-    :func:`quietgrad.local_parties.run_on_parties` gives it the doors of parties that each add their own.
+    :func:`quietgrad.federation.local_parties.run_on_parties` gives it the doors of parties that each add their own.
 
     Args:
         candidates: public iterates.
@@ -92,7 +92,7 @@ class HessianSelection:
         gradient = door.release("gradient", Gradient(x, clip)) / door.expected_batch("gradient")
         hessian = query.unpack(door.release("hessian", query) / door.expected_batch("hessian"))
         if door.regularizer.smoothness:
-            from quietgrad.objectives.curvature import regularizer_curvature
+            from quietgrad.objectives.tables.curvature import regularizer_curvature
 
             hessian[np.diag_indices(len(x))] += regularizer_curvature(door.objective, x)
         steep, bent = self.thresholds(door)

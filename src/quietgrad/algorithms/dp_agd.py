@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, Loss
+from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.sampling import FullBatch
-from quietgrad.schedule import Schedule, Slot
 from quietgrad.vectors import Vector, copy, norm
 
 

@@ -3,7 +3,8 @@
 Where :class:`~quietgrad.algorithms.perturbed_sgd.PerturbedSGD` knows that it has arrived, this pipeline only knows
 that some iterate was good: SPIDER runs on one part of the records, and the first of its iterates to pass a noisy
 test on the held-out rest is returned. The test is one AboveThreshold search over a scalar per iterate
-(:class:`~quietgrad.objectives.second_order.Excess`); the parts are disjoint, so each may spend the whole budget.
+(:class:`~quietgrad.objectives.queries.second_order.Excess`); the parts are disjoint, so each may spend the whole
+budget.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any, ClassVar
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.second_order import Excess
+from quietgrad.objectives.queries.second_order import Excess
 from quietgrad.oracles.base import Estimate, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.sampling import SinglePass
-from quietgrad.schedule import Plan, Schedule, Slot
 from quietgrad.vectors import Vector, copy, norm
 
 _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1, δ = 1e-5 both then spend about ε

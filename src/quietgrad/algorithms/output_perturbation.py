@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
+from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
-from quietgrad.schedule import Schedule, Slot
 from quietgrad.vectors import Vector, copy
 
 
@@ -64,7 +64,7 @@ class OutputPerturbation:
         return State(params=copy(x0))
 
     def step(self, state: State, door: Session) -> State:
-        from quietgrad.objectives.local_fit import local_fit
+        from quietgrad.objectives.queries.local_fit import local_fit
 
         step_size = self.learning_rate
         if step_size is None:

@@ -26,9 +26,9 @@ from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Constants, Query
 from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
+from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SinglePass
-from quietgrad.schedule import Plan, Schedule
 from quietgrad.vectors import Vector, copy, norm
 
 

@@ -15,8 +15,8 @@ from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
 from quietgrad.oracles.base import SamplingName, sampling_of
+from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.events import round_law
-from quietgrad.schedule import Schedule, Slot
 from quietgrad.vectors import Vector, copy
 
 

@@ -25,10 +25,10 @@ from typing import Any, ClassVar, Literal
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.local_fit import local_fit
+from quietgrad.objectives.queries.local_fit import local_fit
+from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
-from quietgrad.schedule import Schedule, Slot
 from quietgrad.vectors import Vector, copy
 
 

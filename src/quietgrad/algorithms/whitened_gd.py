@@ -15,16 +15,16 @@ import numpy as np
 
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.whitening import (
+from quietgrad.objectives.tables.whitening import (
     FeatureMean,
     RowNormHistogram,
     SecondMomentMatrix,
     WhitenedGradient,
     Whitening,
 )
+from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.sampling import FullBatch
-from quietgrad.schedule import Schedule, Slot
 from quietgrad.vectors import Vector, copy
 
 

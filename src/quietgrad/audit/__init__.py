@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from quietgrad.audit.report import AuditReport
     from quietgrad.audit.running import CURATORS, run
     from quietgrad.audit.single_run import one_run
-
 _HOMES = {
     "run": "running",
     "CURATORS": "running",

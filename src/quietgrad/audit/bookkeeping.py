@@ -16,11 +16,11 @@ from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Gradient
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.sampling import SinglePass
-from quietgrad.schedule import Plan, Schedule, Slot
 
 _RECORDS = 12
 
@@ -76,9 +76,9 @@ def probe_lost_rounds(*, spare: int = 2) -> Finding:
     'pass'
     """
     from quietgrad.algorithms.dp_gd import DPGD
-    from quietgrad.consortium.simulation import assemble
-    from quietgrad.curators.federated import FederatedCurator
+    from quietgrad.federation.coordinator import FederatedCurator
     from quietgrad.federation.parties import Party
+    from quietgrad.federation.simulation import assemble
     from quietgrad.federation.transport.in_process import Fault, InProcess
     from quietgrad.privacy.accounting import account
 

@@ -20,11 +20,11 @@ from scipy.special import ndtr, ndtri
 from quietgrad.audit.bounds import best_threshold, clopper_pearson, dprime_lower, epsilon_lower
 from quietgrad.audit.replicas import Views
 from quietgrad.errors import UnprovableError
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
-from quietgrad.schedule import Plan
 
 Floats = npt.NDArray[np.float64]
 Verdict = Literal["pass", "violation", "vacuous"]

@@ -133,9 +133,9 @@ def _federation(
     parties: int,
 ) -> tuple[Views, float]:
     """What a federation publishes in one world (``None``: every record silent), and its variance factor."""
-    from quietgrad.consortium.simulation import assemble
-    from quietgrad.curators.federated import FederatedCurator
+    from quietgrad.federation.coordinator import FederatedCurator
     from quietgrad.federation.parties import Party
+    from quietgrad.federation.simulation import assemble
     from quietgrad.federation.transport.in_process import InProcess
 
     first = {None: "silent", 0: "canary", 1: "mirror"}[which]

@@ -25,11 +25,11 @@ from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.curators.base import Curator
 from quietgrad.errors import LedgerError
 from quietgrad.objectives.base import Batch, Gradient, Query
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.sampling import FullBatch, Poisson
-from quietgrad.schedule import Plan, Schedule, Slot
 from quietgrad.vectors import Vector, zeros_like
 
 Floats = npt.NDArray[np.float64]
@@ -125,7 +125,7 @@ def _on_grid(samples: Floats, step: float) -> Finding:
 def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: float = 1e-6) -> list[Finding]:
     """Test the noise of a secure sum of silent parties, after aggregation, against what its terms state."""
     from quietgrad.federation import secure_sum
-    from quietgrad.federation.terms import Terms
+    from quietgrad.secure.terms import Terms
 
     terms = Terms(mode, parties=parties, dimension=size, bound=0.75, sigma=1.5)  # type: ignore[arg-type]
     silence = np.zeros((parties, size))
@@ -138,9 +138,9 @@ def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: f
 
     A mask used twice cancels in the difference of two submissions and bares the change of the vector.
     """
-    from quietgrad.federation.channel import Kind, View
-    from quietgrad.federation.secure import SecureSession
-    from quietgrad.federation.terms import Terms
+    from quietgrad.secure.channel import Kind, View
+    from quietgrad.secure.sums import SecureSession
+    from quietgrad.secure.terms import Terms
 
     view = View()
     session = SecureSession(Terms("masks", parties=parties, dimension=size, bound=1.0, sigma=1.0), view=view)

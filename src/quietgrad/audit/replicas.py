@@ -20,10 +20,10 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.audit.listener import Blocks, Listener, NotSeparableError
 from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass
-from quietgrad.schedule import Plan
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]

@@ -21,9 +21,9 @@ from quietgrad.audit.probes import probe_noise
 from quietgrad.audit.replicas import CuratorFactory, Game, Views, central, collect
 from quietgrad.audit.report import AuditReport
 from quietgrad.audit.worlds import special_game
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FixedSize, SinglePass
-from quietgrad.schedule import Plan
 
 CURATORS: dict[str, CuratorFactory] = {"central": central}
 """Who may hold the data in an audit, by name; every entry is audited by ``quietgrad audit --all``."""

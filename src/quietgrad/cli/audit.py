@@ -97,7 +97,7 @@ def audit_folder(folder: Path, runs: int) -> AuditReport:
     from quietgrad.audit.running import run
     from quietgrad.errors import DataError
     from quietgrad.privacy.budget import Budget
-    from quietgrad.result import load
+    from quietgrad.training.result import load
 
     result = load(folder)
     privacy = result.privacy

@@ -80,9 +80,9 @@ def _specs(data: Dataset, epsilon: float, delta: float, ledger: Path) -> dict[st
 
 def _abandon(folder: Path) -> None:
     """Forget an interrupted demo in ``folder``: its reservation stays charged, its key goes."""
-    from quietgrad.checkpoint import load
     from quietgrad.errors import DataError
     from quietgrad.privacy.keys import KeyFile
+    from quietgrad.training.checkpoint import load
 
     path = folder / "checkpoint.safetensors"
     if not path.exists():

@@ -130,8 +130,8 @@ def provision(
 ) -> None:
     """Make the certificates and identities of all members, or this member's own keys."""
     from quietgrad.cli import members
-    from quietgrad.consortium.toml_plan import read_plan
     from quietgrad.federation import provision as keys
+    from quietgrad.federation.toml_plan import read_plan
 
     file = read_plan(plan)
     if request is not None:
@@ -149,7 +149,7 @@ def provision(
             sent[name] = path
         made = keys.provision(file.members, out, sent)
         if members.is_nvflare(engine):
-            from quietgrad.consortium.flare import make_kits
+            from quietgrad.federation.flare import make_kits
 
             make_kits(file, out)
         advice = members.handing_out(file, out, sent, engine)
@@ -168,7 +168,7 @@ def show(
 ) -> None:
     """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
     from quietgrad.cli.members import threat_rows
-    from quietgrad.consortium.toml_plan import read_plan
+    from quietgrad.federation.toml_plan import read_plan
 
     file = read_plan(plan)
     credentials = None
@@ -195,7 +195,7 @@ def show(
 def threat_model(plan: Plan, as_json: Json = False) -> None:
     """Say who must work together to learn what."""
     from quietgrad.cli.members import threat_rows
-    from quietgrad.consortium.toml_plan import read_plan
+    from quietgrad.federation.toml_plan import read_plan
 
     rows = threat_rows(read_plan(plan).plan)
     if as_json:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.federation.faults import DropoutError
+from quietgrad.secure.faults import DropoutError
 
 if TYPE_CHECKING:
-    from quietgrad.consortium.flare import SiteSettings
-    from quietgrad.consortium.toml_plan import PlanFile
+    from quietgrad.federation.flare import SiteSettings
     from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.toml_plan import PlanFile
     from quietgrad.privacy.budget import Budget
-    from quietgrad.result import Result
+    from quietgrad.training.result import Result
 
 Tell = Callable[[str], None]
 
@@ -40,8 +40,8 @@ def coordinate(
     tell: Tell,
 ) -> Result:
     """Start FLARE's server, wait for the sites, submit the job, follow it, and shut everything down."""
-    from quietgrad.consortium import flare, network
-    from quietgrad.result import load
+    from quietgrad.federation import flare, network
+    from quietgrad.training.result import load
 
     if (out / "result.json").exists():
         raise DataError(f"{out}: holds a finished run; choose another --out.")
@@ -108,7 +108,7 @@ def _settings(
     plan: Path, credentials: Credentials, out: Path, data: Path | None, ledger: Path | None, account: str,
     cap: Budget | None,
 ) -> SiteSettings:  # fmt: skip
-    from quietgrad.consortium.flare import SiteSettings
+    from quietgrad.federation.flare import SiteSettings
 
     out.mkdir(parents=True, exist_ok=True)
     for stale in ("outcome.json", "progress.log"):
@@ -127,7 +127,7 @@ def _settings(
 @contextlib.contextmanager
 def _running(file: PlanFile, credentials: Credentials, settings: SiteSettings) -> Iterator[subprocess.Popen[bytes]]:
     """FLARE's process of this member; it and the job processes it started are gone at the end."""
-    from quietgrad.consortium import flare
+    from quietgrad.federation import flare
 
     kit = flare.prepare_kit(credentials, settings)
     with (settings.out / "nvflare.log").open("wb") as log:
@@ -158,7 +158,7 @@ def _session(
     """An admin session with FLARE's server, once all sites are connected to it."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-    from quietgrad.consortium import flare
+    from quietgrad.federation import flare
 
     limit = time.monotonic() + wait
     session: Any = None

@@ -14,16 +14,16 @@ from quietgrad.cli.runs import RunSpec
 from quietgrad.cli.settings import algorithm_from, build
 
 if TYPE_CHECKING:
-    from quietgrad.result import Result
+    from quietgrad.training.result import Result
 
 _RECORDS = 1_000_000
 
 
 def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
-    from quietgrad.certificate import certify
-    from quietgrad.progress import SpentSoFar, progress
     from quietgrad.training import minimize, plan, resume
+    from quietgrad.training.progress import SpentSoFar, progress
+    from quietgrad.training.stationarity import certify
 
     n = spec.n_public or _RECORDS
     its = [text.partition(".")[2] for text in spec.settings if text.startswith("landscape.")]
@@ -59,7 +59,7 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
 
 
 def _landscape(name: str, settings: list[str]) -> Any:
-    from quietgrad.objectives.landscapes import landscape, landscape_names
+    from quietgrad.objectives.landscapes.base import landscape, landscape_names
 
     if name not in landscape_names():
         raise typer.BadParameter(

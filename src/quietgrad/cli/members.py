@@ -17,11 +17,11 @@ from quietgrad.errors import BudgetError, DataError, QuietgradError
 
 if TYPE_CHECKING:
     from quietgrad.cli.runs import RunSpec
-    from quietgrad.consortium.toml_plan import PlanFile
     from quietgrad.federation.plan import FederatedPlan
     from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.toml_plan import PlanFile
     from quietgrad.privacy.budget import Budget
-    from quietgrad.result import Result
+    from quietgrad.training.result import Result
 
 Tell = Callable[[str], None]
 _EVERY = 5.0  # seconds between lines of progress
@@ -42,8 +42,8 @@ def approved(
     plan: Path, keys: Path, pin: str | None, address: str | None, engine: str
 ) -> tuple[PlanFile, Credentials]:
     """The plan file and the keys, if the plan is the one that was approved."""
-    from quietgrad.consortium.toml_plan import _address, read_plan
     from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.toml_plan import _address, read_plan
 
     file = read_plan(plan)
     if pin is not None and len(pin) < 16:
@@ -88,10 +88,10 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path], engine: str
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
     if plan.trust == "secure":
-        from quietgrad.federation.threat_model import threats
+        from quietgrad.secure.threat_model import threats
 
         return list(threats(plan.terms(max(plan.dims.values()))).rows)
-    from quietgrad.curators.federated import adversary
+    from quietgrad.federation.coordinator import adversary
 
     return [
         ("trust", plan.trust),
@@ -106,9 +106,9 @@ def simulated(
     """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
     from quietgrad.cli.runs import objective_from
     from quietgrad.cli.train import _check_folder, finish
-    from quietgrad.consortium.network import report_rounds
-    from quietgrad.consortium.simulation import simulate
     from quietgrad.federation import deal
+    from quietgrad.federation.network import report_rounds
+    from quietgrad.federation.simulation import simulate
 
     data = spec.load_data()
     method = spec.make_algorithm(data)
@@ -155,7 +155,7 @@ def coordinate(
     tell: Tell,
 ) -> Result:
     """Wait for everybody, train, hand out the model; say goodbye with the reason if it fails."""
-    from quietgrad.consortium import network
+    from quietgrad.federation import network
     from quietgrad.federation.transport.tls import TlsServer
 
     network.check_coordinator(credentials)
@@ -210,7 +210,7 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 
 def serve_sums(file: PlanFile, credentials: Credentials, tell: Tell, *, patience: float) -> None:
     """Be a server of a secure sum until the run is over."""
-    from quietgrad.consortium import network
+    from quietgrad.federation import network
 
     tell(f"plan {file.digest[:16]}…; calling {file.host}:{file.port}")
     farewell = _member(file, credentials, network.server_handler(file, credentials), tell, patience).run()
@@ -232,7 +232,7 @@ def take_part(
     patience: float,
 ) -> dict[str, Any]:
     """Be a party until the run is over; save the model that comes out."""
-    from quietgrad.consortium import network
+    from quietgrad.federation import network
 
     if credentials.name not in file.parties:
         raise DataError(f"{credentials.folder}: {credentials.name!r} is not a party of this plan.")
@@ -262,7 +262,7 @@ def remember_reading(file: PlanFile, out: Path) -> None:
 
 
 def _member(file: PlanFile, credentials: Credentials, handler: Any, tell: Tell, patience: float) -> Any:
-    from quietgrad.consortium import network
+    from quietgrad.federation import network
     from quietgrad.federation.transport.tls_party import TlsParty
 
     return TlsParty(

@@ -24,7 +24,7 @@ from quietgrad.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from quietgrad.schedule import Plan
+    from quietgrad.plans.schedule import Plan
 
 app = typer.Typer(add_completion=False)
 

@@ -32,7 +32,7 @@ def predict(
 ) -> None:
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
     from quietgrad.errors import DataError
-    from quietgrad.result import load
+    from quietgrad.training.result import load
 
     result = load(folder)
     facts = result.details.get("model")

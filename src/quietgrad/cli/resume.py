@@ -25,7 +25,7 @@ def resume(
     If versions, threads or kernels changed since, fresh noise is drawn and the plan is charged again.
     """
     from quietgrad.errors import DataError
-    from quietgrad.result import load
+    from quietgrad.training.result import load
 
     spec = RunSpec.load(folder)
     if (folder / "checkpoint.safetensors").exists():

@@ -56,7 +56,7 @@ class RunSpec:
 
     def save(self, folder: Path) -> None:
         """Write ``run.json`` into ``folder``."""
-        from quietgrad.checkpoint import write_atomically
+        from quietgrad.training.checkpoint import write_atomically
 
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / RUN_FILE, (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode())

@@ -29,7 +29,7 @@ from quietgrad.cli.runs import RunSpec, objective_from
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
-    from quietgrad.result import Result
+    from quietgrad.training.result import Result
 
 app = typer.Typer(add_completion=False)
 
@@ -142,8 +142,8 @@ def train(
 
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
-    from quietgrad.progress import SpentSoFar, progress
     from quietgrad.training import minimize, plan, resume
+    from quietgrad.training.progress import SpentSoFar, progress
 
     if spec.landscape is not None:
         from quietgrad.cli.landscapes import run_on_landscape

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quietgrad.objectives.base import Query, Regularizer
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.events import Event
-from quietgrad.schedule import Plan
 from quietgrad.vectors import Vector
 
 

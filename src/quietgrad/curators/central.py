@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from quietgrad.curators.central_session import CentralSession
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Objective
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FixedSize
-from quietgrad.schedule import Plan
 from quietgrad.vectors import Vector
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from quietgrad.curators.base import Spent
 from quietgrad.curators.slot_source import SlotSource
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, Objective, Query, Regularizer
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.noise import (
     l2_laplace,
@@ -27,7 +28,6 @@ from quietgrad.privacy.noise import (
 )
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import SinglePass
-from quietgrad.schedule import Plan
 from quietgrad.vectors import Vector, zeros_like
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.units import UnitNoise
+from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import SinglePass
-from quietgrad.schedule import Slot
 
 if TYPE_CHECKING:
     from quietgrad.sampling.samplers import SlotSampler

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from quietgrad.data.schema import Categorical, Numeric, Schema, read_schema
     from quietgrad.data.splits import split_dirichlet, split_even, split_uneven, uneven_sizes
     from quietgrad.data.store import fetch, find
-
 _HOMES = {
     "load": "loading",
     "Dataset": "dataset",

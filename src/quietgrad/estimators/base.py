@@ -23,13 +23,13 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import UnprovableError
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.regularizers import L2
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.result import Privacy
-from quietgrad.schedule import Plan
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
+from quietgrad.training.result import Privacy
 
 LOOK_SHARE = 0.05  # of the squared budget μ², for a private look at labels or targets
 

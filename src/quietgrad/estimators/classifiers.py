@@ -15,7 +15,7 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.labels import LabelDiscovery
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import LOOK_SHARE, PrivateLinearModel, refuse_weights
-from quietgrad.objectives.glm import Hinge, Logistic, Multinomial
+from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
 from quietgrad.privacy.budget import Budget
 
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
@@ -111,7 +111,7 @@ class PrivateLogisticRegression(_PrivateClassifier):
 
     Attributes:
         coef_, intercept_, classes_: as in scikit-learn.
-        privacy_: what is proved about this fit, a :class:`~quietgrad.result.Privacy`.
+        privacy_: what is proved about this fit, a :class:`~quietgrad.training.result.Privacy`.
 
     >>> import numpy as np
     >>> X = np.random.default_rng(0).standard_normal((3000, 2))

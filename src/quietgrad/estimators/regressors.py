@@ -14,10 +14,10 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.central import CentralCurator
 from quietgrad.estimators.base import LOOK_SHARE, PrivateLinearModel, refuse_weights
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.glm import Huber, Squared
+from quietgrad.objectives.tables.glm import Huber, Squared
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FullBatch
-from quietgrad.schedule import Plan, Schedule, Slot
 
 _REACH = 5.0  # scaled targets are kept within ± this
 

@@ -1,10 +1,6 @@
-"""Many parties: secure sums with noise that nobody knows.
+"""Many parties: plans they agree on, rounds, transports, and runs in one process or between institutions.
 
-The protocols are written as roles that take and give frames of bytes, so they run over any transport: ``masking``
-(one server, pairwise masks), ``servers`` (K servers, additive shares), ``mpc`` (three servers that sample the
-noise together). ``secure`` runs all roles of one of them in one process. What people call to train (in one
-process, or as real members of a consortium) lives in :mod:`quietgrad.consortium`; `simulate` and `deal` are found
-here too.
+The secure sums themselves are in :mod:`quietgrad.secure`; its public names are found here too.
 """
 
 from __future__ import annotations
@@ -13,48 +9,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.consortium.dealing import deal
-    from quietgrad.consortium.simulation import simulate
-    from quietgrad.federation.channel import View
-    from quietgrad.federation.encoding import sensitivity_growth
-    from quietgrad.federation.faults import DropoutError, ProtocolError
-    from quietgrad.federation.identity import Identity, Roster
-    from quietgrad.federation.masking import MaskingParty
-    from quietgrad.federation.masking_server import MaskingServer
-    from quietgrad.federation.mpc import NoiseServer
+    from quietgrad.federation.dealing import deal
     from quietgrad.federation.parties import Party
     from quietgrad.federation.plan import FederatedPlan, Shape
     from quietgrad.federation.planning import federate
-    from quietgrad.federation.secure import SecureSession, secure_sum
-    from quietgrad.federation.servers import SharingParty, SumServer
-    from quietgrad.federation.terms import Terms, slack
-    from quietgrad.federation.threat_model import ThreatModel, threats
+    from quietgrad.federation.simulation import simulate
+    from quietgrad.secure.channel import View
+    from quietgrad.secure.encoding import sensitivity_growth
+    from quietgrad.secure.faults import DropoutError, ProtocolError
+    from quietgrad.secure.identity import Identity, Roster
+    from quietgrad.secure.masking import MaskingParty
+    from quietgrad.secure.masking_server import MaskingServer
+    from quietgrad.secure.mpc import NoiseServer
+    from quietgrad.secure.servers import SharingParty, SumServer
+    from quietgrad.secure.sums import SecureSession, secure_sum
+    from quietgrad.secure.terms import Terms, slack
+    from quietgrad.secure.threat_model import ThreatModel, threats
 
-# Where each public name lives, here or in the room above that drives this one; imported when first used.
+# Where each public name lives; imported when first used.
 _HOMES = {
-    "simulate": "quietgrad.consortium.simulation",
-    "Party": "parties",
-    "deal": "quietgrad.consortium.dealing",
-    "federate": "planning",
-    "FederatedPlan": "plan",
-    "Shape": "plan",
-    "secure_sum": "secure",
-    "SecureSession": "secure",
-    "Terms": "terms",
-    "slack": "terms",
-    "sensitivity_growth": "encoding",
-    "Identity": "identity",
-    "Roster": "identity",
-    "MaskingParty": "masking",
-    "MaskingServer": "masking_server",
-    "SharingParty": "servers",
-    "SumServer": "servers",
-    "NoiseServer": "mpc",
-    "View": "channel",
-    "ProtocolError": "faults",
-    "DropoutError": "faults",
-    "ThreatModel": "threat_model",
-    "threats": "threat_model",
+    "simulate": "federation.simulation",
+    "Party": "federation.parties",
+    "deal": "federation.dealing",
+    "federate": "federation.planning",
+    "FederatedPlan": "federation.plan",
+    "Shape": "federation.plan",
+    "secure_sum": "secure.sums",
+    "SecureSession": "secure.sums",
+    "Terms": "secure.terms",
+    "slack": "secure.terms",
+    "sensitivity_growth": "secure.encoding",
+    "Identity": "secure.identity",
+    "Roster": "secure.identity",
+    "MaskingParty": "secure.masking",
+    "MaskingServer": "secure.masking_server",
+    "SharingParty": "secure.servers",
+    "SumServer": "secure.servers",
+    "NoiseServer": "secure.mpc",
+    "View": "secure.channel",
+    "ProtocolError": "secure.faults",
+    "DropoutError": "secure.faults",
+    "ThreatModel": "secure.threat_model",
+    "threats": "secure.threat_model",
 }
 
 __all__ = [
@@ -87,8 +83,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES[name]
-    return getattr(import_module(home if "." in home else f"{__name__}.{home}"), name)
+    return getattr(import_module(f"quietgrad.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.federation.channel import Endpoint
-from quietgrad.federation.faults import ProtocolError
-from quietgrad.federation.identity import Identity, Roster
-from quietgrad.federation.masking import MaskingParty
-from quietgrad.federation.mpc import NoiseServer
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.replicated import Exchange
-from quietgrad.federation.servers import SharingParty, SumServer
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit
+from quietgrad.secure.channel import Endpoint
+from quietgrad.secure.faults import ProtocolError
+from quietgrad.secure.identity import Identity, Roster
+from quietgrad.secure.masking import MaskingParty
+from quietgrad.secure.mpc import NoiseServer
+from quietgrad.secure.replicated import Exchange
+from quietgrad.secure.servers import SharingParty, SumServer
 
 
 class Stranger(ProtocolError):

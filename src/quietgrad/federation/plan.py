@@ -1,7 +1,7 @@
 """What parties agree on before a run: the algorithm's plan, who takes part, whom they trust, and every query.
 
-A federated plan is a :class:`~quietgrad.schedule.Plan` that also says who adds the noise. It is public and can be
-read back from JSON: a party approves it once, pins it, and refuses whatever is not in it.
+A federated plan is a :class:`~quietgrad.plans.schedule.Plan` that also says who adds the noise. It is public and
+can be read back from JSON: a party approves it once, pins it, and refuses whatever is not in it.
 
 ======== ======================================================= ==================================================
 trust    who sees what                                           noise
@@ -24,12 +24,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from quietgrad.errors import BudgetError
 from quietgrad.federation.queries import Template
-from quietgrad.federation.terms import Mode, Terms
 from quietgrad.federation.weights import shares
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FixedSize, from_json
-from quietgrad.schedule import Plan, Schedule, Slot
+from quietgrad.secure.terms import Mode, Terms
 
 Trust = Literal["curator", "secure", "local"]
 

@@ -17,12 +17,12 @@ import numpy as np
 from quietgrad.errors import ExhaustedError
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.queries import Scores, Template, flat, merged, pack
-from quietgrad.federation.terms import Mode
 from quietgrad.federation.weights import Weights, factors
 from quietgrad.objectives.base import Query
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.schedule import Plan
+from quietgrad.secure.terms import Mode
 from quietgrad.vectors import Vector, zeros_like
 
 _REHEARSED_NUMBERS = 3e7  # vector entries a rehearsal may touch
@@ -61,7 +61,7 @@ def federate(
         noise_multiplier: fix the noise; the plan's ε is then whatever it proves to be.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
-    >>> from quietgrad.objectives.glm import Logistic
+    >>> from quietgrad.objectives.tables.glm import Logistic
     >>> plan = federate(DPGD(steps=3), Logistic(), names=["a", "b"], sizes=[60, 40], shape=Shape(2, 2),
     ...                 budget=Budget(1.0, 1e-5), trust="secure", secure="masks")
     >>> plan.dims, plan.templates["gradient"][0]["query.clip"], plan.variance_factor

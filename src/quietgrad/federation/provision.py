@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from quietgrad.errors import DataError
-from quietgrad.federation.identity import Identity, Roster
+from quietgrad.secure.identity import Identity, Roster
 
 COORDINATOR = "coordinator"
 _DAYS = 825
@@ -94,7 +94,7 @@ def provision(
     """Make the authority and every member's folder; members with a request keep their own keys.
 
     Args:
-        members: all names, such as :attr:`~quietgrad.consortium.toml_plan.PlanFile.members`.
+        members: all names, such as :attr:`~quietgrad.federation.toml_plan.PlanFile.members`.
         folder: where to; it must be empty or new.
         requests: by name, files that :func:`request` made.
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.federation.faults import DropoutError, ProtocolError
-from quietgrad.federation.identity import Identity, Roster
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, decode, encode, limit
+from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.identity import Identity, Roster
 
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 1.0 + 1e-6

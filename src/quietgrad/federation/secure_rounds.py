@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.federation.faults import DropoutError, ProtocolError
-from quietgrad.federation.identity import Identity, Roster
-from quietgrad.federation.masking_server import MaskingServer
 from quietgrad.federation.members import frame_of, frames_of, total_of
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.rounds import Ask, Caller, LostRound
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode
+from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.identity import Identity, Roster
+from quietgrad.secure.masking_server import MaskingServer
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,19 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.objectives.glm import Hinge, Huber, Logistic, Multinomial, Squared
-    from quietgrad.objectives.landscapes import landscape
+    from quietgrad.objectives.landscapes.base import landscape
     from quietgrad.objectives.regularizers import L2, Nonconvex
+    from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
 
 _HOMES = {
-    "Logistic": "glm",
-    "Multinomial": "glm",
-    "Huber": "glm",
-    "Squared": "glm",
-    "Hinge": "glm",
+    "Logistic": "tables.glm",
+    "Multinomial": "tables.glm",
+    "Huber": "tables.glm",
+    "Squared": "tables.glm",
+    "Hinge": "tables.glm",
     "L2": "regularizers",
     "Nonconvex": "regularizers",
-    "landscape": "landscapes",
+    "landscape": "landscapes.base",
 }
 
 __all__ = ["Hinge", "Huber", "L2", "Logistic", "Multinomial", "Nonconvex", "Squared", "landscape"]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from quietgrad.curators.base import Session
+from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling
-from quietgrad.schedule import Plan, Slot
 from quietgrad.vectors import Vector
 
 SamplingName = Literal["poisson", "fixed-size", "full"]

@@ -9,7 +9,7 @@ from typing import Any
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
 from quietgrad.oracles.base import Error, Estimate, SamplingName, noise_multiplier, sampling_of
-from quietgrad.schedule import Law, Slot
+from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector
 
 

@@ -14,7 +14,7 @@ from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum, Query
 from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
 from quietgrad.oracles.base import Estimate, SamplingName, sampling_of
-from quietgrad.schedule import Law, Slot
+from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector, norm
 
 

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, GradientDifference, Query
 from quietgrad.oracles.base import Error, Estimate, constant_of, noise_multiplier, sampling_of
+from quietgrad.plans.schedule import Slot
 from quietgrad.sampling import Sampling, SinglePass
-from quietgrad.schedule import Slot
 from quietgrad.vectors import Vector, norm
 
 Regime = Literal["fresh", "reuse"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
-from quietgrad.result import Privacy, Result
+from quietgrad.training.result import Privacy, Result
 
 RELATION_WORDS = {
     Relation.ADD_REMOVE: "Two data sets are neighbours if one has a single record more than the other. "

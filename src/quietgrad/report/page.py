@@ -14,7 +14,7 @@ from quietgrad import __version__
 from quietgrad.errors import QuietgradError
 from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
 from quietgrad.report.charts import Series, line_chart
-from quietgrad.result import Result, load
+from quietgrad.training.result import Result, load
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -79,7 +79,7 @@ class Run:
 
 def write_report(folders: Sequence[Path], target: Path) -> Path:
     """Write the page about the runs in ``folders`` to ``target`` and return it."""
-    from quietgrad.checkpoint import write_atomically
+    from quietgrad.training.checkpoint import write_atomically
 
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, render([Path(folder) for folder in folders]).encode())

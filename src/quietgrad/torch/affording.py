@@ -8,7 +8,7 @@ from typing import Any
 from quietgrad.algorithms.base import State
 from quietgrad.curators.base import Session
 from quietgrad.errors import BudgetError
-from quietgrad.schedule import Plan, Schedule
+from quietgrad.plans.schedule import Plan, Schedule
 
 __all__ = ["Shortened", "affordable", "affordable_steps"]
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.per_example import PerExampleEngine
-from quietgrad.objectives.tape import Batch, LossFunction
+from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.tape import Batch, LossFunction
 
 __all__ = ["clipped_difference_sum", "clipped_gradient_sum"]
 

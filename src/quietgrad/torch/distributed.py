@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import Indices, Regularizer
-from quietgrad.objectives.examples import Examples
-from quietgrad.objectives.module import ModuleObjective
-from quietgrad.result import Result
+from quietgrad.objectives.networks.examples import Examples
+from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.training.result import Result
 
 __all__ = ["one_leader"]
 

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from quietgrad import training
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
-from quietgrad.objectives.per_example import PerExampleEngine
+from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.torch.affording import affordable

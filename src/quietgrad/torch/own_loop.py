@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, NoRegularizer
-from quietgrad.objectives.module import private_log
-from quietgrad.objectives.per_example import PerExampleEngine
-from quietgrad.objectives.tape import batch_length, tensors_of
+from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.module import private_log
+from quietgrad.objectives.networks.tape import batch_length, tensors_of
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Poisson
-from quietgrad.schedule import Plan, Schedule, Slot
 from quietgrad.torch.private_module import mapped
 
 __all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]

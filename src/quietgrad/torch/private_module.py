@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.tape import batch_length, select, tensors_of
+from quietgrad.objectives.networks.tape import batch_length, select, tensors_of
 
 if TYPE_CHECKING:
     from quietgrad.torch.own_loop import PrivateLoop

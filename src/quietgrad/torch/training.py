@@ -12,22 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from quietgrad import checkpoint, training
+from quietgrad import training
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Regularizer
-from quietgrad.objectives.examples import Collate, Examples
-from quietgrad.objectives.module import ModuleObjective, evaluating
-from quietgrad.objectives.tape import LossFunction
+from quietgrad.objectives.networks.examples import Collate, Examples
+from quietgrad.objectives.networks.module import ModuleObjective, evaluating
+from quietgrad.objectives.networks.tape import LossFunction
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
-from quietgrad.progress import SpentSoFar
-from quietgrad.progress import progress as progress_bar
-from quietgrad.result import Result
-from quietgrad.schedule import Plan
 from quietgrad.torch.affording import Shortened, affordable, affordable_steps
 from quietgrad.torch.callbacks import Callback, Progress
 from quietgrad.torch.distributed import one_leader
+from quietgrad.training import checkpoint
+from quietgrad.training.progress import SpentSoFar
+from quietgrad.training.progress import progress as progress_bar
+from quietgrad.training.result import Result
 from quietgrad.vectors import norm
 
 __all__ = ["fit", "resume"]

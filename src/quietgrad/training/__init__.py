@@ -5,8 +5,8 @@ proved; :func:`resume` continues it after an interruption (``minimizing``, with 
 :func:`run` is the loop itself, for any algorithm and any curator (``running``, which ends in a ``statement``).
 """
 
+from quietgrad.plans.price import plan
 from quietgrad.training.minimizing import minimize, resume
-from quietgrad.training.planning import plan
 from quietgrad.training.running import Callback, run
 
 __all__ = ["Callback", "minimize", "plan", "resume", "run"]

@@ -6,13 +6,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from quietgrad import checkpoint as checkpoints
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
+from quietgrad.plans.price import plan
 from quietgrad.privacy.budget import Budget
-from quietgrad.result import Result
-from quietgrad.training.planning import plan
+from quietgrad.training import checkpoint as checkpoints
+from quietgrad.training.result import Result
 from quietgrad.training.running import Callback, run
 from quietgrad.training.saving import Saver, discard, finished_result, identity_of, json_values, make_key
 from quietgrad.vectors import Vector, all_finite, copy

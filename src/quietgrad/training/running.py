@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quietgrad import checkpoint as checkpoints
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
-from quietgrad.result import Result
+from quietgrad.training import checkpoint as checkpoints
+from quietgrad.training.result import Result
 from quietgrad.training.saving import Saver
 from quietgrad.training.statement import statement
 from quietgrad.vectors import Vector, norm

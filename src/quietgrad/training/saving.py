@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quietgrad import checkpoint as checkpoints
 from quietgrad.algorithms.base import State
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
-from quietgrad.result import Result, load
-from quietgrad.schedule import Plan
+from quietgrad.plans.schedule import Plan
+from quietgrad.training import checkpoint as checkpoints
+from quietgrad.training.result import Result, load
 
 
 class Saver:

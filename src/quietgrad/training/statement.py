@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quietgrad.curators.base import Session, Spent
-from quietgrad.result import SEEDED, Privacy
+from quietgrad.training.result import SEEDED, Privacy
 
 
 def statement(session: Session, spent: Spent, account: str | None, seeded: bool, notes: tuple[str, ...]) -> Privacy:

@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.federation.faults import ProtocolError
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.transport import Bytes
+from quietgrad.secure.faults import ProtocolError
 
 HELLO, WELCOME, REFUSED, ASK, REPLY, END = b"hwxare"
 _HEAD = struct.Struct("<IB")

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 
-from quietgrad.federation.faults import DropoutError, ProtocolError
-from quietgrad.federation.link import Link
 from quietgrad.federation.transport import Bytes, Handler
+from quietgrad.federation.transport.link import Link
+from quietgrad.secure.faults import DropoutError, ProtocolError
 
 Factory = Callable[[], Handler]
 """Makes a party's handler inside its own process; a module-level function, or a ``functools.partial`` of one."""

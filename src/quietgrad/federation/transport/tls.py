@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quietgrad.federation.faults import ProtocolError
 from quietgrad.federation.provision import Credentials
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.frames import (
@@ -36,6 +35,7 @@ from quietgrad.federation.transport.frames import (
     send,
     tune,
 )
+from quietgrad.secure.faults import ProtocolError
 
 VERSION = 1
 NUMBER = struct.Struct("<Q")

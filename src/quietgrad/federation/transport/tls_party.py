@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 
 from quietgrad.errors import BudgetError
-from quietgrad.federation.faults import DropoutError, ProtocolError
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.transport import Bytes, Handler
 from quietgrad.federation.transport.frames import (
@@ -28,6 +27,7 @@ from quietgrad.federation.transport.frames import (
     tune,
 )
 from quietgrad.federation.transport.tls import GREETING_BYTES, GREETING_SECONDS, NUMBER, VERSION, Tell
+from quietgrad.secure.faults import DropoutError, ProtocolError
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,129 @@
+"""The federated curator: many parties behind one door, so that every algorithm runs on them unchanged.
+
+DP-SRM through this door is DDP-SRM (paper 000, Algorithm 2); SPIDER is its distributed form (paper 003, Algorithm
+3, when trust is ``"local"``); a local fit is one-shot weighted averaging (paper 002, repaired). A release is one
+round: the public query goes out, each party answers from its own sample, and the noise is where the plan's trust
+puts it. A round that lost a party is used only if a quorum is left; else it is asked again as a new release, paid
+from the plan's spare rounds, and when those are used up the run ends with the names of those who were missing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.federation.aggregate_store import AggregateStore
+from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.rounds import Caller, LostRound, largest_reply
+from quietgrad.federation.transport import Transport
+from quietgrad.federation.wire import Message, encode
+from quietgrad.objectives.base import Objective
+from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.rng import fresh_key, seed_key
+from quietgrad.secure.faults import ProtocolError
+from quietgrad.secure.identity import Identity, Roster
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.ledger import Ledger, Reservation
+
+Floats = npt.NDArray[np.float64]
+
+
+class FederatedCurator:
+    """Coordinates parties that each hold their own records.
+
+    Args:
+        objective: the public loss.
+        transport: how to reach the parties (and servers).
+        timeout: seconds that a party has to answer.
+        ledger, account, cap: the coordinator's own record of what the run releases; each party keeps its own too.
+        identity, roster: who is who, for ``secure="masks"``.
+        folder: keep every aggregate here before it is used, so that a killed run can be resumed.
+        seed: fixed randomness, for tests: the run is then **not private**.
+        tell: is told in words, at once, of every round that went wrong.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        transport: Transport,
+        *,
+        timeout: float = 60.0,
+        ledger: Ledger | str | Path | None = None,
+        account: str = "default",
+        cap: Budget | None = None,
+        identity: Identity | None = None,
+        roster: Roster | None = None,
+        folder: str | Path | None = None,
+        seed: int | None = None,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        if not 0.0 < timeout < math.inf:
+            raise ValueError(f"timeout={timeout!r}: must be a number of seconds > 0.")
+        self.objective, self.transport, self.timeout = objective, transport, timeout
+        self.account, self.cap, self.tell = account, cap, tell
+        self.seeded = seed is not None
+        self._key = fresh_key() if seed is None else seed_key(seed)
+        self._ledger, self._identity, self._roster = ledger, identity, roster
+        self.folder = None if folder is None else Path(folder)
+
+    def open(self, plan: FederatedPlan) -> FederatedSession:
+        """Reserve the plan's whole cost here and at every party, or continue the run kept in the folder."""
+        absent = {*plan.names, *plan.servers} - set(self.transport.parties())
+        if absent:
+            raise ProtocolError(", ".join(sorted(absent)), "cannot be reached by this transport")
+        path = None if self.folder is None else self.folder / "aggregates.bin"
+        public = self._key if self.seeded else os.urandom(32)
+        store = AggregateStore(path, digest=plan.digest, run=os.urandom(16).hex(), public_key=public)
+        caller = Caller(self.transport, self.timeout, largest_reply(plan))
+        faults: dict[str, str] = {}
+        message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
+        ready = caller.call(dict.fromkeys(plan.names, message), faults)
+        if len(ready) < plan.quorum:
+            raise LostRound(faults)
+        held = self._reserve(plan, store)
+        return FederatedSession(plan, self, store, caller, held)
+
+    def _reserve(self, plan: FederatedPlan, store: AggregateStore) -> tuple[Ledger, Reservation] | None:
+        if self._ledger is None or plan.budget is None:
+            return None
+        from quietgrad.privacy.ledger import Ledger
+
+        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
+        found = ledger.find(store.run) if store.resumed else None
+        if found is not None:
+            return ledger, found
+        return ledger, ledger.reserve(
+            self.account,
+            plan.event,
+            delta=plan.budget.delta,
+            relation=plan.budget.relation,
+            run=store.run,
+            cap=self.cap,
+            note=f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}",
+        )
+
+
+def adversary(plan: FederatedPlan) -> str:
+    """Against whom the plan's ε holds, in words."""
+    if plan.trust == "curator":
+        return (
+            "anyone who sees every released number, other parties included; the coordinator sees each party's "
+            "exact sums and is trusted"
+        )
+    if plan.trust == "local":
+        return (
+            "everyone but the party itself: the coordinator and all other parties together; each party adds noise "
+            "for its own records and trusts nobody (ICRL-DP)"
+        )
+    from quietgrad.secure.threat_model import threats
+
+    rows: Mapping[str, str] = dict(threats(plan.terms(max(plan.dims.values()))).rows)
+    return "; ".join(f"{question}: {answer}" for question, answer in rows.items())

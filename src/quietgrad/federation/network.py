@@ -1,0 +1,171 @@
+"""Who does what in a real federation, on any transport: the coordinator's run, a party's and a server's answers.
+
+The coordinator trains and hands the model to everybody at the end; a party checks that the plan proves its promise,
+then answers from its records; a server of a secure sum adds up shares it cannot read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quietgrad.errors import DataError
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.provision import COORDINATOR, Credentials
+from quietgrad.federation.rounds import largest_reply
+from quietgrad.federation.simulation import train
+from quietgrad.federation.toml_plan import PlanFile
+from quietgrad.federation.transport import Bytes, Handler, Transport
+from quietgrad.federation.wire import Message, WireError, decode, encode
+from quietgrad.privacy.budget import Budget
+from quietgrad.secure.faults import ProtocolError
+from quietgrad.secure.identity import Roster
+from quietgrad.training.checkpoint import write_atomically
+from quietgrad.training.result import Result
+
+if TYPE_CHECKING:
+    from quietgrad.data import Dataset
+
+_EVERY = 5.0  # seconds between lines of progress
+
+
+def largest_frame(file: PlanFile) -> int:
+    """The most bytes that anybody may send in one message of this plan."""
+    return largest_reply(file.plan)
+
+
+def coordinate(
+    file: PlanFile,
+    credentials: Credentials,
+    transport: Transport,
+    *,
+    folder: Path,
+    ledger: str | Path | None = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Result:
+    """Train through ``transport``, or continue the interrupted run in ``folder``, and save the model there.
+
+    ``tell`` is told in words of the rounds, now and then, and of every one that went wrong.
+    """
+    check_coordinator(credentials)
+    if (folder / "result.json").exists():
+        raise DataError(f"{folder}: holds a finished run; choose another folder.")
+    curator = FederatedCurator(
+        file.objective, transport, timeout=file.timeout, ledger=ledger, account=account, cap=cap,
+        identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
+        tell=tell,
+    )  # fmt: skip
+    start = file.objective.initial(file.plan.shape)
+    result = train(file.algorithm, curator, file.plan, start, account=account, callback=report_rounds(tell))
+    details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
+    result = replace(result, details=details, data={"name": file.name, "notes": []})
+    result.save(folder)
+    return result
+
+
+def check_coordinator(credentials: Credentials) -> None:
+    """Refuse to coordinate with the keys of somebody else."""
+    if credentials.name != COORDINATOR:
+        raise DataError(f"{credentials.folder}: are the keys of {credentials.name!r}, not the coordinator's.")
+
+
+def party_handler(
+    file: PlanFile,
+    credentials: Credentials,
+    data: Any,
+    *,
+    folder: Path,
+    ledger: str | Path | None = None,
+    account: str = "default",
+    cap: Budget | None = None,
+) -> Handler:
+    """What answers for a party; refuses here if the plan does not prove its promise or the data do not fit it."""
+    if file.budget is not None:
+        file.plan.proves()
+    party = PartyCurator(
+        credentials.name, file.objective, data, file.plan, ledger=ledger, account=account, cap=cap,
+        identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
+    )  # fmt: skip
+    party.check_cap()  # now, and not when the others have paid already
+    return party.handle
+
+
+def server_handler(file: PlanFile, credentials: Credentials) -> Handler:
+    """What answers for a server of a secure sum."""
+    if credentials.name not in file.plan.servers:
+        servers = ", ".join(file.plan.servers) or "none"
+        raise DataError(f"{credentials.name!r} is not a server of this plan; its servers are: {servers}.")
+    roster = _roster(file, credentials)
+    assert roster is not None  # a plan with servers has secure sums
+    return SumMember(file.plan, credentials.identity, roster).handle
+
+
+def parting(result: Result) -> bytearray:
+    """The model and its statement, for everybody who took part; both are released already."""
+    text = np.frombuffer(json.dumps(result.to_json()).encode(), np.uint8)
+    return encode(Message("model", {}, {"params": np.asarray(result.params, np.float64), "result": text}))
+
+
+def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
+    """Write the model that the coordinator handed out; ``False`` if it handed out none."""
+    if not len(data):
+        return False
+    from safetensors.numpy import save as to_bytes
+
+    try:
+        message = decode(data, most=largest_frame(file))
+        statement = json.loads(message.blob("result"))
+        params = message.arrays["params"]
+        if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,):
+            raise WireError("not the model of this plan")
+    except (WireError, ValueError, KeyError) as error:
+        raise ProtocolError(COORDINATOR, f"handed out something that is not a model ({error})") from None
+    if not np.isfinite(params).all():
+        raise ProtocolError(COORDINATOR, "handed out a model with numbers that are not finite")
+    folder.mkdir(parents=True, exist_ok=True)
+    statement = {**statement, "said_by": COORDINATOR}
+    write_atomically(folder / "model.safetensors", to_bytes({"params": params}))
+    write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
+    return True
+
+
+def records(file: PlanFile, path: str | Path) -> Dataset:
+    """A party's table, read as the plan says."""
+    from quietgrad.data import load
+
+    # A party whose records are all of one class is welcome: the others have the rest.
+    data = load(path, train=False, **file.reading)
+    if data.d != file.features:
+        raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
+    return data
+
+
+def report_rounds(tell: Callable[[str], None]) -> Callable[[Any, Any], None]:
+    """A callback that tells now and then how many rounds are complete."""
+    next_line = time.monotonic()
+
+    def callback(state: Any, session: Any) -> None:
+        nonlocal next_line
+        if state.done or time.monotonic() >= next_line:
+            next_line = time.monotonic() + _EVERY
+            lost = sum(session.used.values()) - session.made
+            more = f", {lost} lost" if lost > 0 else ""
+            tell(f"round {session.made} of {session.plan.schedule.releases}{more}")
+
+    return callback
+
+
+def _roster(file: PlanFile, credentials: Credentials) -> Roster | None:
+    if file.plan.trust != "secure":
+        return None
+    return credentials.roster((*file.plan.names, *(file.plan.servers or (COORDINATOR,))))

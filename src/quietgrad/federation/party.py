@@ -1,0 +1,317 @@
+"""One party of a federation: holds its own records, pins the plan it approved, and answers nothing else.
+
+Everything a coordinator may say arrives at :meth:`PartyCurator.handle` as bytes. The party draws its own sample,
+clips, sums, and lets go of the sum only as the plan's trust says: to a trusted curator, under its own noise, or
+inside a secure sum. Its whole cost is in the party's own ledger before the first answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.curators.units import UnitNoise
+from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.federation.journal import Journal
+from quietgrad.federation.members import SecureMember, Stranger
+from quietgrad.federation.party_sampling import Draw, samplers
+from quietgrad.federation.plan import FederatedPlan, Shape
+from quietgrad.federation.queries import flat, off_plan, unpack
+from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode, limit
+from quietgrad.objectives.base import Batch, Objective, Query
+from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.events import PerParty
+from quietgrad.privacy.noise import l2_laplace_for, release_gaussian, release_l2_laplace, sigma_for
+from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
+from quietgrad.sampling import FixedSize
+from quietgrad.secure.faults import ProtocolError
+from quietgrad.vectors import zeros_like
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.ledger import Ledger, Reservation
+    from quietgrad.secure.identity import Identity, Roster
+
+Floats = npt.NDArray[np.float64]
+
+
+class PartyCurator:
+    """A data holder's end of a federation.
+
+    Args:
+        name: this party's name in the plan.
+        objective: the loss, the same for everybody.
+        data: what ``objective.prepare`` takes; refused if unusable, before anything is reserved.
+        plan: the plan this party approved; a coordinator with another one is refused.
+        ledger, account, cap: as in :class:`~quietgrad.curators.central.CentralCurator`; this party's own.
+        identity, roster: who is who, for secure sums.
+        folder: keep a journal here, so that this party can restart within a run; without it a restarted party is
+            charged for the whole plan again.
+        ids: whole numbers that name the records, if all parties share ``key`` and sample by record.
+        key: 32 secret bytes for samples and noise.
+        seed: fixed randomness, for tests: the run is then **not private**.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        objective: Objective,
+        data: Any,
+        plan: FederatedPlan,
+        *,
+        ledger: Ledger | str | Path | None = None,
+        account: str = "default",
+        cap: Budget | None = None,
+        identity: Identity | None = None,
+        roster: Roster | None = None,
+        folder: str | Path | None = None,
+        ids: npt.ArrayLike | None = None,
+        key: bytes | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.name, self.objective, self.plan = name, objective, plan
+        self.records = objective.prepare(data)
+        self._place = plan.index(name)
+        self._check_records()
+        self._ledger, self._account, self._cap = ledger, account, cap
+        self._seeded = seed is not None
+        self._given = seed_key(seed) if seed is not None else key
+        self._key: bytes | None = None
+        self._ids = None if ids is None else np.asarray(ids)
+        self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
+        self._member: SecureMember | None = None
+        if plan.trust == "secure":
+            if identity is None or roster is None:
+                raise ValueError(f"{name}: secure sums need this party's identity and the roster.")
+            self._member = SecureMember(plan, identity, roster, seed)
+        self._zero = zeros_like(objective.initial(self.records))
+        self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
+        self._held: tuple[Ledger, Reservation] | None = None
+        self._samplers: dict[str, Draw] = {}
+        self._run: str | None = None
+        self._reply: bytearray | None = None
+        self._units: UnitNoise | None = None
+
+    def _check_records(self) -> None:
+        shape = Shape(self.records.dim, getattr(self.records, "features", 0))
+        if shape != self.plan.shape:
+            raise DataError(f"{self.name}: records have shape {tuple(shape)}, the plan {tuple(self.plan.shape)}.")
+        size, budget = self.plan.sizes[self._place], self.plan.budget
+        if len(self.records) > 2 * size + 64:
+            raise DataError(f"{self.name}: the plan declares {size} records; declare a number nearer to the truth.")
+        exact = budget is not None and budget.relation is Relation.REPLACE_ONE
+        fixed = any(isinstance(slot.sampling, FixedSize) for slot in self.plan.schedule.slots)
+        if (exact or fixed) and len(self.records) != size:
+            raise DataError(
+                f"{self.name}: the plan is for {size} records and the data has another "
+                "number: under replace-one, or with fixed batches, it must be exact."
+            )
+
+    def check_cap(self) -> None:
+        """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing.
+
+        A run that was interrupted and may be continued is paid for already.
+        """
+        event, budget = self.plan.party_event(self._place, None), self.plan.budget
+        if self._ledger is None or event is None or budget is None or self._journal.interrupted():
+            return
+        from quietgrad.privacy.ledger import Ledger
+
+        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
+        ledger.check_cap(self._account, event, relation=budget.relation, cap=self._cap)
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def handle(self, data: Bytes) -> bytearray:
+        """Answer one message; never raises, and what it says of a failure depends on no record.
+
+        The reply stays as it is until the next call.
+        """
+        try:
+            message = decode(data, most=self._most)
+            self._reply = encode(self._answer(message), self._reply)  # large replies use one buffer again
+            return self._reply
+        except Stranger as refusal:
+            return _refused("stranger", str(refusal))
+        except (BudgetError, DataError) as refusal:
+            return _refused("plan", f"{self.name}: {refusal}")
+        except (ProtocolError, WireError) as refusal:
+            return _refused(
+                "protocol", str(refusal) if isinstance(refusal, ProtocolError) else f"{self.name}: {refusal}"
+            )
+        except QuietgradError as refusal:
+            return _refused("failed", f"{self.name}: {refusal}")
+        except Exception as error:  # its text could carry a record's value
+            return _refused("failed", f"{self.name}: could not answer ({type(error).__name__})")
+
+    def _answer(self, message: Message) -> Message:
+        kind = message.kind
+        if kind == "open":
+            return self._open(message)
+        if self._run is None or message.fields.get("run") != self._run:
+            raise Stranger(self.name, "does not know this run")
+        if kind == "ask":
+            return self._ask(message)
+        if kind == "close":
+            return self._close(message)
+        if self._member is not None and kind in ("hello", "meet", "prepare", "reveal"):
+            return self._member.answer(message)
+        raise ProtocolError("coordinator", f"says {kind!r}, which this party does not understand")
+
+    def _open(self, message: Message) -> Message:
+        """Compare plans, pay, and be ready; opening the same run again continues it."""
+        run = message.fields.get("run")
+        if not isinstance(run, str) or not run.isalnum() or len(run) > 64:
+            raise ProtocolError("coordinator", "gives no name to the run")
+        if message.fields.get("plan") != self.plan.digest:
+            raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
+        if self._run != run:
+            resumed = self._journal.start(run)
+            self._reserve(run, resumed)
+            self._key = self._key_of(run)
+            self._units = None
+            self._run = run
+            self._samplers = samplers(
+                self.plan, self._place, self._key, len(self.records), self._ids, self._journal.draws
+            )
+        return Message("ready", {"run": run, "round": self._journal.last_round, **self.plan.shape.to_json()})
+
+    def _key_of(self, run: str) -> bytes:
+        """A key for this run alone: two runs that drew the same noise would let anyone subtract it."""
+        if self._given is None:
+            return self._journal.key(run) or fresh_key()
+        return self._given if self._seeded else run_key(self._given, run)
+
+    def _reserve(self, run: str, resumed: bool) -> None:
+        event = None if self.plan.budget is None else self.plan.party_event(self._place, None)
+        if self._ledger is None or event is None or self.plan.budget is None:
+            return
+        from quietgrad.privacy.ledger import Ledger
+
+        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
+        held = ledger.find(run) if resumed else None
+        if held is None:
+            held = ledger.reserve(
+                self._account,
+                event,
+                delta=self.plan.budget.delta,
+                relation=self.plan.budget.relation,
+                run=run,
+                cap=self._cap,
+                note=f"{self.plan.algorithm}, party {self.name}",
+            )
+        self._held = (ledger, held)
+
+    # --- one release ------------------------------------------------------------------------------------------
+
+    def _ask(self, message: Message) -> Message:
+        slot, draw, t, rho = self._check_turn(message.fields)
+        packed = message.fields.get("query")
+        arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
+        reason = off_plan(self.plan.templates.get(slot, ()), flat(packed, arrays))
+        if reason is not None:
+            raise BudgetError(f"slot {slot!r}: {reason}; nothing was given.")
+        query = unpack(packed, arrays, self._zero)
+        if isinstance(query, LocalFit):
+            self._check_stability(query)
+        multiplier = self.plan.multiplier(slot, rho)
+        if self._member is not None:
+            self._member.ready(message)
+        # From here on the release counts, whatever happens to the answer.
+        self._journal.record(t, slot, draw, rho)
+        total = self._sum(slot, draw, query)
+        dim = len(total)
+        if self._member is not None:
+            bound = query.bound * self.plan.largest_factor
+            return self._member.submit(message, total / self.plan.scale(multiplier, bound, dim))
+        if self.plan.trust == "local" and multiplier > 0.0:
+            self._add_noise(total, slot, t, query.bound * self.plan.factors[self._place], multiplier)
+        return Message("sum", {"run": self._run, "round": t}, {"total": total})
+
+    def _check_stability(self, fit: LocalFit) -> None:
+        """A fit's noise follows from its claimed sensitivity: prove it here instead of believing it."""
+        proved = local_fit(self.objective, self.plan.n_public, fit.steps, fit.step_size, fit.row_bound)
+        if fit.n != self.plan.n_public or fit.sensitivity < proved.sensitivity * (1.0 - 1e-12):
+            raise BudgetError(f"a fit of sensitivity {fit.sensitivity:g} is asked; it is {proved.sensitivity:g}.")
+
+    def _check_turn(self, fields: Mapping[str, Any]) -> tuple[str, int, int, float | None]:
+        slot, draw, t, rho = (fields.get(name) for name in ("slot", "draw", "round", "rho"))
+        if not isinstance(slot, str) or type(draw) is not int or type(t) is not int:
+            raise ProtocolError("coordinator", "asks without slot, draw and round")
+        limit = self.plan.limit(slot)
+        if t <= self._journal.last_round:
+            raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")
+        if not self._journal.draws(slot) <= draw < limit:
+            raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")
+        if rho is not None:
+            if not isinstance(rho, float) or not rho > 0.0:
+                raise BudgetError(f"rho={rho!r}: must be > 0.")
+            if self.plan.is_private and self._journal.rho + rho > self.plan.event_rho * (1.0 + 1e-12):
+                raise BudgetError(f"rho={rho:g}: more than what is left of the plan's {self.plan.event_rho:g}.")
+        return slot, draw, t, rho
+
+    def _sum(self, slot: str, draw: int, query: Query) -> Floats:
+        dim = query.dim(self.records)
+        out = zeros_like(self._zero) if dim == len(self._zero) else np.zeros(dim)
+        indices = self._samplers[slot](draw)
+        if indices is None or len(indices):
+            query.sum_into(self.objective, Batch(self.records, indices), out)
+        total: Floats = out if isinstance(out, np.ndarray) else out.detach().double().cpu().numpy()
+        factor = self.plan.factors[self._place]
+        if factor != 1.0:
+            total *= factor
+        return np.asarray(total, np.float64)
+
+    def _add_noise(self, total: Floats, slot: str, t: int, bound: float, multiplier: float) -> None:
+        assert self._key is not None
+        if bound == 0.0:
+            return
+        if self.plan.schedule[slot].mechanism == "pure":
+            stream = SecureStream(self._key, f"local/{self.name}/pure/{slot}")
+            release_l2_laplace(total, *l2_laplace_for(1.0 / multiplier, bound, len(total)), stream, t)
+            return
+        if self._units is None:
+            self._units = UnitNoise(self._key, f"local/{self.name}")
+        release_gaussian(total, self._units.row(t, len(total)), *sigma_for(multiplier, bound, len(total)))
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _close(self, message: Message) -> Message:
+        reason = str(message.fields.get("reason", ""))[:200]
+        if self._held is not None:
+            ledger, held = self._held
+            ledger.close(held.id, spent_event=self._spent(), reason=reason, data_dependent=self._whole(message))
+            self._held = None
+        self._journal.finish()
+        self._run = None
+        return Message("closed", {"run": message.fields["run"]})
+
+    def _whole(self, message: Message) -> bool:
+        """Whether the whole plan stays charged: a stop that may have seen data, or a random round."""
+        laws = any(slot.law is not None for slot in self.plan.schedule.slots)
+        return bool(message.fields.get("data_dependent", True)) or self.plan.schedule.adaptive or laws
+
+    def _spent(self) -> Any:
+        counts = {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
+        if self.plan.schedule.composition == "filter" and 0.0 < self._journal.rho < self.plan.event_rho:
+            event = self.plan.filter_event(self._journal.rho)
+            return event.parties[self._place] if isinstance(event, PerParty) else event
+        return self.plan.party_event(self._place, counts if any(counts.values()) else None)
+
+
+def _most_arrays(plan: FederatedPlan) -> int:
+    """The most vectors that a query of the plan carries."""
+    counts = [
+        sum(isinstance(value, list) and value[:1] == ["array"] for value in template.values())
+        for templates in plan.templates.values()
+        for template in templates
+    ]
+    return max([1, *counts])
+
+
+def _refused(code: str, reason: str) -> bytearray:
+    return encode(Message("refused", {"code": code, "reason": reason}))

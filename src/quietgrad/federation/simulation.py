@@ -1,0 +1,233 @@
+"""A whole federation in one process: the real plan, the real messages, the real secure sums, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.weighted_average import WeightedAverage
+from quietgrad.federation.coordinator import FederatedCurator, adversary
+from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.parties import Party, names_of
+from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.plan import FederatedPlan, Shape, Trust
+from quietgrad.federation.planning import federate
+from quietgrad.federation.transport import Handler, Transport
+from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.processes import Processes
+from quietgrad.federation.weights import Weights
+from quietgrad.privacy.budget import Budget
+from quietgrad.secure.identity import Identity, Roster
+from quietgrad.secure.terms import Mode
+from quietgrad.training import Callback, run
+from quietgrad.training.result import Result
+from quietgrad.vectors import Vector
+
+
+def simulate(
+    algorithm: Algorithm,
+    objective: Any,
+    parties: Sequence[Party],
+    *,
+    budget: Budget | None,
+    trust: Trust = "curator",
+    secure: Mode | None = None,
+    weights: Weights = "size",
+    quorum: int | None = None,
+    colluders: int = 1,
+    servers: int | None = None,
+    spare: int = 0,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    start: Vector | None = None,
+    seed: int | None = None,
+    folder: str | Path | None = None,
+    timeout: float = 60.0,
+    faults: Sequence[Fault] = (),
+    processes: bool = False,
+    callback: Callback | None = None,
+    noise_multiplier: float | None = None,
+) -> Result:
+    """Train one model on the records of many parties.
+
+    Args:
+        algorithm: any method that releases sums; on many parties ``DPSRM`` is DDP-SRM (paper 000, Algorithm 2).
+        objective: the loss, the same for everybody.
+        parties: the data holders.
+        budget: the promise to every record of every party; ``None`` adds no noise.
+        trust: ``"curator"`` (the coordinator sees exact sums), ``"secure"`` (nobody does), or ``"local"`` (every
+            party adds its own noise, ICRL-DP).
+        secure: ``"masks"``, ``"servers"`` or ``"mpc"``, with ``trust="secure"``.
+        weights: ``"size"``, ``"equal"`` or one number per party.
+        quorum: complete a round with this many parties at least; all of them unless given.
+        colluders: masks: how many parties may work with the coordinator.
+        servers: how many servers ``secure="servers"`` uses.
+        spare: rounds of each kind reserved to pay for lost ones.
+        ledger, account, cap: the coordinator's record; each :class:`Party` can have its own.
+        seed: fixed randomness for tests; the result is then not private.
+        folder: keep aggregates and the parties' journals here; calling again after an interruption resumes.
+        faults: things that go wrong, for rehearsals.
+        processes: give every party a process of its own.
+
+    >>> import numpy as np, quietgrad as qg
+    >>> from quietgrad.federation import Party, simulate
+    >>> X = np.linspace(-1, 1, 400)[:, None]
+    >>> parties = [Party(X[::2], X[::2, 0] > 0), Party(X[1::2], X[1::2, 0] > 0)]
+    >>> result = simulate(qg.DPGD(steps=5), qg.objectives.Logistic(), parties, budget=qg.Budget(1.0, 1e-5),
+    ...                   trust="secure", secure="masks")
+    >>> result.params.shape, result.privacy.is_private, result.details["trust"]
+    ((1,), True, 'secure')
+    """
+    if isinstance(algorithm, WeightedAverage) and algorithm.noise == "paper":
+        return _as_printed(algorithm, objective, parties, budget, trust, weights, seed)
+    plan, federation = assemble(
+        algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
+        colluders=colluders, servers=servers, spare=spare, seed=seed, folder=folder,
+        noise_multiplier=noise_multiplier,
+    )  # fmt: skip
+    if processes and faults:
+        raise ValueError("faults: are injected in one process only; leave processes out.")
+    transport: Transport = Processes(federation.makers) if processes else InProcess(federation.handlers, faults)
+    curator = FederatedCurator(
+        objective, transport, timeout=timeout, ledger=ledger, account=account, cap=cap,
+        identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
+    )  # fmt: skip
+    declared = all(party.n_public is not None for party in parties)
+    notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
+    x0 = objective.initial(plan.shape) if start is None else start
+    try:
+        return train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes)
+    finally:
+        transport.close()
+
+
+def _as_printed(
+    algorithm: WeightedAverage,
+    objective: Any,
+    parties: Sequence[Party],
+    budget: Budget | None,
+    trust: Trust,
+    weights: Weights,
+    seed: int | None,
+) -> Result:
+    if trust != "curator" or weights not in ("size", "equal"):
+        raise ValueError(
+            "noise='paper': the printed algorithm has a server that sees every model and weights n_j/n "
+            "or 1/m; pass trust='curator' and weights='size' or 'equal'."
+        )
+    from quietgrad.federation.printed_average import reproduce
+
+    tables = [party.data for party in parties]
+    return reproduce(algorithm, objective, tables, budget=budget, weighted=weights == "size", seed=seed)
+
+
+class Federation:
+    """Everybody of a simulated federation, ready to be put behind a transport."""
+
+    def __init__(self, identity: Identity, roster: Roster, makers: dict[str, Callable[[], Handler]]) -> None:
+        self.identity, self.roster, self.makers = identity, roster, makers
+
+    @cached_property
+    def handlers(self) -> dict[str, Handler]:
+        """Everybody in this process."""
+        return {name: make() for name, make in self.makers.items()}
+
+    def again(self, name: str) -> Handler:
+        """A party that restarts: it knows its data, its plan and its folder, and nothing else."""
+        return self.makers[name]()
+
+
+def assemble(
+    algorithm: Algorithm,
+    objective: Any,
+    parties: Sequence[Party],
+    *,
+    seed: int | None = None,
+    folder: str | Path | None = None,
+    **settings: Any,
+) -> tuple[FederatedPlan, Federation]:
+    """The plan for ``parties`` and a handler for each of them; ``settings`` are those of :func:`federate`."""
+    names = names_of(parties)
+    records = objective.prepare(parties[0].data)
+    shape = Shape(records.dim, getattr(records, "features", 0))
+    plan = federate(
+        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape, **settings
+    )
+    coordinator = Identity("coordinator")
+    people = {name: Identity(name) for name in (*names, *plan.servers)}
+    last = [people[name] for name in plan.servers] or [coordinator]
+    roster = Roster.of([*(people[name] for name in names), *last])
+    makers: dict[str, Callable[[], Handler]] = {}
+    for name, party in zip(names, parties, strict=True):
+        makers[name] = partial(
+            _party, name, objective, party.data, plan, ledger=party.ledger, account=party.account, cap=party.cap,
+            secret=people[name].secret_bytes(), roster=roster, folder=folder,
+            ids=party.ids if seed is not None else None, seed=seed,
+        )  # fmt: skip
+    for name in plan.servers:
+        makers[name] = partial(_server, name, plan, people[name].secret_bytes(), roster, seed)
+    return plan, Federation(coordinator, roster, makers)
+
+
+def _party(name: str, *args: Any, secret: bytes, **settings: Any) -> Handler:
+    return PartyCurator(name, *args, identity=Identity(name, secret), **settings).handle
+
+
+def _server(name: str, plan: FederatedPlan, secret: bytes, roster: Roster, seed: int | None) -> Handler:
+    return SumMember(plan, Identity(name, secret), roster, seed=seed).handle
+
+
+def train(
+    algorithm: Algorithm,
+    curator: FederatedCurator,
+    plan: FederatedPlan,
+    x0: Vector,
+    *,
+    account: str | None = None,
+    callback: Callable[..., None] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Result:
+    """Run ``algorithm`` through a federation that is up; the coordinator's whole job, on any transport."""
+    session = curator.open(plan)
+    try:
+        result = run(
+            algorithm, session, np.array(x0) if isinstance(x0, np.ndarray) else x0, callback=callback,
+            account=account, seeded=curator.seeded, notes=notes,
+        )  # fmt: skip
+    except Exception as error:
+        if curator.folder is None:
+            session.close(f"aborted: {error}"[:200], data_dependent=True)
+        raise
+    return _described(result, session, plan)
+
+
+def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -> Result:
+    """The result with what is true of a federation: who was trusted, what the noise cost, who was missing."""
+    notes = (*result.privacy.notes, *session.notes)
+    if plan.is_private and plan.trust == "secure":
+        notes = (
+            f"secure sums by {plan.secure}: noise variance {plan.variance_factor:.4g} times a trusted curator's",
+            *notes,
+        )
+    if plan.local_batches():
+        notes = (plan.local_batches(), *notes)
+    if plan.trust == "curator":
+        notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
+    details = {
+        **result.details,
+        "trust": plan.trust,
+        "secure": plan.secure,
+        "parties": list(plan.names),
+        "sizes": list(plan.sizes),
+        "variance_factor": plan.variance_factor,
+        "lost_rounds": len([1 for _, faults in session.faults if faults]),
+    }
+    return replace(result, privacy=replace(result.privacy, adversary=adversary(plan), notes=notes), details=details)

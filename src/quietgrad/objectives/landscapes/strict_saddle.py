@@ -1,0 +1,227 @@
+"""A quadratic saddle with quartic walls, in any dimension, whose sums cost one pass of counting per batch.
+
+F(x) = ½ Σ λᵢxᵢ² + (w/4) Σ_{i<k} xᵢ⁴ with λᵢ = −γ for i < k and 1 beyond. The origin is a strict saddle of curvature
+−γ; the minima are (±√(γ/w), …, 0, …), where the Hessian is 2γ and 1. A record adds noise to curvature and slope,
+
+    f(x; s, σ, j) = ½(1 + a·s) Σ λᵢxᵢ² + (w/4) Σ_{i<k} xᵢ⁴ + ς·σ·x_j,   s, σ = ±1, j uniform,
+
+so records are of 4d kinds: a batch is counted by kind and summed over kinds in O(d).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.objectives.base import Indices
+from quietgrad.objectives.landscapes.base import Floats, Landscape, Sample, _shortening
+from quietgrad.objectives.rules import Rule
+
+_SIGNS = np.array([-1.0, 1.0])
+_REACH = 1.15  # the domain goes this much beyond the minima, and half as far as they lie in the flat directions
+
+
+@dataclass(frozen=True)
+class StrictSaddle(Landscape):
+    """The strict saddle of paper 003's definitions, with everything about it known.
+
+    Domain: |xᵢ| ≤ 1.15·√(γ/w) in the descending directions and a ball of radius ½√(γ/w) in the others.
+
+    Args:
+        d: dimension.
+        descending: k, the number of directions that lead down.
+        curvature: γ.
+        wall: w.
+        curvature_noise: a.
+        slope_noise: ς.
+
+    >>> hill = StrictSaddle(d=3)
+    >>> hill.population_risk(hill.minimum()), hill.population_risk(hill.saddle())
+    (-0.25, 0.0)
+    >>> round(hill.constants().hessian_lipschitz, 3)
+    6.9
+    """
+
+    d: int = 10
+    descending: int = 1
+    curvature: float = 1.0
+    wall: float = 1.0
+    curvature_noise: float = 0.25
+    slope_noise: float = 0.5
+
+    name: ClassVar[str] = "strict-saddle"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.descending <= self.d:
+            raise ValueError(f"descending={self.descending!r}, d={self.d!r}: must be 1 ≤ descending ≤ d.")
+        for name in ("curvature", "wall"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a finite number > 0.")
+        if not (0.0 <= self.curvature_noise < 1.0 and 0.0 <= self.slope_noise < math.inf):
+            raise ValueError("curvature_noise must be in [0, 1) and slope_noise finite and ≥ 0.")
+
+    @property
+    def dim(self) -> int:
+        return self.d
+
+    @property
+    def radius(self) -> float:
+        return math.hypot(_REACH * math.sqrt(self.descending), 0.5) * self._depth
+
+    @property
+    def _depth(self) -> float:
+        """How far the minima lie along each descending direction."""
+        return math.sqrt(self.curvature / self.wall)
+
+    def inside(self, params: Floats) -> bool:
+        steep, flat = params[: self.descending], params[self.descending :]
+        return bool(np.abs(steep).max() <= _REACH * self._depth and np.linalg.norm(flat) <= 0.5 * self._depth)
+
+    def _moduli(self) -> tuple[float, float, float]:
+        a, gamma, wall, far = self.curvature_noise, self.curvature, self.wall, _REACH * self._depth
+        # |−γ(1±a)x + wx³| on [0, far] peaks inside at √(γ(1+a)/3w) or at the end.
+        turn = math.sqrt(gamma * (1.0 + a) / (3.0 * wall))
+        steep = max(2.0 / 3.0 * gamma * (1.0 + a) * turn, wall * far**3 - gamma * (1.0 - a) * far)
+        flat = 0.5 * (1.0 + a) * self._depth if self.d > self.descending else 0.0
+        lipschitz = math.hypot(steep * math.sqrt(self.descending), flat) + self.slope_noise
+        smoothness = max(gamma * (1.0 + a), 3.0 * wall * far**2 - gamma * (1.0 - a))
+        if self.d > self.descending:
+            smoothness = max(smoothness, 1.0 + a)
+        return lipschitz, smoothness, 6.0 * wall * far
+
+    def saddle(self) -> Floats:
+        return np.zeros(self.d)
+
+    @property
+    def saddle_curvature(self) -> float:
+        return -self.curvature
+
+    def minimum(self) -> Floats:
+        point = np.zeros(self.d)
+        point[: self.descending] = self._depth
+        return point
+
+    def population_risk(self, params: Floats) -> float:
+        steep = params[: self.descending]
+        return 0.5 * float(params @ self._slope(params)) + 0.25 * self.wall * float((steep**4).sum())
+
+    def population_gradient(self, params: Floats) -> Floats:
+        return self._slope(params) + self._push(params)
+
+    def population_hessian_product(self, params: Floats, vector: Floats) -> Floats:
+        return self._curve(params, 0.0) * vector
+
+    def _slope(self, params: Floats) -> Floats:
+        """Λx."""
+        out = params.copy()
+        out[: self.descending] *= -self.curvature
+        return out
+
+    def _push(self, params: Floats) -> Floats:
+        """The gradient of the walls."""
+        out = np.zeros_like(params)
+        out[: self.descending] = self.wall * params[: self.descending] ** 3
+        return out
+
+    def _curve(self, params: Floats, sign: float) -> Floats:
+        """The diagonal of a record's Hessian; ``sign`` 0 gives the population's."""
+        out = self._slope(np.full(self.d, 1.0 + self.curvature_noise * sign))
+        out[: self.descending] += 3.0 * self.wall * params[: self.descending] ** 2
+        return out
+
+    # --- records by kind ----------------------------------------------------------------------------------------
+
+    def _draw(self, n: int, rng: np.random.Generator) -> dict[str, npt.NDArray[Any]]:
+        return {"kind": rng.integers(0, 4 * self.d, n, dtype=np.int32)}
+
+    def _counts(self, records: Sample, indices: Indices | None) -> Floats:
+        """How many records of each kind (s, σ, j)."""
+        if indices is None:
+            if "kind" not in records.totals:
+                records.totals["kind"] = self._counts(records, np.arange(len(records)))
+            return records.totals["kind"]
+        counts = np.bincount(records["kind"][indices], minlength=4 * self.d)
+        return counts.reshape(2, 2, self.d).astype(np.float64)
+
+    def _add(
+        self,
+        records: Sample,
+        indices: Indices | None,
+        params: Floats,
+        previous: Floats,
+        rule: Rule,
+        out: Floats,
+    ) -> None:
+        alpha, beta, first, gamma, second = rule
+        counts = self._counts(records, indices)
+        with np.errstate(over="ignore", invalid="ignore"):
+            slope, push = self._slope(params), self._push(params)
+            if beta:
+                moved = slope - beta * self._slope(previous), push - beta * self._push(previous)
+            else:
+                moved = slope, push
+            out += alpha * self._sum(counts, *moved, (1.0 - beta) * self.slope_noise, first)
+            if gamma:
+                out += gamma * self._sum(counts, slope, push, self.slope_noise, second)
+
+    def _sum(self, counts: Floats, slope: Floats, push: Floats, noise: float, clip: float) -> Floats:
+        """Σ over kinds of count · clip((1 + a·s)·slope + push + noise·σ·e_j)."""
+        total = np.zeros(self.d)
+        for s, by_sign in zip(_SIGNS, counts, strict=True):
+            body = (1.0 + self.curvature_noise * s) * slope + push
+            if not np.isfinite(body).all():
+                continue  # such contributions count as zero
+            squares = body * body
+            # ‖body‖² without its j-th term, by sums from both ends: subtracting would lose digits.
+            rest = np.zeros(self.d)
+            rest[1:] += np.cumsum(squares)[:-1]
+            rest[:-1] += np.cumsum(squares[::-1])[::-1][1:]
+            for sigma, count in zip(_SIGNS, by_sign, strict=True):
+                lengths = np.sqrt(rest + (body + sigma * noise) ** 2)
+                weights = count * _shortening(lengths, clip)
+                total += weights.sum() * body
+                total += (sigma * noise) * weights
+        return total
+
+    def _losses(self, records: Sample, which: Any, params: Floats) -> Floats:
+        s, sigma, j = np.unravel_index(records["kind"][which], (2, 2, self.d))
+        bend, steep = 0.5 * float(params @ self._slope(params)), params[: self.descending]
+        losses: Floats = (1.0 + self.curvature_noise * _SIGNS[s]) * bend
+        losses += 0.25 * self.wall * float((steep**4).sum()) + self.slope_noise * _SIGNS[sigma] * params[j]
+        return losses
+
+    def _gradients(self, records: Sample, which: Any, params: Floats) -> Floats:
+        s, sigma, j = np.unravel_index(records["kind"][which], (2, 2, self.d))
+        rows: Floats = (1.0 + self.curvature_noise * _SIGNS[s])[:, None] * self._slope(params) + self._push(params)
+        rows[np.arange(len(j)), j] += self.slope_noise * _SIGNS[sigma]
+        return rows
+
+    def _hessians(self, records: Sample, which: Any, params: Floats) -> Floats:
+        s = np.unravel_index(records["kind"][which], (2, 2, self.d))[0]
+        both = np.stack([np.diag(self._curve(params, sign)) for sign in _SIGNS])
+        return both[s]
+
+    def add_hessians(
+        self, records: Sample, indices: Indices | None, params: Floats, clip: float, out: Floats
+    ) -> None:
+        for sign, count in zip(_SIGNS, self._counts(records, indices).sum(axis=(1, 2)), strict=True):
+            with np.errstate(over="ignore"):
+                diagonal = self._curve(params, sign)
+            if np.isfinite(diagonal).all():
+                factor = _shortening(np.abs(diagonal).max(keepdims=True), clip)[0]
+                out[np.diag_indices(self.d)] += count * factor * diagonal
+
+    def risk(self, records: Sample, params: Floats) -> float:
+        counts, steep = self._counts(records, None), params[: self.descending]
+        s, sigma, j = (counts.sum(axis=(1, 2)) @ _SIGNS, counts.sum(axis=(0, 2)), counts.sum(axis=0))
+        bend = 0.5 * float(params @ self._slope(params)) * (counts.sum() + self.curvature_noise * s)
+        wall = 0.25 * self.wall * float((steep**4).sum()) * sigma.sum()
+        return float(bend + wall + self.slope_noise * float((_SIGNS @ j) @ params)) / len(records)
+
+    def hessian_product(self, records: Sample, params: Floats, vector: Floats) -> Floats:
+        tilt = float(self._counts(records, None).sum(axis=(1, 2)) @ _SIGNS) / len(records)
+        return self._curve(params, tilt) * vector

@@ -1,0 +1,158 @@
+"""One pass over a batch: run one or two points and gather what every layer contributes.
+
+At two points the previous one runs first. What the current one needs of it is kept layer by layer, as its output
+gradients arrive: per-example vectors where there is room, so that its tape is freed, or the layer's input and
+output gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.objectives.networks.contributions import (
+    Combination,
+    Contribution,
+    Record,
+    Stored,
+    TokenSums,
+    Workspace,
+    Written,
+)
+from quietgrad.objectives.networks.fallback import module_gradients
+from quietgrad.objectives.networks.outer import OuterProducts
+from quietgrad.objectives.networks.tape import (
+    Batch,
+    Call,
+    LossFunction,
+    Unit,
+    backpropagate,
+    replayed_randomness,
+    tensors_of,
+)
+
+__all__ = ["Collector", "Network", "Piece"]
+
+Piece = tuple[slice, Contribution]
+
+
+class Network(NamedTuple):
+    """A module with its loss, and the way from a flat vector to its parameters."""
+
+    module: nn.Module
+    loss_fn: LossFunction
+    unflatten: Callable[[Tensor], dict[str, Tensor]]
+    slices: Mapping[str, slice]
+
+
+class Collector:
+    """Runs one or two points and gathers the contributions of all layers."""
+
+    def __init__(self, network: Network, units: Sequence[Unit], mix: Combination, space: Workspace) -> None:
+        self.network = network
+        self.units = units
+        self.mix = mix
+        self.space = space
+        space.reset()
+        self.pieces: list[Piece] = []
+        self.joint: dict[int, Stored] = {}
+        self.uses: dict[int, int] = {}
+        self.batch: set[int] = set()
+        self.before: dict[tuple[Unit, int], Record | Written | dict[str, Tensor]] = {}
+
+    def collect(self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch) -> list[Piece]:
+        """Contributions of all parameters to the combination of g_i(θ) and g_i(θ′)."""
+        self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
+        with replayed_randomness(theta.device) as rewind:
+            if previous is not None:
+                self._run(previous, x, y, self._remember)
+                rewind()
+            self._run(theta, x, y, self._receive)
+        if self.before:
+            unit, _ = next(iter(self.before))
+            raise RuntimeError(
+                f"layer {unit.name!r} was used at one of the two points only: the module's path depends on its "
+                "parameters. Use PerExampleEngine(..., strategy='functional')."
+            )
+        return self.pieces
+
+    def _run(
+        self, point: Tensor, x: Batch, y: Batch, receive: Callable[[Call, Mapping[str, Tensor]], None]
+    ) -> None:
+        params = self.network.unflatten(point.detach())
+        backpropagate(
+            self.network.module, self.network.loss_fn, params, x, y, self.units,
+            lambda call: receive(call, params), self._count,
+        )  # fmt: skip
+
+    def _count(self, numbers: Mapping[Unit, int]) -> None:
+        self.uses = {}
+        for unit, number in numbers.items():
+            for slot in unit.slots.values():
+                self.uses[slot.start] = self.uses.get(slot.start, 0) + number
+
+    def _remember(self, call: Call, params: Mapping[str, Tensor]) -> None:
+        content: Record | Written | dict[str, Tensor] = self._content(call, params)
+        # A layer that reads the batch itself sees the same input at both points: cheaper taken together.
+        if isinstance(content, Record) and content.input.data_ptr() not in self.batch:
+            assert call.unit.kernel is not None
+            content = call.unit.kernel.remember(content, self.mix, self.space, call.unit.slots)
+        self.before[call.unit, call.number] = content
+
+    def _receive(self, call: Call, params: Mapping[str, Tensor]) -> None:
+        before = self.before.pop((call.unit, call.number)) if self.mix.change else None
+        now = self._content(call, params)
+        if isinstance(now, Record):
+            assert call.unit.kernel is not None
+            assert not isinstance(before, dict)
+            kernel, wanted = call.unit.kernel, call.unit.slots
+            for name, piece in kernel.contributions(now, before, self.mix, self.space, wanted):
+                self._put(call.unit.slots[name], piece)
+            return
+        for name, value in now.items():
+            change = None
+            if before is not None:
+                assert isinstance(before, dict)
+                change = torch.sub(value, before[name], alpha=self.mix.scale)
+            self._put(call.unit.slots[name], self.mix.stored(value, change))
+
+    def _content(self, call: Call, params: Mapping[str, Tensor]) -> Record | dict[str, Tensor]:
+        """What the unit's gradient is made of: input and output gradient, or the fallback's gradients."""
+        dtype = self.space.dtype
+        if call.unit.kernel is None:
+            own = {name: self._own(params, slot) for name, slot in call.unit.slots.items()}
+            return {k: v.to(dtype).flatten(1) for k, v in module_gradients(call, own).items()}
+        (grad,) = call.output_grads
+        assert grad is not None
+        given = call.args[0] if call.args else next(iter(call.kwargs.values()))
+        given, axis = given.detach(), call.unit.input_dims[0]
+        if axis:
+            given, grad = given.movedim(axis, 0), grad.movedim(axis, 0)
+        return Record(given.to(dtype) if given.is_floating_point() else given, grad.to(dtype))
+
+    def _own(self, params: Mapping[str, Tensor], slot: slice) -> Tensor:
+        return next(params[name] for name, where in self.network.slices.items() if where == slot)
+
+    def _put(self, slot: slice, piece: Contribution) -> None:
+        if self.uses[slot.start] == 1:
+            self.pieces.append((slot, piece))
+            return
+        # A parameter that is used several times: its vectors add up before they have a norm.
+        whole = _written_out(piece)
+        if slot.start in self.joint:
+            self.joint[slot.start].join(whole)
+        else:
+            self.joint[slot.start] = whole
+            self.pieces.append((slot, whole))
+
+
+def _written_out(piece: Contribution) -> Stored:
+    if isinstance(piece, OuterProducts):
+        return piece.stored()
+    if isinstance(piece, TokenSums):
+        return piece.dense()
+    assert isinstance(piece, Stored)
+    return piece

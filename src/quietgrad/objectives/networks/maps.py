@@ -1,0 +1,120 @@
+"""How linear and convolution layers see their weight as a matrix: inputs as columns, output gradients as rows."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Convolution", "LinearMap"]
+
+_CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
+
+
+class LinearMap:
+    """A linear layer on vectors or sequences; see :class:`~quietgrad.objectives.networks.outer.OuterLayer`."""
+
+    channel_dim = -1
+    groups = 1
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.shape = (module.out_features, module.in_features)
+
+    def columns(self, inputs: Tensor) -> Tensor:
+        return inputs.flatten(1, -2).mT if inputs.dim() > 2 else inputs.unsqueeze(2)
+
+    rows = columns
+
+    def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
+        torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
+
+    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
+        return (grads.flatten(0, -2).T @ inputs.flatten(0, -2)).flatten()
+
+    def block(self, inputs: Tensor, families: int) -> int:
+        return max(1, 4 * _CACHE // (families * prod(self.shape) * inputs.element_size()))
+
+
+class Convolution:
+    """A convolution in any number of dimensions; see :class:`~quietgrad.objectives.networks.outer.OuterLayer`."""
+
+    channel_dim = 1
+
+    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+        weight = module.weight
+        self.groups = module.groups
+        self.shape = (weight.shape[0], weight[0].numel())
+        self.kernel = tuple(weight.shape[2:])
+        self.stride, self.dilation = module.stride, module.dilation
+        self.mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        self.padding = tuple(module._reversed_padding_repeated_twice)
+        before, after = self.padding[::-2], self.padding[-2::-2]
+        self.built_in = before if self.mode == "constant" and before == after else None
+        # oneDNN works in blocks of 16 channels; there, if it has positions enough to be worth it, one
+        # convolution with a group per example is fastest.
+        self.blocked = module.groups == 1 and all(c % 16 == 0 for c in weight.shape[:2])
+
+    def _grouped(self, inputs: Tensor) -> bool:
+        return self.blocked and inputs[0, 0].numel() >= 256 * prod(self.stride)
+
+    def _padded(self, inputs: Tensor) -> Tensor:
+        return F.pad(inputs, self.padding, self.mode) if any(self.padding) else inputs
+
+    def columns(self, inputs: Tensor) -> Tensor:
+        x = self._padded(inputs)
+        examples, channels, *sizes = x.shape
+        axes = list(zip(sizes, self.kernel, self.stride, self.dilation, x.stride()[2:], strict=True))
+        places = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d, _ in axes]
+        strides = [d * step for *_, d, step in axes] + [s * step for _, _, s, _, step in axes]
+        patches = x.as_strided(
+            (examples, channels, *self.kernel, *places), (*x.stride()[:2], *strides), x.storage_offset()
+        )
+        return patches.reshape(examples * self.groups, self.shape[1], prod(places))
+
+    def rows(self, grads: Tensor) -> Tensor:
+        if self.groups == 1:
+            return grads.flatten(2)
+        families = grads.shape[1] // self.shape[0]
+        examples, fan_out = len(grads), self.shape[0] // self.groups
+        split = grads.reshape(examples, families, self.groups, fan_out, -1).transpose(1, 2)
+        return split.reshape(examples * self.groups, families * fan_out, -1)
+
+    def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
+        if self._grouped(inputs):
+            examples, outputs = grads.shape[:2]
+            weight = self._backward(
+                grads.reshape(1, -1, *grads.shape[2:]),
+                inputs.flatten(0, 1).unsqueeze(0),
+                inputs.new_empty((examples * outputs, inputs.shape[1], *self.kernel)),
+                examples,
+            )
+            out.copy_(weight.view_as(out))
+        elif self.groups == 1:
+            torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
+        else:
+            block = torch.bmm(self.rows(grads), self.columns(inputs).mT)
+            block = block.view(len(grads), self.groups, -1, self.shape[0] // self.groups, self.shape[1])
+            out.copy_(block.transpose(1, 2).reshape(out.shape))
+
+    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
+        weight = inputs.new_empty((self.shape[0], inputs.shape[1] // self.groups, *self.kernel))
+        return self._backward(grads, inputs, weight, self.groups).flatten()
+
+    def _backward(self, grads: Tensor, inputs: Tensor, weight: Tensor, groups: int) -> Tensor:
+        none = (0,) * len(self.kernel)
+        padding = self.built_in
+        if padding is None:
+            inputs, padding = self._padded(inputs), none
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+            grads, inputs, weight, None, self.stride, padding, self.dilation, False, none, groups,
+            [False, True, False],
+        )  # fmt: skip
+        return gradients[1]
+
+    def block(self, inputs: Tensor, families: int) -> int:
+        if self._grouped(inputs):
+            return 64
+        positions = inputs[0, 0].numel() // prod(self.stride) * self.groups
+        return max(1, _CACHE // (self.shape[1] * positions * inputs.element_size()))

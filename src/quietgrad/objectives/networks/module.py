@@ -1,0 +1,255 @@
+"""A torch module as an objective: every algorithm of :mod:`quietgrad.algorithms` trains it unchanged.
+
+The parameters are one flat vector θ; fᵢ(θ) is the loss of example i. Clipped sums come from the per-example engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Indices, NoRegularizer, Regularizer
+from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
+from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe, replayable_randomness
+from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length
+
+__all__ = ["ModuleObjective"]
+
+_MOST_AT_ONCE = 1024  # examples per pass unless micro_batch says otherwise
+
+# What one record did wrong is itself private: the log stays on this machine, and is silent unless someone who
+# may see the data attaches a handler.
+private_log = logging.getLogger("quietgrad.private")
+private_log.addHandler(logging.NullHandler())
+private_log.propagate = False
+
+
+class ModuleObjective:
+    """F(θ) = (1/n) Σᵢ loss_fn(module_θ(xᵢ), yᵢ) + r(θ).
+
+    Args:
+        module: any torch module whose examples do not mix.
+        loss_fn: loss_fn(output, y) → one loss per example, such as ``nn.CrossEntropyLoss(reduction="none")``.
+        regularizer: a public term r.
+        micro_batch: examples per pass. A larger batch is a virtual one: its sums add up over passes.
+        memory_budget, strategy: as in :class:`~quietgrad.objectives.networks.engine.PerExampleEngine`.
+        collate_fn: makes (x, y) of a list of samples.
+
+    >>> from quietgrad import Budget, DPSRM, minimize
+    >>> objective = ModuleObjective(nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="none"))
+    >>> data = torch.randn(200, 3), torch.randint(0, 2, (200,))
+    >>> result = minimize(objective, data, DPSRM(steps=3, batch_size=20), budget=Budget(1.0, 1e-5))
+    >>> result.params.shape
+    torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        regularizer: Regularizer | None = None,
+        micro_batch: int | None = None,
+        memory_budget: float = 256e6,
+        strategy: Strategy = "auto",
+        collate_fn: Collate | None = None,
+    ) -> None:
+        if micro_batch is not None and micro_batch < 1:
+            raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None.")
+        self.engine = PerExampleEngine(module, loss_fn, memory_budget=memory_budget, strategy=strategy)
+        self.regularizer: Regularizer = NoRegularizer() if regularizer is None else regularizer
+        self.micro_batch = micro_batch or _MOST_AT_ONCE
+        self.collate_fn = collate_fn
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; its parameters stand still while θ moves, until :meth:`write_back`."""
+        return self.engine.module
+
+    def __repr__(self) -> str:
+        # A resumed run compares this: all that a clipped sum depends on besides θ and the examples.
+        engine = self.engine
+        loss = getattr(engine.loss_fn, "__qualname__", None) or repr(engine.loss_fn)
+        return (
+            f"ModuleObjective({engine.module}, {loss}, {self.regularizer}, {engine.names}, {engine.dtype}, "
+            f"{engine.device}, micro_batch={self.micro_batch}, memory_budget={engine.memory_budget}, "
+            f"threads={torch.get_num_threads()}, training={engine.module.training})"
+        )
+
+    def prepare(self, data: Any) -> Examples:
+        """Check examples, module and loss on two made-up examples, before anything is reserved."""
+        module = self.module
+        fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
+        examples = examples_of(data, self.engine.dim, self.collate_fn, (*fixed, *module.buffers()))
+        x, y = (self._on_device(part) for part in probe(examples))
+        with replayable_randomness(b"prepare"):
+            self._refuse_unused_parameters(x, y)
+            theta = self.initial(examples)
+            self.engine.add_clipped_gradients(theta, x, y, 1.0, torch.zeros_like(theta))
+        return examples
+
+    def initial(self, records: Examples) -> Tensor:
+        """The module's parameters as they are."""
+        return self.engine.flatten(dict(self.module.named_parameters()))
+
+    def write_back(self, params: Tensor) -> None:
+        """Put θ into the module."""
+        own = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, value in self.engine.unflatten(params.to(self.engine.device)).items():
+                own[name].copy_(value)
+
+    def add_gradients(
+        self, records: Examples, indices: Indices | None, params: Tensor, clip: float, out: Tensor
+    ) -> None:
+        """out += Σ clip_C(∇fᵢ(θ))."""
+        engine = self.engine
+        self._sum(records, indices, (params,), lambda x, y: engine.add_clipped_gradients(params, x, y, clip, out))
+
+    def add_differences(
+        self,
+        records: Examples,
+        indices: Indices | None,
+        params: Tensor,
+        previous: Tensor,
+        clip: float,
+        out: Tensor,
+    ) -> None:
+        """out += Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′))."""
+        if clip == 0.0:
+            return
+        engine = self.engine
+        self._sum(
+            records, indices, (params, previous),
+            lambda x, y: engine.add_clipped_differences(params, previous, x, y, clip, out),
+        )  # fmt: skip
+
+    def add_momentum(
+        self,
+        records: Examples,
+        indices: Indices | None,
+        params: Tensor,
+        previous: Tensor,
+        gamma: float,
+        clip: float,
+        difference_clip: float,
+        out: Tensor,
+    ) -> None:
+        """out += Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]."""
+        if difference_clip == 0.0:
+            total = torch.zeros_like(out)
+            self.add_gradients(records, indices, params, clip, total)
+            out.add_(total, alpha=gamma)
+            return
+        engine = self.engine
+        self._sum(
+            records, indices, (params, previous),
+            lambda x, y: engine.add_recursive_momentum(params, previous, x, y, gamma, clip, difference_clip, out),
+        )  # fmt: skip
+
+    def add_joint_momentum(
+        self,
+        records: Examples,
+        indices: Indices | None,
+        params: Tensor,
+        previous: Tensor,
+        gamma: float,
+        clip: float,
+        out: Tensor,
+    ) -> None:
+        """out += Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′))."""
+        engine = self.engine
+        self._sum(
+            records, indices, (params, previous),
+            lambda x, y: engine.add_joint_momentum(params, previous, x, y, gamma, clip, out),
+        )  # fmt: skip
+
+    def loss_sum(self, records: Examples, indices: Indices | None, params: Tensor, bound: float) -> float:
+        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
+        total = 0.0
+        for losses in self._losses(records, indices, params):
+            total += float(losses.double().nan_to_num(nan=bound).clamp(0.0, bound).sum())
+        return total
+
+    def risk(self, records: Examples, params: Tensor) -> float:
+        """F(θ) in evaluation mode, with the regulariser: not private."""
+        with evaluating(self.module):
+            total = sum(float(losses.double().sum()) for losses in self._losses(records, None, params))
+        return total / len(records) + self.regularizer.value(params)
+
+    def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
+        """∇F(θ) without clipping, in evaluation mode: not private."""
+        total = torch.zeros_like(params)
+        with evaluating(self.module):
+            self.add_gradients(records, None, params, float("inf"), total)
+        total /= len(records)
+        total += self.regularizer.gradient(params)
+        return total
+
+    def _sum(
+        self,
+        records: Examples,
+        indices: Indices | None,
+        points: tuple[Tensor, ...],
+        add: Callable[[Batch, Batch], Tensor],
+    ) -> None:
+        broken = 0
+        with replayable_randomness(*_causes(indices, points)):
+            for x, y in records.parts(indices, self.micro_batch):
+                norms = add(self._on_device(x), self._on_device(y))
+                broken += int((~norms.isfinite()).reshape(len(norms), -1).any(1).sum())
+        if broken:
+            private_log.info("%d contributions of a release were not finite and counted as zero", broken)
+
+    def _losses(self, records: Examples, indices: Indices | None, params: Tensor) -> Iterator[Tensor]:
+        with replayable_randomness(*_causes(indices, (params,))):
+            for x, y in records.parts(indices, self.micro_batch):
+                yield self.engine.losses(params, self._on_device(x), self._on_device(y))
+
+    def _on_device(self, batch: Batch) -> Batch:
+        device = self.engine.device
+        return batch.to(device) if isinstance(batch, Tensor) else tuple(part.to(device) for part in batch)
+
+    def _refuse_unused_parameters(self, x: Batch, y: Batch) -> None:
+        params = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        with torch.enable_grad():
+            output = self.module(x) if isinstance(x, Tensor) else self.module(*x)
+            losses = self.engine.loss_fn(output, y)
+            if losses.shape != (batch_length(x),):
+                raise DataError(
+                    f"loss_fn returned shape {tuple(losses.shape)} for {batch_length(x)} examples: it must return "
+                    "one loss per example. Do not average or sum over the batch: use reduction='none'."
+                )
+            gradients: Sequence[Tensor | None] = [None] * len(params)
+            if losses.requires_grad:
+                gradients = torch.autograd.grad(losses.sum(), list(params.values()), allow_unused=True)
+        unused = [name for name, gradient in zip(params, gradients, strict=True) if gradient is None]
+        if unused:
+            raise DataError(
+                f"parameter {unused[0]!r} has no gradient: the loss does not depend on it, and noise alone would "
+                "move it. Freeze it with requires_grad_(False), or remove it."
+            )
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode; afterwards each layer as it was."""
+    training = [layer for layer in module.modules() if layer.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True
+
+
+def _causes(indices: Indices | None, points: tuple[Tensor, ...]) -> list[bytes]:
+    chosen = b"all" if indices is None else np.ascontiguousarray(indices).tobytes()
+    return [chosen, *(point.detach().cpu().numpy().tobytes() for point in points)]

@@ -1,0 +1,204 @@
+"""The tape: one forward and one backward pass that hand out each layer's input and output gradient.
+
+The parameters are plain tensors without gradient, so the backward pass computes no weight gradients: it
+stops at the layers' outputs, where a hook passes (a, b) on the moment b is known. Whoever receives them can
+use and free them at once; nothing is kept for a second pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from quietgrad.objectives.networks.layers import Kernel
+
+__all__ = ["Batch", "Call", "LossFunction", "Unit", "backpropagate", "batch_length", "hooked", "per_example_losses",
+           "replayed_randomness", "select", "tensors_of"]  # fmt: skip
+
+Batch = Tensor | tuple[Tensor, ...]
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Unit:
+    """A layer with trainable parameters: where they lie in the flat vector, and who computes them."""
+
+    def __init__(self, name: str, module: nn.Module, slots: Mapping[str, slice], kernel: Kernel | None) -> None:
+        self.name = name
+        self.module = module
+        self.slots = slots
+        self.kernel = kernel
+        self.input_dims: tuple[int | None, ...] = (0,)
+        self.output_dims: tuple[int | None, ...] = (0,)
+
+
+class Call:
+    """One call of a unit in the forward pass, with the output gradients as they arrive."""
+
+    def __init__(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int):
+        self.unit = unit
+        self.number = number
+        self.args = args
+        self.kwargs = kwargs
+        self.output_grads: list[Tensor | None] = [None] * outputs
+        self._versions = [t._version for t in tensors_of((args, kwargs))]
+
+    def unchanged(self) -> bool:
+        """False if an in-place operation has overwritten an input since the call."""
+        return self._versions == [t._version for t in tensors_of((self.args, self.kwargs))]
+
+
+class _Root(torch.autograd.Function):
+    """Give a tensor without history one, in place, so that later in-place operations stay legal."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@contextmanager
+def hooked(units: Sequence[Unit], enter: Callable[..., Any] | None, leave: Callable[..., Any]) -> Iterator[None]:
+    """Call enter(unit, args, kwargs) and leave(unit, args, kwargs, output) around every call of a unit."""
+    handles = []
+    try:
+        for unit in units:
+            if enter is not None:
+                handles.append(unit.module.register_forward_pre_hook(_bound(enter, unit), with_kwargs=True))
+            # First in line: the layer's own output, before any hook of the user's replaces it.
+            handles.append(unit.module.register_forward_hook(_bound(leave, unit), with_kwargs=True, prepend=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _bound(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
+    return lambda module, *rest: function(unit, *rest)
+
+
+def backpropagate(
+    module: nn.Module,
+    loss_fn: LossFunction,
+    params: Mapping[str, Tensor],
+    x: Batch,
+    y: Batch,
+    units: Sequence[Unit],
+    receive: Callable[[Call], None],
+    counted: Callable[[Mapping[Unit, int]], None] | None = None,
+) -> Tensor:
+    """Run the module and give `receive` every call of a kernel unit once its output gradient is known.
+
+    Calls of units without a kernel are received after the backward pass, when all their outputs' gradients
+    have arrived. `counted` is told between the passes how often each unit was called.
+    Returns the losses, one per example.
+    """
+    first = next(iter(params.values()))
+    anchor = torch.zeros((), device=first.device, dtype=first.dtype, requires_grad=True)
+    numbers: Counter[Unit] = Counter()
+    calls: list[Call] = []
+
+    root: Callable[[Tensor, Tensor], Tensor] = _Root.apply
+
+    def leave(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        outputs: list[Any] = tensors_of(output)
+        call = Call(unit, numbers[unit], args, kwargs, len(outputs))
+        numbers[unit] += 1
+        calls.append(call)
+        for place, tensor in enumerate(outputs):
+            if not tensor.is_floating_point():
+                continue
+            if not tensor.requires_grad:
+                root(tensor, anchor)  # in place: the caller holds the same object
+            tensor.register_hook(_arrival(call, place, receive))
+        return None
+
+    with torch.enable_grad(), hooked(units, None, leave):
+        losses = per_example_losses(loss_fn, functional_call(module, dict(params), _args(x)), x, y)
+        if counted is not None:
+            counted(numbers)
+        late = [call for call in calls if call.unit.kernel is None]
+        calls.clear()  # from here on only the hooks hold the inputs, and they let go one by one
+        if losses.requires_grad:
+            torch.autograd.grad(losses.sum(), anchor, allow_unused=True)
+    with torch.no_grad():
+        for call in late:
+            if any(grad is not None for grad in call.output_grads):
+                receive(call)
+    return losses.detach()
+
+
+def _arrival(call: Call, place: int, receive: Callable[[Call], None]) -> Callable[[Tensor], None]:
+    def hook(grad: Tensor) -> None:
+        if not call.unchanged():
+            raise RuntimeError(
+                f"layer {call.unit.name!r}: its input was changed in place after the call. Use the "
+                "out-of-place operation, or PerExampleEngine(..., strategy='functional')."
+            )
+        call.output_grads[place] = grad
+        if call.unit.kernel is not None:
+            receive(call)
+            call.args, call.kwargs, call.output_grads = (), {}, []
+
+    return hook
+
+
+def per_example_losses(loss_fn: LossFunction, output: Any, x: Batch, y: Batch) -> Tensor:
+    """loss_fn(output, y), refused unless it is one number per example."""
+    losses = loss_fn(output, y)
+    examples = batch_length(x)
+    if losses.shape != (examples,):
+        raise ValueError(
+            f"loss_fn returned shape {tuple(losses.shape)} for {examples} examples: it must return one loss per "
+            f"example, shape ({examples},). Do not average or sum over the batch (reduction='none'); average "
+            "over an example's own positions if it has several."
+        )
+    return losses
+
+
+@contextmanager
+def replayed_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Yield a function that rewinds torch's generators to where they were: the same dropout masks again."""
+    cpu = torch.get_rng_state()
+    other = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def rewind() -> None:
+        torch.set_rng_state(cpu)
+        if other is not None:
+            torch.cuda.set_rng_state(other, device)
+
+    yield rewind
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value for tensor in tensors_of(item)]
+
+
+def batch_length(x: Batch) -> int:
+    """Number of examples."""
+    return len(x if isinstance(x, Tensor) else x[0])
+
+
+def select(x: Batch, index: slice | Tensor) -> Batch:
+    """Some of the examples."""
+    return x[index] if isinstance(x, Tensor) else tuple(part[index] for part in x)
+
+
+def _args(x: Batch) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x

@@ -1,0 +1,1 @@
+"""Linear models of tables: one declaration per loss, compiled sums, private moments."""

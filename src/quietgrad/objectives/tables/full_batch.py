@@ -1,0 +1,106 @@
+"""Scores of a whole table and sums over it, a block at a time: BLAS or scipy.sparse, no compiler.
+
+A linear model sees the row x̃ᵢ = (aᵢ·s∘(xᵢ−m), c) of a :class:`~quietgrad.objectives.tables.table.Table`; here the
+shift, scale, shortening and intercept are applied to weights and sums instead of to rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quietgrad.objectives.base import Indices
+from quietgrad.objectives.rules import Rule
+from quietgrad.objectives.tables.table import Floats, Table
+
+
+class Block(NamedTuple):
+    """Some records: which, their raw features, and what their rows are shortened by (``None``: nothing)."""
+
+    which: Any
+    rows: Any
+    factors: Floats | None
+
+
+def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]:
+    """All records, or those at ``indices``, a few MB at a time."""
+    for which, rows in records.blocks(indices):
+        yield Block(which, rows, records.factors[which, None] if records.factors.size else None)
+
+
+class Lifted(NamedTuple):
+    """(U, o, k) such that a raw row x with factor a scores a(xU + o) + k."""
+
+    weights: Floats
+    offset: Floats
+    constant: Floats
+
+    def scores(self, block: Block) -> Floats:
+        """θᵀx̃ of each record of the block, (records, outputs)."""
+        scores: Floats = block.rows @ self.weights
+        scores += self.offset
+        if block.factors is not None:
+            scores *= block.factors
+        scores += self.constant
+        return scores
+
+
+def lift(records: Table, params: Floats) -> Lifted:
+    """The parameters as they act on raw rows."""
+    if len(params) != records.dim:
+        raise ValueError(f"params: has {len(params)} numbers, must have {records.dim} for these records.")
+    matrix = params.reshape(-1, records.outputs)
+    weights = matrix[: records.features]
+    constant = records.intercept * matrix[-1] if records.intercept else np.zeros(records.outputs)
+    if records.transform is None:
+        return Lifted(weights, np.zeros(records.outputs), constant)
+    weights = records.transform.apply(weights)
+    return Lifted(weights, -(records.transform.shift @ weights), constant)
+
+
+class RowSum:
+    """Σ rᵢ ⊗ x̃ᵢ, gathered block by block."""
+
+    def __init__(self, records: Table) -> None:
+        self._records = records
+        self._raw = np.zeros((records.features, records.outputs))
+        self._shortened, self._total = np.zeros(records.outputs), np.zeros(records.outputs)
+
+    def add(self, block: Block, residuals: Floats) -> None:
+        """Add the block's records with their r, (records, outputs)."""
+        self._total += residuals.sum(axis=0)
+        if block.factors is not None:
+            residuals = residuals * block.factors
+        self._shortened += residuals.sum(axis=0)
+        self._raw += block.rows.T @ residuals
+
+    def result(self) -> Floats:
+        """The sum, as long as the parameters."""
+        raw, records = self._raw, self._records
+        if records.transform is not None:
+            raw = records.transform.apply(raw - np.outer(records.transform.shift, self._shortened))
+        if records.intercept:
+            raw = np.concatenate([raw, records.intercept * self._total[None]])
+        return raw.ravel()
+
+
+def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: Rule) -> Floats:
+    """α·clip_A(r − βr′) + γ·clip_B(r), the clips acting on ‖r‖‖x̃‖; ``before`` is r′, ``None`` if β = 0."""
+    alpha, beta, first, gamma, second = rule
+    moved = residuals if before is None else residuals - beta * before
+    combined = alpha * _clipped(moved, norms, first)
+    if gamma:
+        combined += gamma * _clipped(residuals, norms, second)
+    return combined
+
+
+def _clipped(residuals: Floats, norms: Floats, clip: float) -> Floats:
+    """Shorten each row so that ‖r‖·norm ≤ clip; what is not finite becomes zero."""
+    lengths = np.abs(residuals[:, 0]) if residuals.shape[1] == 1 else np.linalg.norm(residuals, axis=1)
+    lengths = lengths * norms
+    factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip)
+    clipped: Floats = residuals * factors[:, None]
+    clipped[~np.isfinite(lengths)] = 0.0
+    return clipped

@@ -1,0 +1,343 @@
+"""Compiled sums over an index batch: one pass over each row, one call per release. Importing this imports numba.
+
+A kernel reads the ``packed`` view of a :class:`~quietgrad.objectives.tables.table.Table` and adds to ``out``
+Σ [α·clip_A(rᵢ − βrᵢ′) + γ·clip_B(rᵢ)] ⊗ x̃ᵢ. Features may be float32; every sum is float64. Only inner products
+may be reassociated; nothing may assume that numbers are finite, for that is what protects the others from one
+broken record.
+
+All in one file: numba's cache is renewed when a function's own file changes, not when one it calls does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+LOGISTIC, HUBER, SQUARED, HINGE = 1, 2, 3, 4
+_TILE = 32  # rows asked for ahead: random rows of a sparse table are cache misses, and waiting for each costs most
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Decorator = Callable[[_Function], _Function]
+
+_SUM: _Decorator[Any] = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+_EXACT: _Decorator[Any] = njit(cache=True, nogil=True, error_model="numpy")
+_means: Callable[[Any], _Decorator[Any]] = partial(overload, strict=False)  # lambdas carry no annotations
+_emits: _Decorator[Any] = intrinsic
+
+# A dense table is the tuple (X,), a sparse one (indptr, indices, data). These three say what an entry is; all
+# that follows is written once and compiled for whichever it meets.
+
+
+def _span(rows: Any, i: int) -> Any:
+    """First entry of row i and the one after its last."""
+
+
+def _column(rows: Any, p: int) -> Any:
+    """The feature that entry p belongs to."""
+
+
+def _value(rows: Any, i: int, p: int) -> Any:
+    """The number at entry p of row i."""
+
+
+@_means(_span)
+def _span_of(rows: Any, i: Any) -> Any:
+    if len(rows) == 1:
+        return lambda rows, i: (0, rows[0].shape[1])
+    return lambda rows, i: (rows[0][i], rows[0][i + 1])
+
+
+@_means(_column)
+def _column_of(rows: Any, p: Any) -> Any:
+    return (lambda rows, p: p) if len(rows) == 1 else (lambda rows, p: rows[1][p])
+
+
+@_means(_value)
+def _value_of(rows: Any, i: Any, p: Any) -> Any:
+    return (lambda rows, i, p: rows[0][i, p]) if len(rows) == 1 else (lambda rows, i, p: rows[2][p])
+
+
+@_emits
+def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of array[index] without waiting for it."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array_type, index_type = signature.args
+        view = context.make_array(array_type)(context, builder, arguments[0])
+        position = context.cast(builder, arguments[1], index_type, types.intp)
+        pointer = builder.bitcast(builder.gep(view.data, [position]), ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", (), ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        )
+        builder.call(prefetch, [pointer, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), emit
+
+
+def _fetch_span(rows: Any, i: int) -> Any:
+    """Start loading what says where row i lies."""
+
+
+def _fetch_row(rows: Any, i: int) -> Any:
+    """Start loading row i."""
+
+
+@_means(_fetch_span)
+def _fetch_span_of(rows: Any, i: Any) -> Any:
+    return (lambda rows, i: None) if len(rows) == 1 else (lambda rows, i: _prefetch(rows[0], i))
+
+
+@_means(_fetch_row)
+def _fetch_row_of(rows: Any, i: Any) -> Any:
+    def sparse(rows: Any, i: Any) -> Any:
+        for p in range(rows[0][i], rows[0][i + 1] + 7, 8):
+            _prefetch(rows[1], p)
+            _prefetch(rows[2], p)
+
+    return (lambda rows, i: None) if len(rows) == 1 else sparse  # dense rows need no hint
+
+
+@_EXACT
+def _clipped(r: float, limit: float) -> float:
+    """r brought into [−limit, limit]; zero if it is not finite."""
+    if not abs(r) < math.inf:
+        return 0.0
+    return limit if r > limit else (-limit if r < -limit else r)
+
+
+@_EXACT
+def _residual(code: int, knob: float, score: float, y: float) -> float:
+    """∂f/∂score for one record."""
+    if code == LOGISTIC:
+        e = math.exp(-abs(score))
+        return (1.0 if score >= 0.0 else e) / (1.0 + e) - y
+    if code == HUBER:
+        r = score - y
+        return knob if r > knob else (-knob if r < -knob else r)
+    if code == SQUARED:
+        return score - y
+    sign = 2.0 * y - 1.0
+    gap = (1.0 - sign * score) / knob
+    return -sign * (1.0 if gap > 1.0 else (0.0 if gap < 0.0 else gap))
+
+
+@_SUM
+def _score(rows: Any, i: int, u: Any) -> float:
+    """⟨xᵢ, u⟩."""
+    start, stop = _span(rows, i)
+    a = 0.0
+    for p in range(start, stop):
+        a += _value(rows, i, p) * u[_column(rows, p)]
+    return a
+
+
+@_SUM
+def _two_scores(rows: Any, i: int, u: Any, v: Any) -> tuple[float, float]:
+    """⟨xᵢ, u⟩ and ⟨xᵢ, v⟩ in one pass."""
+    start, stop = _span(rows, i)
+    a = 0.0
+    b = 0.0
+    for p in range(start, stop):
+        x = _value(rows, i, p)
+        j = _column(rows, p)
+        a += x * u[j]
+        b += x * v[j]
+    return a, b
+
+
+@_EXACT
+def _lifted(params: Any, features: int, shift: Any, scale: Any) -> tuple[Any, float]:
+    """(u, o) such that s∘(x−m) scores ⟨x, u⟩ + o."""
+    u = params[:features].copy()
+    offset = 0.0
+    for j in range(scale.size):
+        u[j] *= scale[j]
+        offset -= shift[j] * u[j]
+    return u, offset
+
+
+@_EXACT
+def add_scalar(
+    table: Any, batch: Any, code: int, knob: float, params: Any, previous: Any, rule: Any, out: Any
+) -> None:
+    """Add the batch's clipped contributions for a loss of one score."""
+    rows, y, norms, factors, shift, scale, column = table
+    alpha, beta, first, gamma, second = rule
+    features = out.size - (1 if column != 0.0 else 0)
+    u, offset = _lifted(params, features, shift, scale)
+    constant = column * params[-1] if column != 0.0 else 0.0
+    v, other_offset, other_constant = u, offset, constant
+    if beta != 0.0:
+        v, other_offset = _lifted(previous, features, shift, scale)
+        other_constant = column * previous[-1] if column != 0.0 else 0.0
+    total = 0.0
+    shortened = 0.0
+    now = np.empty(_TILE)
+    before = np.empty(_TILE)
+    for begin in range(0, batch.size, _TILE):
+        tile = batch[begin : begin + _TILE]
+        for i in tile:
+            if i < 0 or i >= y.size:
+                raise IndexError("batch: an index lies outside the table")
+            _fetch_span(rows, i)
+            _prefetch(y, i)
+            _prefetch(norms, i)
+        for i in tile:
+            _fetch_row(rows, i)
+        if beta != 0.0:
+            for k in range(tile.size):
+                now[k], before[k] = _two_scores(rows, tile[k], u, v)
+        else:
+            for k in range(tile.size):
+                now[k] = _score(rows, tile[k], u)
+        for k in range(tile.size):
+            i = tile[k]
+            factor = factors[i] if factors.size else 1.0
+            r = _residual(code, knob, factor * (now[k] + offset) + constant, y[i])
+            moved = r
+            if beta != 0.0:
+                moved = r - beta * _residual(code, knob, factor * (before[k] + other_offset) + other_constant, y[i])
+            weight = alpha * _clipped(moved, first / norms[i])
+            if gamma != 0.0:
+                weight += gamma * _clipped(r, second / norms[i])
+            total += weight
+            now[k] = weight * factor
+            shortened += now[k]
+        for k in range(tile.size):
+            weight = now[k]
+            if weight == 0.0:
+                continue
+            start, stop = _span(rows, tile[k])
+            if scale.size:
+                for p in range(start, stop):
+                    j = _column(rows, p)
+                    out[j] += weight * _value(rows, tile[k], p) * scale[j]
+            else:
+                for p in range(start, stop):
+                    out[_column(rows, p)] += weight * _value(rows, tile[k], p)
+    for j in range(shift.size):
+        out[j] -= shortened * shift[j] * scale[j]
+    if column != 0.0:
+        out[features] += column * total
+
+
+@_EXACT
+def _class_residuals(
+    rows: Any, i: int, factor: float, weights: Any, offset: Any, constant: Any, label: int, r: Any
+) -> None:
+    """r ← softmax(scores) − e_label."""
+    classes = r.size
+    for c in range(classes):
+        r[c] = offset[c]
+    start, stop = _span(rows, i)
+    for p in range(start, stop):
+        x = _value(rows, i, p)
+        j = _column(rows, p)
+        for c in range(classes):
+            r[c] += x * weights[j, c]
+    top = -math.inf
+    for c in range(classes):
+        r[c] = factor * r[c] + constant[c]
+        if not r[c] <= top:  # keeps a NaN
+            top = r[c]
+    total = 0.0
+    for c in range(classes):
+        r[c] = math.exp(r[c] - top)
+        total += r[c]
+    for c in range(classes):
+        r[c] /= total
+    r[label] -= 1.0
+
+
+@_EXACT
+def _clip_factor(r: Any, norm: float, clip: float) -> float:
+    """The number in [0, 1] that makes ‖r‖·norm at most clip; zero if r is not finite."""
+    square = 0.0
+    for c in range(r.size):
+        square += r[c] * r[c]
+    length = math.sqrt(square) * norm
+    if not length < math.inf:
+        return 0.0
+    return clip / length if length > clip else 1.0
+
+
+@_EXACT
+def _class_lifted(
+    params: Any, features: int, classes: int, shift: Any, scale: Any, column: float
+) -> tuple[Any, Any, Any]:
+    matrix = params.reshape(params.size // classes, classes)
+    weights = matrix[:features].copy()
+    offset = np.zeros(classes)
+    for j in range(scale.size):
+        for c in range(classes):
+            weights[j, c] *= scale[j]
+            offset[c] -= shift[j] * weights[j, c]
+    constant = np.zeros(classes)
+    if column != 0.0:
+        constant[:] = column * matrix[features]
+    return weights, offset, constant
+
+
+@_EXACT
+def add_classes(table: Any, batch: Any, classes: int, params: Any, previous: Any, rule: Any, out: Any) -> None:
+    """Add the batch's clipped contributions for the softmax loss of ``classes`` scores."""
+    rows, y, norms, factors, shift, scale, column = table
+    alpha, beta, first, gamma, second = rule
+    features = out.size // classes - (1 if column != 0.0 else 0)
+    weights, offset, constant = _class_lifted(params, features, classes, shift, scale, column)
+    others, other_offset, other_constant = weights, offset, constant
+    if beta != 0.0:
+        others, other_offset, other_constant = _class_lifted(previous, features, classes, shift, scale, column)
+    sums = out.reshape(out.size // classes, classes)
+    r, moved, weight = np.empty(classes), np.empty(classes), np.empty(classes)
+    total, shortened = np.zeros(classes), np.zeros(classes)
+    for k in range(batch.size):
+        i = batch[k]
+        if i < 0 or i >= y.size:
+            raise IndexError("batch: an index lies outside the table")
+        factor = factors[i] if factors.size else 1.0
+        _class_residuals(rows, i, factor, weights, offset, constant, y[i], r)
+        if beta != 0.0:
+            _class_residuals(rows, i, factor, others, other_offset, other_constant, y[i], moved)
+            for c in range(classes):
+                moved[c] = r[c] - beta * moved[c]
+        else:
+            moved[:] = r
+        weight[:] = 0.0
+        shrink = _clip_factor(moved, norms[i], first)
+        if shrink > 0.0:  # never 0·NaN
+            for c in range(classes):
+                weight[c] = alpha * shrink * moved[c]
+        shrink = _clip_factor(r, norms[i], second) if gamma != 0.0 else 0.0
+        if shrink > 0.0:
+            for c in range(classes):
+                weight[c] += gamma * shrink * r[c]
+        largest = 0.0
+        for c in range(classes):
+            total[c] += weight[c]
+            weight[c] *= factor
+            shortened[c] += weight[c]
+            largest = max(largest, abs(weight[c]))
+        if largest == 0.0:  # never 0·∞: a scaled entry may overflow
+            continue
+        start, stop = _span(rows, i)
+        for p in range(start, stop):
+            j = _column(rows, p)
+            x = _value(rows, i, p) * scale[j] if scale.size else np.float64(_value(rows, i, p))
+            for c in range(classes):
+                sums[j, c] += weight[c] * x
+    for j in range(shift.size):
+        for c in range(classes):
+            sums[j, c] -= shortened[c] * shift[j] * scale[j]
+    if column != 0.0:
+        for c in range(classes):
+            sums[features, c] += column * total[c]

@@ -1,0 +1,276 @@
+"""Objectives whose loss sees a record only through linear scores θᵀx̃ᵢ: their clipped sums are scalar work per row.
+
+The per-example gradient is rᵢ ⊗ x̃ᵢ, with r the derivative of the loss at the scores (one number, or one per
+class), so its norm is ‖rᵢ‖‖x̃ᵢ‖ and clipping, differencing and momentum act on rᵢ alone. Index batches go to one
+compiled call (:mod:`quietgrad.objectives.tables.kernels`); the full batch uses BLAS or scipy.sparse in blocks and
+needs no compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Constants, Indices, NoRegularizer, Regularizer
+from quietgrad.objectives.rules import Rule, RuledSums
+from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, contributions, lift
+from quietgrad.objectives.tables.layout import lay_out
+from quietgrad.objectives.tables.table import Affine, Floats, Rows, Table
+
+_SLACK = 1.0 + 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearObjective(RuledSums):
+    """What the losses of :mod:`quietgrad.objectives.tables.glm` share.
+
+    Parameters are the flattened (features [+ 1], outputs) weight matrix, the intercept row last.
+
+    Args:
+        regularizer: a public penalty.
+        intercept: whether to add a constant column.
+        intercept_scale: the value of that column; it counts in every row's norm.
+        row_bound: a public bound R on the norm of the transformed features, intercept not included.
+        rows: ``"refuse"``, ``"clip"`` or ``"normalize"`` rows longer than ``row_bound``.
+        transform: a public shift and scale of the features, applied without touching the table.
+    """
+
+    regularizer: Regularizer = field(default_factory=NoRegularizer)
+    intercept: bool = False
+    intercept_scale: float = 1.0
+    row_bound: float | None = None
+    rows: Rows = "refuse"
+    transform: Affine | None = None
+
+    silent_batches: ClassVar[bool] = True
+    """Sums over index batches are compiled and raise no warnings, whatever the records hold."""
+    _code: ClassVar[int] = 0  # which loss, for the kernels
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.intercept_scale) and self.intercept_scale > 0.0):
+            raise ValueError(
+                f"intercept_scale={self.intercept_scale!r}: must be a finite number > 0. "
+                "For no intercept pass intercept=False."
+            )
+        if self.row_bound is not None and not (math.isfinite(self.row_bound) and self.row_bound > 0.0):
+            raise ValueError(f"row_bound={self.row_bound!r}: must be a finite number > 0, or None for no bound.")
+        if self.rows not in ("refuse", "clip", "normalize"):
+            raise ValueError(f"rows={self.rows!r}: must be 'refuse', 'clip' or 'normalize'.")
+        if self.rows != "refuse" and self.row_bound is None:
+            raise ValueError(f"rows={self.rows!r}: needs a public row_bound to {self.rows} to.")
+
+    # --- what a loss says about itself ----------------------------------------------------------------------
+
+    @property
+    def outputs(self) -> int:
+        """Scores per record: 1, or the number of classes."""
+        return 1
+
+    @property
+    def _knob(self) -> float:
+        """The loss's one number, if it has one, for the kernels."""
+        return 0.0
+
+    @abstractmethod
+    def _targets(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Validate the targets and give them the kernels' type."""
+
+    @abstractmethod
+    def _residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+        """∂f/∂score, of the shape of ``scores``: (records, outputs)."""
+
+    @abstractmethod
+    def _losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+        """f for each record."""
+
+    @abstractmethod
+    def _moduli(self) -> tuple[float | None, float | None, float | None]:
+        """G, L and ρ for rows of norm 1; they grow as R, R² and R³."""
+
+    def constants(self, row_bound: float | None = None) -> Constants:
+        """G, L, ρ of the unregularised per-example loss and the regulariser's own, for rows bounded by R.
+
+        Args:
+            row_bound: R, on the features; the objective's own if not given. The intercept column is added to it.
+        """
+        bound = self.row_bound if row_bound is None else row_bound
+        if bound is None:
+            raise ValueError("row_bound=None: constants hold for bounded rows only. Declare a public row_bound.")
+        full = math.hypot(bound, self._column)
+        moduli = self._moduli()
+        lipschitz, smoothness, curvature = (
+            None if m is None else m * full**k for m, k in zip(moduli, (1, 2, 3), strict=True)
+        )
+        return Constants(
+            row_bound=full,
+            lipschitz=lipschitz,
+            smoothness=smoothness,
+            hessian_lipschitz=curvature,
+            strong_convexity=self.regularizer.strong_convexity,
+            regularizer_smoothness=self.regularizer.smoothness,
+            convex=self.regularizer.convex,
+        )
+
+    # --- records --------------------------------------------------------------------------------------------
+
+    @property
+    def _column(self) -> float:
+        return float(self.intercept_scale) if self.intercept else 0.0
+
+    def prepare(self, data: Any) -> Table:
+        """Validate ``(X, y)``, or a table prepared before, and lay it out for this objective without copying it.
+
+        Raises:
+            DataError: the data cannot be used; the message names the reason and no value.
+        """
+        if isinstance(data, Table):
+            X, y = data.X, data.y
+        else:
+            try:
+                X, y = data
+            except (TypeError, ValueError):
+                raise DataError("data: must be a pair (X, y) of a matrix and its targets.") from None
+            X = lay_out(X)
+        try:
+            targets = np.asarray(y)
+        except ValueError:
+            raise DataError("y: must be one number per record.") from None
+        if targets.ndim != 1 or targets.dtype.kind not in "buif":
+            raise DataError(
+                f"y: has {targets.ndim} dimension(s) of type {targets.dtype.name}, must be one number per record."
+            )
+        if len(targets) != X.shape[0]:
+            raise DataError("X and y have different numbers of records.")
+        if not np.isfinite(targets).all():
+            raise DataError("y: contains NaN or infinity. Remove or impute such records first.")
+        return self._table(X, self._targets(targets))
+
+    def _table(self, X: Any, y: npt.NDArray[Any] | None) -> Table:
+        return Table(
+            X,
+            y,
+            outputs=self.outputs,
+            intercept=self._column,
+            transform=self.transform,
+            row_bound=self.row_bound,
+            rows=self.rows,
+        )
+
+    def initial(self, records: Table) -> Floats:
+        """The origin."""
+        return np.zeros(records.dim)
+
+    def transformed(self, shift: npt.ArrayLike, scale: npt.ArrayLike) -> Self:
+        """This objective on features s∘(x−m), e.g. with a privately released mean and scale.
+
+        ``prepare(old_table)`` of the result shares the old table's memory.
+        """
+        return replace(self, transform=Affine(np.asarray(shift), np.asarray(scale)))
+
+    # --- clipped sums ---------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        records: Table,
+        indices: Indices | None,
+        params: Floats,
+        previous: Floats,
+        rule: Rule,
+        out: Floats,
+    ) -> None:
+        alpha, beta, first, gamma, second = rule
+        rule = (float(alpha), float(beta), first / _SLACK, float(gamma), second / _SLACK)
+        if indices is None:
+            out += self._sum(records, params, previous, rule)
+            return
+        if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
+            raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
+        kernels = _kernels()
+        if self.outputs == 1:
+            kernels.add_scalar(records.packed, indices, self._code, self._knob, params, previous, rule, out)
+        else:
+            kernels.add_classes(records.packed, indices, self.outputs, params, previous, rule, out)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _sum(self, records: Table, params: Floats, previous: Floats, rule: Rule | None) -> Floats:
+        """Σ over all records of the rule's contributions; without a rule, of the plain gradients."""
+        at, other = lift(records, params), lift(records, previous) if rule is not None and rule[1] else None
+        total = RowSum(records)
+        assert records.y is not None
+        for block in blocks_of(records):
+            y = records.y[block.which]
+            residuals = self._residuals(at.scores(block), y)
+            if rule is not None:
+                before = None if other is None else self._residuals(other.scores(block), y)
+                residuals = contributions(residuals, before, records.norms[block.which], rule)
+            total.add(block, residuals)
+        return total.result()
+
+    # --- losses, evaluations, predictions -------------------------------------------------------------------
+
+    def loss_sum(self, records: Table, indices: Indices | None, params: Floats, bound: float) -> float:
+        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as zero."""
+        return self._loss_total(records, indices, params, bound)
+
+    def risk(self, records: Table, params: Floats) -> float:
+        """F(θ) with the regulariser: an evaluation, not private."""
+        return self._loss_total(records, None, params, math.inf) / len(records) + self.regularizer.value(params)
+
+    def risk_gradient(self, records: Table, params: Floats) -> Floats:
+        """∇F(θ) without clipping: an evaluation, not private."""
+        gradient: Floats = self._sum(records, params, params, None) / len(records)
+        gradient += self.regularizer.gradient(params)
+        return gradient
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _loss_total(self, records: Table, indices: Indices | None, params: Floats, bound: float) -> float:
+        at = lift(records, params)
+        total = 0.0
+        assert records.y is not None
+        for block in blocks_of(records, indices):
+            losses = self._losses(at.scores(block), records.y[block.which])
+            if bound < math.inf:
+                losses = np.minimum(np.where(np.isnan(losses), 0.0, losses), bound)
+            total += float(losses.sum())
+        return total
+
+    def decision(self, data: Any, params: Floats) -> Floats:
+        """The scores θᵀx̃ of a table or of raw features: one per record, or one per record and class."""
+        records = data if isinstance(data, Table) else self._table(lay_out(data), None)
+        at = lift(records, params)
+        scores = np.empty((len(records), self.outputs))
+        for block in blocks_of(records):
+            scores[block.which] = at.scores(block)
+        return scores[:, 0] if self.outputs == 1 else scores
+
+    def predict(self, data: Any, params: Floats) -> npt.NDArray[Any]:
+        """What the model says of each record: a class code, or a number for a regression."""
+        return self.decision(data, params)
+
+    def coefficients(self, params: Floats) -> tuple[Floats, Floats]:
+        """(W, b) with scores x·W + b on the *untransformed* features of any row that was not shortened.
+
+        Shapes (features, outputs) and (outputs,).
+        """
+        matrix = params.reshape(-1, self.outputs)
+        weights, bias = (matrix[:-1], self._column * matrix[-1]) if self._column else (matrix, None)
+        bias = np.zeros(self.outputs) if bias is None else bias
+        if self.transform is None:
+            return weights.copy(), bias
+        weights = self.transform.apply(weights)
+        return weights, bias - self.transform.shift @ weights
+
+
+@cache
+def _kernels() -> Any:
+    """The compiled sums; importing them imports numba, which only index batches pay for."""
+    from quietgrad.objectives.tables import kernels
+
+    return kernels

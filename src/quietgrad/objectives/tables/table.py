@@ -1,0 +1,275 @@
+"""A table made ready for linear models: laid out once, never copied, with everything else about a row virtual.
+
+A model sees the row x̃ᵢ = (aᵢ · s∘(xᵢ−m), c). The raw xᵢ stay as they were given (dense or CSR, float32 or
+float64); the public shift m and scale s, the row's shortening aᵢ and the constant intercept column c are applied
+inside the arithmetic. A centred sparse table therefore stays sparse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError
+from quietgrad.objectives.tables.layout import csr_around
+
+Floats = npt.NDArray[np.float64]
+Rows = Literal["refuse", "clip", "normalize"]
+
+_EPS = float(np.finfo(np.float64).eps)
+_BLOCK = 1 << 18  # numbers per block: 2 MB of float64, so that temporaries stay small and in the cache
+_TINY = 1e-290  # squares below 1e-308 lose their digits; this much per feature covers what they were
+_ROW_TOLERANCE = 1e-6  # rows this little above the bound (float32 rounding) are shortened, not refused
+_NO_FLOATS: Floats = np.zeros(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """The public feature transform x ↦ s∘(x−m), or x ↦ S(x−m) with a symmetric matrix S in place of s.
+
+    A matrix whitens correlated features. It is applied to sums and weights, never to the table; index batches
+    do not support it.
+
+    >>> Affine(shift=np.array([1.0, 0.0]), scale=np.array([2.0, 2.0])).shift
+    array([1., 0.])
+    """
+
+    shift: Floats
+    scale: Floats
+
+    def __post_init__(self) -> None:
+        for name, dimensions in (("shift", (1,)), ("scale", (1, 2))):
+            value = np.array(getattr(self, name), dtype=np.float64)
+            if value.ndim not in dimensions or not np.isfinite(value).all():
+                raise ValueError(f"{name}: must be a vector of finite numbers, one per feature.")
+            object.__setattr__(self, name, value)
+        if any(size != self.shift.size for size in self.scale.shape):
+            raise ValueError(
+                f"shift has {self.shift.size} numbers and scale {self.scale.shape[0]}: one per feature."
+            )
+        if self.is_matrix and not np.array_equal(self.scale, self.scale.T):
+            raise ValueError("scale: as a matrix it must be symmetric.")
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether features are mixed, not only scaled."""
+        return self.scale.ndim == 2
+
+    def apply(self, matrix: Floats) -> Floats:
+        """S times ``matrix``, one row per feature."""
+        return self.scale @ matrix if self.is_matrix else self.scale[:, None] * matrix
+
+
+class Table:
+    """Validated records (X, y) with their row norms; what a linear objective's ``prepare`` returns.
+
+    Args:
+        X: a matrix as :func:`~quietgrad.objectives.tables.layout.lay_out` returns it.
+        y: one float64 target or int64 class code per record, or ``None`` for features alone.
+        outputs: numbers a linear model computes per record: 1, or the number of classes.
+        intercept: the value of the virtual constant column; 0 for none.
+        transform: a public shift and scale of the features.
+        row_bound: a public bound R on ‖aᵢ·s∘(xᵢ−m)‖, the intercept not included.
+        rows: what to do with a row longer than R: ``"refuse"``, shorten it (``"clip"``), or bring every row to
+            length R exactly (``"normalize"``).
+
+    >>> from quietgrad.objectives.tables.layout import lay_out
+    >>> table = Table(lay_out([[3.0, 4.0], [0.0, 1.0]]), np.array([0.0, 1.0]), row_bound=1.0, rows="clip")
+    >>> len(table), table.dim, table.norms.round(9)
+    (2, 2, array([1., 1.]))
+    """
+
+    def __init__(
+        self,
+        X: Any,
+        y: npt.NDArray[Any] | None,
+        *,
+        outputs: int = 1,
+        intercept: float = 0.0,
+        transform: Affine | None = None,
+        row_bound: float | None = None,
+        rows: Rows = "refuse",
+    ) -> None:
+        self.X = X
+        self.y = y
+        self.outputs = outputs
+        self.intercept = intercept
+        self.transform = transform
+        self.row_bound = row_bound
+        self.views: dict[int, Table] = {}  # the same rows under other transforms; shares their memory
+        self.features = int(X.shape[1])
+        self.dim = (self.features + (intercept != 0.0)) * outputs
+        """Number of parameters: (features + intercept) × outputs."""
+        self.is_sparse = not isinstance(X, np.ndarray)
+        if transform is not None and transform.shift.size != self.features:
+            raise DataError(
+                f"transform: has {transform.shift.size} numbers, must have one per feature ({self.features})."
+            )
+        lengths = self._feature_norms()
+        self.factors = self._shortening(lengths, rows)
+        if self.factors.size:
+            with np.errstate(invalid="ignore"):
+                lengths *= self.factors
+            lengths[np.isnan(lengths)] = 0.0  # a row too long for float64 is shortened to nothing
+        self.norms: Floats = np.hypot(lengths, intercept) if intercept else lengths
+
+    def __len__(self) -> int:
+        return int(self.X.shape[0])
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """Everything a sum over these records depends on, as bytes: a resumed run checks that nothing changed."""
+        parts = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
+        yield f"{self.X.shape} {self.outputs} {self.intercept} {self.row_bound}".encode()
+        for array in (*parts, self.y, self.norms, self.factors):
+            if array is not None:
+                yield f"{array.dtype} {array.shape}".encode()
+                yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The features as bytes, whatever an objective makes of them: a ledger knows the table by it."""
+        yield f"{self.X.shape} {self.X.dtype}".encode()
+        for array in (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,):
+            yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
+
+    @cached_property
+    def packed(self) -> tuple[Any, ...]:
+        """What the compiled kernels read: rows, y, norms, factors, shift, scale, intercept.
+
+        Read-only views throughout: one compiled version then serves every caller's arrays.
+        """
+        if self.transform is not None and self.transform.is_matrix:
+            raise ValueError(
+                "a matrix transform works on the full batch only: use DPGD, or scale features one by one."
+            )
+        rows = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
+        shift = self.transform.shift if self.transform else _NO_FLOATS
+        scale = self.transform.scale if self.transform else _NO_FLOATS
+        per_row = (_frozen(a) for a in (self.y, self.norms, self.factors, shift, scale))
+        return (tuple(_frozen(a) for a in rows), *per_row, float(self.intercept))
+
+    def blocks(self, indices: npt.NDArray[Any] | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield (which rows, their raw features): all records, or those at ``indices``, a few MB at a time.
+
+        Dense blocks are float64; a block is valid until the next one is asked for.
+        """
+        count = len(self) if indices is None else len(indices)
+        if indices is None and self.is_sparse:
+            yield from self._sparse_blocks
+            return
+        step = max(1, _BLOCK // self.features)
+        convert = not self.is_sparse and self.X.dtype != np.float64
+        buffer = np.empty((min(step, count), self.features)) if convert else _NO_FLOATS
+        for start in range(0, count, step):
+            which = slice(start, min(start + step, count)) if indices is None else indices[start : start + step]
+            block = self.X[which]
+            if convert:
+                buffer[: len(block)] = block
+                block = buffer[: len(block)]
+            yield which, block
+
+    @cached_property
+    def _sparse_blocks(self) -> list[tuple[slice, Any]]:
+        X, count = self.X, len(self)
+        blocks, start = [], 0
+        while start < count:
+            stop = int(np.searchsorted(X.indptr, X.indptr[start] + _BLOCK, side="right")) - 1
+            stop = min(max(stop, start + 1), count)
+            if start == 0 and stop == count:
+                return [(slice(0, count), X)]
+            low, high = X.indptr[start], X.indptr[stop]
+            part = csr_around(
+                X.data[low:high],
+                X.indices[low:high],
+                X.indptr[start : stop + 1] - low,
+                (stop - start, self.features),
+            )
+            blocks.append((slice(start, stop), part))
+            start = stop
+        return blocks
+
+    def _feature_norms(self) -> Floats:
+        """Upper bounds on ‖s∘(xᵢ−m)‖, tight to rounding.
+
+        Rounding up matters: a norm computed too small lets a record exceed its clip. Squares of centred rows
+        are off by up to eps·(‖s∘x‖² + ‖s∘m‖²), whether they cancel here or in the gradient sum, so that much is
+        added; it also covers the rounding of rᵢxᵢ − rᵢm when xᵢ is close to m. A row so short that its square
+        underflows would pass as one of norm 0, whatever its residual; ``_TINY`` keeps every norm above that.
+        """
+        if self.transform is not None and self.transform.is_matrix:
+            return self._whitened_norms(self.transform)
+        norms = np.empty(len(self))
+        slack, least = (32 + self.features) * _EPS, self.features * _TINY
+        shift, scale = (self.transform.shift, self.transform.scale) if self.transform else (None, None)
+        squared_scale = np.ones(self.features) if scale is None else scale * scale
+        shift_square = 0.0 if shift is None else float(squared_scale @ (shift * shift))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for which, block in self.blocks():
+                raw = _row_sums(block, squared_scale, None)
+                squares = raw if shift is None else _row_sums(block, squared_scale, shift) + shift_square
+                norms[which] = np.sqrt(np.maximum(squares, 0.0) + slack * (raw + shift_square) + least)
+        norms[np.isnan(norms)] = math.inf
+        return norms
+
+    def _whitened_norms(self, transform: Affine) -> Floats:
+        """Upper bounds on ‖S(xᵢ−m)‖; the slack is that of :meth:`_feature_norms` times ‖S‖²."""
+        norms = np.empty(len(self))
+        slack = (32 + self.features) * _EPS * float(np.linalg.norm(transform.scale, 2)) ** 2
+        least = self.features * _TINY
+        shift_square = float(transform.shift @ transform.shift)
+        step = max(1, _BLOCK // self.features)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start in range(0, len(self), step):
+                block = self.X[start : start + step]
+                dense = np.asarray(block.todense() if self.is_sparse else block, dtype=np.float64)
+                raw = np.einsum("ij,ij->i", dense, dense)
+                moved = (dense - transform.shift) @ transform.scale
+                squares = np.einsum("ij,ij->i", moved, moved)
+                norms[start : start + step] = np.sqrt(squares + slack * (raw + shift_square) + least)
+        norms[np.isnan(norms)] = math.inf
+        return norms
+
+    def _shortening(self, lengths: Floats, rows: Rows) -> Floats:
+        if rows not in ("refuse", "clip", "normalize"):
+            raise ValueError(f"rows={rows!r}: must be 'refuse', 'clip' or 'normalize'.")
+        bound = self.row_bound
+        if bound is None:
+            if rows != "refuse":
+                raise ValueError(f"rows={rows!r}: needs a public row_bound to {rows} to.")
+            return _NO_FLOATS
+        if not (math.isfinite(bound) and bound > 0.0):
+            raise ValueError(f"row_bound={bound!r}: must be a finite number > 0, or None for no bound.")
+        if rows == "normalize":
+            with np.errstate(divide="ignore"):
+                return np.where(lengths > 0.0, bound / lengths, 1.0)
+        if not (lengths > bound).any():
+            return _NO_FLOATS
+        # Features without y are only scored, never summed: a long row harms nobody's privacy there.
+        if rows == "refuse" and self.y is not None and (lengths > bound * (1.0 + _ROW_TOLERANCE)).any():
+            raise DataError(
+                f"X: a row is longer than row_bound={bound:g}. "
+                "Pass rows='clip' or rows='normalize', rescale the features, or declare a larger public bound."
+            )
+        if rows == "refuse" and self.y is None:
+            return _NO_FLOATS
+        return np.minimum(1.0, bound / np.maximum(lengths, bound))
+
+
+def _row_sums(block: Any, weights: Floats, shift: Floats | None) -> Floats:
+    """Σⱼ wⱼxⱼ², or Σⱼ wⱼ((xⱼ−mⱼ)² − mⱼ²), which vanishes where xⱼ = 0 and so keeps a sparse row sparse."""
+    if isinstance(block, np.ndarray):
+        return np.asarray((block * (block if shift is None else block - 2.0 * shift)) @ weights)
+    values = block.data.astype(np.float64)
+    values *= values if shift is None else values - 2.0 * shift[block.indices]
+    return np.asarray(csr_around(values, block.indices, block.indptr, block.shape) @ weights)
+
+
+def _frozen(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    view = (_NO_FLOATS if array is None else array).view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,203 @@
+"""Private whitening of a linear model's features: the queries it needs and the map back to the raw features.
+
+A mean and a second-moment matrix, released once, give a public transform x ↦ S(x − m) that makes features nearly
+uncorrelated and of equal size. Gradient descent on transformed rows then needs tens of steps, not thousands, and
+each step's noise is the same in all directions that matter. Nothing but the two releases sees the data, and the
+table itself is never changed: the transform acts on sums and weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quietgrad.objectives.base import Batch
+from quietgrad.objectives.tables.features import FeatureMean
+from quietgrad.objectives.tables.table import Affine, Floats, Table
+from quietgrad.privacy.budget import Relation
+
+__all__ = ["FeatureMean", "RowNormHistogram", "SecondMomentMatrix", "WhitenedGradient", "Whitening"]
+
+
+@dataclass(frozen=True)
+class SecondMomentMatrix:
+    """Σ x̄ᵢx̄ᵢᵀ of rows shortened to length R, as its upper triangle with off-diagonal entries times √2.
+
+    In these coordinates the Euclidean norm is the Frobenius norm, and isotropic Gaussian noise is GOE noise: the
+    same privacy as independent noise on the entries of the triangle for a √2 smaller spectral norm. One record has
+    norm at most R²; two positive semi-definite ones are at most √2·R² apart, so under replace-one the bound is
+    R²/√2 instead of R².
+
+    >>> SecondMomentMatrix(2.0).bound, SecondMomentMatrix(2.0).unpack(np.array([1.0, 2.0**0.5, 3.0]), 2).tolist()
+    (4.0, [[1.0, 1.0], [1.0, 3.0]])
+    """
+
+    clip: float
+    relation: Relation = Relation.ADD_REMOVE
+
+    @property
+    def bound(self) -> float:
+        """One record's contribution, or half the distance of two where only that counts."""
+        square = self.clip * self.clip
+        return square / math.sqrt(2.0) if self.relation is Relation.REPLACE_ONE else square
+
+    def dim(self, records: Any) -> int:
+        """d(d+1)/2."""
+        return int(records.features * (records.features + 1) // 2)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+        """out += Σ triangle(x̄ᵢx̄ᵢᵀ); all records only, because under replace-one the bound is about pairs."""
+        records: Table = batch.records
+        if batch.indices is not None:
+            raise ValueError("the second-moment matrix uses all records: plan it with FullBatch() sampling.")
+        total = np.zeros((records.features, records.features))
+        slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
+        for _, block in records.blocks():
+            rows = _shortened(block, self.clip / slack)
+            product = rows.T @ rows
+            total += product if isinstance(product, np.ndarray) else product.toarray()
+        weights = np.where(np.eye(records.features, dtype=bool), 1.0, math.sqrt(2.0))
+        out += (total * weights)[np.triu_indices(records.features)]
+
+    @staticmethod
+    def unpack(triangle: Floats, features: int) -> Floats:
+        """The symmetric matrix of a released triangle."""
+        matrix = np.zeros((features, features))
+        matrix[np.triu_indices(features)] = triangle
+        upper = np.triu(matrix, 1) / math.sqrt(2.0)
+        return np.asarray(upper + upper.T + np.diag(np.diag(matrix)))
+
+
+def _shortened(block: Any, clip: float) -> Any:
+    if isinstance(block, np.ndarray):
+        lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
+        return block * (clip / np.maximum(lengths, clip))[:, None]
+    values = block.data.astype(np.float64)
+    counts = np.diff(block.indptr)
+    squares = np.zeros(len(counts))
+    np.add.at(squares, np.repeat(np.arange(len(counts)), counts), values * values)
+    factors = clip / np.maximum(np.sqrt(squares), clip)
+    rows = block.copy()
+    rows.data = values * np.repeat(factors, counts)
+    return rows
+
+
+@dataclass(frozen=True)
+class RowNormHistogram:
+    """Counts of row norms between public powers of √2: one record is one count, so the bound is 1.
+
+    >>> len(RowNormHistogram().edges), float(RowNormHistogram().edges[40])
+    (81, 1.0)
+    """
+
+    bound: float = 1.0
+
+    @property
+    def edges(self) -> Floats:
+        """Upper edges of the bins; the last bin is open."""
+        return np.exp2(np.arange(-40, 41) / 2.0)
+
+    def dim(self, records: Any) -> int:
+        """One count per bin."""
+        return len(self.edges) + 1
+
+    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+        """out += the counts."""
+        records: Table = batch.records
+        norms = Table(records.X, None).norms
+        chosen = norms if batch.indices is None else norms[batch.indices]
+        out += np.bincount(np.searchsorted(self.edges, chosen), minlength=len(out))
+
+    def quantile(self, counts: Floats, fraction: float, noise: float) -> float:
+        """The smallest edge that about ``fraction`` of the rows do not exceed, from noisy counts.
+
+        Counts within four deviations of zero are taken as zero, so that noise in far bins is not a long row.
+        """
+        kept = np.where(counts > 4.0 * noise, counts, 0.0)
+        if not kept.any():
+            return float(self.edges[int(np.argmax(counts[:-1]))])
+        reached = np.searchsorted(np.cumsum(kept), fraction * kept.sum())
+        return float(self.edges[min(int(reached), len(self.edges) - 1)])
+
+
+@dataclass(frozen=True, eq=False)
+class Whitening:
+    """The public map between parameters of whitened and of raw rows.
+
+    With shift m, matrix S and intercept column c: a model (u, β) on S(x−m) is the model w = Su with intercept
+    coordinate β − (m·w)/c on x.
+
+    Args:
+        transform: m and S.
+        column: c, or 0 if the model has no intercept (then m must be 0).
+        outputs: scores per record.
+        radius: root mean square length of a whitened row, intercept included, as the released moments tell.
+    """
+
+    transform: Affine
+    column: float
+    outputs: int
+    radius: float = 1.0
+
+    @classmethod
+    def from_moments(cls, mean: Floats, second: Floats, *, floor: float, column: float, outputs: int) -> Whitening:
+        """S = (Σ + τI)^(−1/2) with Σ the (noisy) covariance, negative eigenvalues taken as zero.
+
+        ``floor`` is τ, the size of the noise: directions the release cannot tell from noise are not blown up.
+        """
+        shift = mean if column else np.zeros_like(mean)
+        values, vectors = np.linalg.eigh(second - np.outer(shift, shift))
+        values = np.maximum(values, 0.0)
+        matrix = (vectors / np.sqrt(values + floor)) @ vectors.T
+        matrix = (matrix + matrix.T) * 0.5
+        radius = math.sqrt(float((values / (values + floor)).sum()) + column**2)
+        return cls(Affine(shift, matrix), column, outputs, radius)
+
+    def to_raw(self, params: Floats) -> Floats:
+        """Parameters of the model on raw rows."""
+        matrix = params.reshape(-1, self.outputs)
+        if not self.column:
+            return self.transform.apply(matrix).ravel()
+        weights = self.transform.apply(matrix[:-1])
+        last = matrix[-1] - self.transform.shift @ weights / self.column
+        return np.concatenate([weights, last[None]]).ravel()
+
+    def pull_back(self, gradient: Floats) -> Floats:
+        """The gradient in whitened coordinates of a function whose gradient on raw parameters is given."""
+        matrix = gradient.reshape(-1, self.outputs)
+        if not self.column:
+            return self.transform.apply(matrix).ravel()
+        inner = matrix[:-1] - np.outer(self.transform.shift, matrix[-1]) / self.column
+        return np.concatenate([self.transform.apply(inner), matrix[-1:]]).ravel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WhitenedGradient:
+    """Σ clip_C(∇fᵢ) with respect to whitened parameters."""
+
+    params: Floats
+    clip: float
+    whitening: Whitening
+
+    @property
+    def bound(self) -> float:
+        """C."""
+        return self.clip
+
+    def dim(self, records: Any) -> int:
+        """Number of parameters."""
+        return int(records.dim)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+        """out += Σ clip_C(∇fᵢ(θ))."""
+        transform = self.whitening.transform
+        view = replace(objective, transform=transform, row_bound=None, rows="refuse")
+        cached = batch.records.views.get(id(transform))
+        if cached is None or cached.transform is not transform:
+            cached = view.prepare(batch.records)
+            batch.records.views.clear()
+            batch.records.views[id(transform)] = cached
+        view.add_gradients(cached, batch.indices, self.params, self.clip, out)

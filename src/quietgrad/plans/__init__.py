@@ -1,0 +1,1 @@
+"""Plans: what a run will release, decided and priced before any data."""

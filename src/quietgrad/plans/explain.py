@@ -1,0 +1,60 @@
+"""A plan in words: each release, its sensitivity, its amplification, and the accountant that proved the total."""
+
+from __future__ import annotations
+
+from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy.budget import Relation
+
+_NEIGHBOURS = {
+    Relation.ADD_REMOVE: "adding or removing one record",
+    Relation.REPLACE_ONE: "replacing one record by any other",
+}
+_SENSITIVITY = {Relation.ADD_REMOVE: "C", Relation.REPLACE_ONE: "2C"}
+
+
+def explain(plan: Plan) -> str:
+    """Return the text that :meth:`quietgrad.plans.schedule.Plan.explain` prints."""
+    head = f"{plan.algorithm} on n = {plan.n_public} records (a public number)"
+    if plan.budget is None:
+        return f"{head}\nNOT PRIVATE: no noise is added, and no ε can be stated."
+    relation = plan.budget.relation
+    lines = [
+        head,
+        f"promise: {_NEIGHBOURS[relation]} ({relation}) changes every output's odds by at most e^ε, but for δ",
+        *(f"  beforehand, within the same budget: {event}" for event in plan.extra),
+        *("  " + _slot(plan, slot, relation) for slot in plan.schedule.slots),
+    ]
+    lines.append(f"composition: {_composition(plan)}")
+    proof = plan.proof
+    lines.append(
+        f"cost: ε = {proof.epsilon:.4g} at δ = {proof.delta:g} ({relation}), "
+        f"proved by the {proof.accountant} accountant"
+    )
+    if plan.paper_noise:
+        lines.append(
+            f"noise: as printed in the paper ({plan.paper_noise}); the ε above is what is true of it, "
+            f"whatever was claimed (budget asked: ε = {plan.budget.epsilon:g})"
+        )
+    return "\n".join(lines)
+
+
+def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
+    times = f"up to {slot.count}×" if slot.law else f"{slot.count}×"
+    kind = {"gaussian": "a sum", "pure": "a model", "threshold": "the first of many numbers to pass a test"}
+    noise = {"gaussian": "Gaussian", "pure": "L2-Laplace", "threshold": "Laplace"}[slot.mechanism]
+    text = (
+        f"{times} {slot.name!r}: {kind[slot.mechanism]} over {slot.sampling.describe()}; "
+        f"one record contributes at most C, sensitivity {_SENSITIVITY[relation]}; "
+    )
+    if plan.schedule.composition == "filter":
+        return text + "noise chosen per release within one zCDP filter"
+    text += f"{noise} noise of scale {plan.noise_multiplier * slot.noise:.4g}·C"
+    return text + ("; the number of releases is drawn before the run" if slot.law else "")
+
+
+def _composition(plan: Plan) -> str:
+    return {
+        "sequential": "adaptive, all releases on the same people",
+        "parallel": "each record is used in one release only, so the worst release counts",
+        "filter": "adaptive noise levels under a hard zCDP filter",
+    }[plan.schedule.composition]

@@ -1,0 +1,233 @@
+"""Authenticated frames between two roles, and the endpoint that every role of a protocol is built on.
+
+A frame is a header and an AES-256-GCM ciphertext. The header (run, round, kind, sender, receiver, counter) is
+authenticated with it; each direction of each pair has its own key and counter. A frame that was altered,
+replayed, reordered, sent in another run or round, or meant for another is refused by the sender's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from quietgrad.secure.encoding import Words
+from quietgrad.secure.faults import ProtocolError
+from quietgrad.secure.identity import Identity, Roster, read_hello, write_hello
+from quietgrad.secure.terms import Terms
+
+_HEADER = struct.Struct("<4sB16sQHHQI")
+_MAGIC = b"QGF1"
+_TAG_BYTES = 16
+FRAME_OVERHEAD = _HEADER.size + _TAG_BYTES
+
+
+class Kind(IntEnum):
+    """What a frame is; a frame of one kind is never accepted as another."""
+
+    ENVELOPE = 1  # masks: party to party, through the server: round key and shares
+    PREPARE = 2  # masks: party to server: everybody's envelopes
+    DELIVER = 3  # masks: server to party: the envelopes for her
+    MASKED = 4  # masks: party to server
+    SURVIVORS = 5  # masks: server to party: who is in the sum
+    REVEAL = 6  # masks: party to server: shares that unmask the sum
+    SHARE = 7  # servers, mpc: party to server
+    PRESENT = 8  # servers, mpc: server to server: whose shares arrived
+    PARTIAL = 9  # servers, mpc: server to the first server
+    NOISE = 10  # mpc: server to the previous server
+    RESULT = 11  # the released sum
+
+
+class Seen(NamedTuple):
+    """One decrypted message that a role received."""
+
+    role: str
+    kind: Kind
+    round: int
+    sender: str
+    payload: bytes
+
+
+@dataclass
+class View:
+    """A recorder of what roles saw, for tests: it keeps every decrypted message in memory.
+
+    >>> View().seen
+    []
+    """
+
+    seen: list[Seen] = field(default_factory=list)
+
+    def of(self, role: str, kind: Kind | None = None) -> list[Seen]:
+        """What ``role`` received, optionally of one kind."""
+        return [s for s in self.seen if s.role == role and (kind is None or s.kind == kind)]
+
+
+def derive(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
+    """32 bytes of HKDF-SHA-256.
+
+    >>> derive(b"a", salt=b"", info=b"x") == derive(b"a", salt=b"", info=b"y")
+    False
+    """
+    return HKDF(algorithm=hashes.SHA256(), length=32, salt=salt, info=info).derive(secret)
+
+
+class Channel:
+    """One end of an authenticated channel between two numbered roles.
+
+    Args:
+        secret: the pair's shared secret.
+        run: 16 bytes that name the run.
+        me, peer: roster numbers.
+        peer_name: how to call the peer in errors.
+        limit: largest payload accepted, in bytes.
+
+    >>> a = Channel(b"s" * 32, bytes(16), 0, 1, "b", limit=100)
+    >>> b = Channel(b"s" * 32, bytes(16), 1, 0, "a", limit=100)
+    >>> bytes(b.open(Kind.RESULT, 7, a.seal(Kind.RESULT, 7, b"hello")))
+    b'hello'
+    """
+
+    def __init__(self, secret: bytes, run: bytes, me: int, peer: int, peer_name: str, *, limit: int) -> None:
+        self._run, self._me, self._peer, self.peer_name, self._limit = run, me, peer, peer_name, limit
+        self._out = AESGCM(derive(secret, salt=run, info=struct.pack("<9sHH", b"direction", me, peer)))
+        self._in = AESGCM(derive(secret, salt=run, info=struct.pack("<9sHH", b"direction", peer, me)))
+        self._sent, self._received = 0, 0
+        self._process = os.getpid()
+
+    def seal(self, kind: Kind, round: int, payload: bytes | memoryview) -> bytes:
+        """A frame with the next counter; no counter is ever used twice."""
+        if os.getpid() != self._process:
+            # A forked copy would encrypt other text under the same counters, which breaks AES-GCM.
+            raise RuntimeError("channel used in a forked process. Set up a new run there.")
+        self._sent += 1
+        header = _HEADER.pack(
+            _MAGIC, kind, self._run, round, self._me, self._peer, self._sent, len(payload) + _TAG_BYTES
+        )
+        return header + self._out.encrypt(_nonce(self._sent), payload, header)
+
+    def open(self, kind: Kind, round: int, frame: bytes) -> bytes:
+        """Verify and decrypt the peer's next frame, which must be of this kind and round."""
+        if not _HEADER.size + _TAG_BYTES <= len(frame) <= FRAME_OVERHEAD + self._limit:
+            raise ProtocolError(self.peer_name, f"frame of {len(frame)} bytes is outside the agreed size")
+        header = bytes(frame[: _HEADER.size])
+        magic, its_kind, run, its_round, sender, receiver, counter, length = _HEADER.unpack(header)
+        if magic != _MAGIC or length != len(frame) - _HEADER.size:
+            raise ProtocolError(self.peer_name, "frame is malformed")
+        if run != self._run:
+            raise ProtocolError(self.peer_name, "frame is of another run")
+        if (sender, receiver) != (self._peer, self._me):
+            raise ProtocolError(self.peer_name, "frame is from or for someone else")
+        try:
+            payload = self._in.decrypt(_nonce(counter), memoryview(frame)[_HEADER.size :], header)
+        except InvalidTag as error:
+            raise ProtocolError(self.peer_name, "frame was altered or sealed with another key") from error
+        if counter <= self._received:
+            raise ProtocolError(self.peer_name, f"frame {counter} is a replay or out of order")
+        if (its_kind, its_round) != (kind, round):
+            raise ProtocolError(
+                self.peer_name, f"frame is kind {its_kind} of round {its_round}, not {kind.name} of {round}"
+            )
+        self._received = counter
+        return payload
+
+
+class Endpoint:
+    """A role in a run: its identity, the agreed terms, and a channel to everyone it has met.
+
+    Args:
+        identity: this role's long-term identity, on the roster.
+        roster: everyone, parties first, then servers.
+        terms: the agreed terms.
+        run: the name of the run; a new one for every run (16 random bytes are good).
+        view: a recorder, in tests.
+    """
+
+    def __init__(
+        self, identity: Identity, roster: Roster, terms: Terms, run: bytes, *, view: View | None = None
+    ) -> None:
+        if len(roster.names) != terms.parties + terms.server_count:
+            raise ValueError(
+                f"roster of {len(roster.names)}: must be {terms.parties} parties and "
+                f"{terms.server_count} server(s)."
+            )
+        if identity.public != roster.keys[roster.index(identity.name)]:
+            raise ValueError(f"{identity.name}: the roster has another key under this name.")
+        self.name, self.me, self.roster, self.terms = identity.name, roster.index(identity.name), roster, terms
+        self.context = hashlib.sha256(terms.digest(run) + roster.digest()).digest()
+        self._identity, self._view = identity, view
+        self._exchange = X25519PrivateKey.generate()
+        self._hellos: dict[int, bytes] = {}
+        self._channels: dict[int, Channel] = {}
+        self.hello = write_hello(identity, roster, self.context, self._exchange.public_key().public_bytes_raw())
+
+    @property
+    def servers(self) -> range:
+        """Roster numbers of the servers."""
+        return range(self.terms.parties, len(self.roster.names))
+
+    def meet(self, hellos: Iterable[bytes]) -> None:
+        """Verify everyone's hello and derive the keys shared with each; one's own hello is skipped."""
+        for hello in hellos:
+            peer, exchange_key = read_hello(hello, self.roster, self.context)
+            if peer == self.me:
+                continue
+            if peer in self._channels:
+                raise ProtocolError(self.roster.names[peer], "said hello twice in one run")
+            try:
+                shared = self._exchange.exchange(X25519PublicKey.from_public_bytes(exchange_key))
+            except ValueError as error:
+                raise ProtocolError(self.roster.names[peer], "hello has a degenerate exchange key") from error
+            first, second = sorted([self.hello, bytes(hello)])
+            secret = derive(shared, salt=hashlib.sha256(first + second).digest(), info=b"pair")
+            limit = 8 * self.terms.dimension + 256 * len(self.roster.names) + 1024
+            limit = max(limit, self._noise_limit())
+            self._channels[peer] = Channel(
+                secret, self.context[:16], self.me, peer, self.roster.names[peer], limit=limit
+            )
+            self._met(peer, secret)
+
+    def _noise_limit(self) -> int:
+        return 0
+
+    def _met(self, peer: int, secret: bytes) -> None:
+        """Hook: derive more keys from a pair's secret."""
+
+    def _seal(self, peer: int, kind: Kind, round: int, payload: bytes | memoryview) -> bytes:
+        return self._channel(peer).seal(kind, round, payload)
+
+    def _open(self, peer: int, kind: Kind, round: int, frame: bytes) -> bytes:
+        payload = self._channel(peer).open(kind, round, frame)
+        if self._view is not None:
+            self._view.seen.append(Seen(self.name, kind, round, self.roster.names[peer], bytes(payload)))
+        return payload
+
+    def _words(self, sender: int, payload: bytes) -> Words:
+        """The d words of a payload, refused by name when there are more or fewer."""
+        if len(payload) != 8 * self.terms.dimension:
+            raise ProtocolError(self.roster.names[sender], f"vector has {len(payload)} bytes, not 8d")
+        return np.frombuffer(payload, "<u8").astype(np.uint64, copy=False)
+
+    def _channel(self, peer: int) -> Channel:
+        if peer not in self._channels:
+            raise ProtocolError(self.roster.names[peer], "has not said hello in this run")
+        return self._channels[peer]
+
+    def _missing(self, present: Iterable[int]) -> list[str]:
+        here = set(present)
+        return [self.roster.names[i] for i in range(self.terms.parties) if i not in here]
+
+
+def _nonce(counter: int) -> bytes:
+    return counter.to_bytes(12, "big")

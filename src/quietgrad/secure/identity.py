@@ -1,0 +1,138 @@
+"""Who is who: long-term Ed25519 identities, the roster of a run, and the signed hello that opens it.
+
+A hello carries a fresh X25519 key for this run, signed together with the digest of the run, its terms and its
+roster. Whoever relays hellos cannot put himself in the middle, and keys are new in every run, so a restarted
+role can never repeat a stream of an earlier one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from quietgrad.secure.faults import ProtocolError
+
+_HELLO = struct.Struct("<4sH32s32s64s")
+_MAGIC = b"QGH1"
+
+
+class Identity:
+    """A name and its long-term Ed25519 signing key.
+
+    Args:
+        name: unique within a roster.
+        secret: 32 bytes from :meth:`secret_bytes`; a new key when left out.
+
+    >>> Identity("hospital-1").public == Identity("hospital-1").public
+    False
+    """
+
+    def __init__(self, name: str, secret: bytes | None = None) -> None:
+        self.name = name
+        self._key = Ed25519PrivateKey.from_private_bytes(secret) if secret else Ed25519PrivateKey.generate()
+        self.public = self._key.public_key().public_bytes_raw()
+
+    def __repr__(self) -> str:
+        return f"Identity({self.name!r})"  # never the key
+
+    def secret_bytes(self) -> bytes:
+        """The secret key, for a file that only its owner may read.
+
+        >>> me = Identity("a")
+        >>> Identity("a", me.secret_bytes()).public == me.public
+        True
+        """
+        return self._key.private_bytes_raw()
+
+    def sign(self, message: bytes) -> bytes:
+        """Sign ``message``.
+
+        >>> len(Identity("a").sign(b"text"))
+        64
+        """
+        return self._key.sign(message)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Names and public keys of everyone in a run: the parties first, then the server(s).
+
+    Args:
+        names: unique, at most 65 535.
+        keys: their Ed25519 public keys, 32 bytes each.
+
+    >>> people = [Identity("a"), Identity("b"), Identity("server")]
+    >>> Roster.of(people).index("b")
+    1
+    """
+
+    names: tuple[str, ...]
+    keys: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.names) or len(set(self.keys)) != len(self.keys):
+            raise ValueError("roster: names and keys must be unique. One institution, one name, one key.")
+        if len(self.names) != len(self.keys) or len(self.names) > 65_535:
+            raise ValueError(f"roster of {len(self.names)} names and {len(self.keys)} keys: must match.")
+
+    @classmethod
+    def of(cls, identities: list[Identity]) -> Roster:
+        """The roster of the given identities, in this order."""
+        return cls(tuple(i.name for i in identities), tuple(i.public for i in identities))
+
+    def index(self, name: str) -> int:
+        """The number of ``name`` in this roster."""
+        if name not in self.names:
+            raise ValueError(f"{name!r} is not on the roster: {', '.join(self.names)}.")
+        return self.names.index(name)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the names and keys in order.
+
+        >>> len(Roster.of([Identity("a")]).digest())
+        32
+        """
+        hasher = hashlib.sha256(b"quietgrad roster 1\0")
+        for name, key in zip(self.names, self.keys, strict=True):
+            text = name.encode()
+            hasher.update(len(text).to_bytes(4, "big") + text + key)
+        return hasher.digest()
+
+
+def write_hello(identity: Identity, roster: Roster, context: bytes, exchange_key: bytes) -> bytes:
+    """A signed hello: (roster number, context, X25519 public key).
+
+    >>> me = Identity("a")
+    >>> len(write_hello(me, Roster.of([me]), bytes(32), bytes(32)))
+    134
+    """
+    body = struct.pack("<4sH32s32s", _MAGIC, roster.index(identity.name), context, exchange_key)
+    return body + identity.sign(b"quietgrad hello 1\0" + body)
+
+
+def read_hello(hello: bytes, roster: Roster, context: bytes) -> tuple[int, bytes]:
+    """Verify a hello and return (roster number, X25519 public key).
+
+    >>> me = Identity("a")
+    >>> roster = Roster.of([me])
+    >>> read_hello(write_hello(me, roster, bytes(32), b"k" * 32), roster, bytes(32))[1] == b"k" * 32
+    True
+    """
+    if len(hello) != _HELLO.size:
+        raise ProtocolError("hello", f"has {len(hello)} bytes, must have {_HELLO.size}")
+    magic, sender, theirs, exchange_key, signature = _HELLO.unpack(hello)
+    if magic != _MAGIC or sender >= len(roster.names):
+        raise ProtocolError("hello", "is not a hello of anyone on the roster")
+    name = roster.names[sender]
+    try:
+        key = Ed25519PublicKey.from_public_bytes(roster.keys[sender])
+        key.verify(signature, b"quietgrad hello 1\0" + hello[: -len(signature)])
+    except (InvalidSignature, ValueError) as error:
+        raise ProtocolError(name, "hello is not signed with the key on the roster") from error
+    if theirs != context:
+        raise ProtocolError(name, "hello is for another run, other terms or another roster")
+    return sender, exchange_key

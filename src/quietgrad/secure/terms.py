@@ -1,0 +1,248 @@
+"""What everyone agrees on before a run: who takes part, the sizes, the noise, and whom it must withstand.
+
+The digest of the terms is signed in every hello and mixed into every key, so two roles with different terms
+cannot exchange a single message, and a party never has to trust the coordinator's word for the noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+from quietgrad.secure.encoding import require_headroom, rounded_gaussian_distance
+from quietgrad.secure.sampler import SMOOTHING, discrete_gaussian, smoothing_error
+
+Mode = Literal["masks", "servers", "mpc"]
+
+NOISE_UNITS = 2.0**28  # σ in grid units: √d/2^28 and 0.021d/2^56 are negligible up to d = 10^7
+COARSE_SIGMA = 24.0  # σ₂ of the noise sampled inside the three-server computation
+COARSE_TOP = 255  # its largest magnitude: 10.6σ₂
+COARSE_STEP = 1 << 23  # c: what one unit of it is worth on the grid
+COARSE_WORD_BITS = 56  # λ of its table
+_EXACT_UNITS = 2.0**44  # grid units per bound when there is no noise
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The public, agreed description of a run of secure sums.
+
+    ``sigma`` is the standard deviation that the noise unknown to the adversary must have on the sum. Because no
+    one may know all of it, the sum carries more: ``variance_factor`` times σ². With masks each of m parties adds
+    N_Z(σ²/h) so that any h honest ones suffice (factor m/h); each of K servers adds all of σ² (factor K); inside
+    the three-server computation only the smoothing share of one server is spare (factor 1.003).
+
+    Args:
+        mode: ``"masks"``, ``"servers"`` or ``"mpc"``.
+        parties: m, how many hold data.
+        dimension: d, the length of every vector.
+        bound: L2 bound of one party's vector (sum over its records), clipped on encoding.
+        sigma: σ > 0 of the guaranteed noise, or 0 for an exact sum that is **not private**.
+        honest: masks: h, how many honest parties remain in any sum; default m − 1, so that no single party,
+            who knows her own share of the noise, sees less than σ.
+        colluders: masks: how many parties may work with the server; default 1. Up to m − h − colluders parties
+            may drop in a round.
+        servers: K ≥ 2 for ``"servers"``; 3 for ``"mpc"``.
+        quorum: servers and mpc: how few parties a sum may have; default all of them.
+
+    >>> terms = Terms("masks", parties=5, dimension=123, bound=1.0, sigma=2.0, honest=3)
+    >>> terms.variance_factor, terms.least_parties, terms.threshold
+    (1.6666666666666667, 4, 4)
+    >>> Terms("mpc", parties=5, dimension=123, bound=1.0, sigma=2.0).variance_factor < 1.003
+    True
+    """
+
+    mode: Mode
+    parties: int
+    dimension: int
+    bound: float
+    sigma: float
+    honest: int | None = None
+    colluders: int = 1
+    servers: int | None = None
+    quorum: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(get_args(Mode))}.")
+        # Plain numbers only: the digest must be the same for a numpy integer as for its value.
+        for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else operator.index(given))
+        for name in ("bound", "sigma"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if not 1 <= self.dimension <= 1 << 25:  # the longest message has 72d bytes and a 32-bit length
+            raise ValueError(f"dimension={self.dimension!r}: must be between 1 and 2^25.")
+        if not (0.0 < self.bound < math.inf):
+            raise ValueError(f"bound={self.bound!r}: must be a positive number.")
+        if not (0.0 <= self.sigma < math.inf):
+            raise ValueError(f"sigma={self.sigma!r}: must be ≥ 0; 0 means no noise and no privacy.")
+        if self.mode == "masks":
+            self._check_masks()
+        else:
+            self._check_servers()
+        require_headroom(parties=self.parties, bound=self.bound, step=self.step, noise_support=self.noise_support)
+
+    def _check_masks(self) -> None:
+        m, c = self.parties, self.colluders
+        if not 2 <= m <= 1000:
+            raise ValueError(f"parties={m}: masks need between 2 and 1000 parties.")
+        if self.servers is not None or self.quorum is not None:
+            raise ValueError("servers and quorum belong to the other modes; masks take honest and colluders.")
+        if self.honest is None:
+            object.__setattr__(self, "honest", max(1, m - c))
+        h = self.honest
+        if h is None or not 1 <= h <= m or not 0 <= c <= m - h:
+            raise ValueError(f"honest={h}, colluders={c}: must have honest ≥ 1 and honest + colluders ≤ {m}.")
+
+    def _check_servers(self) -> None:
+        if self.honest is not None or self.colluders != 1:
+            raise ValueError("honest and colluders belong to masks; this mode takes servers and quorum.")
+        if not 1 <= self.parties <= 1000:
+            raise ValueError(f"parties={self.parties}: must be between 1 and 1000.")
+        if self.servers is None:
+            object.__setattr__(self, "servers", 3 if self.mode == "mpc" else 2)
+        if self.mode == "mpc" and self.servers != 3:
+            raise ValueError(f"servers={self.servers}: the computation runs on exactly 3.")
+        if not 2 <= self.server_count <= 16:
+            raise ValueError(f"servers={self.servers}: must be between 2 and 16.")
+        if self.quorum is None:
+            object.__setattr__(self, "quorum", self.parties)
+        if not 1 <= self.least_parties <= self.parties:
+            raise ValueError(f"quorum={self.quorum}: must be between 1 and {self.parties}.")
+
+    @property
+    def server_count(self) -> int:
+        """How many servers there are: 1 aggregator for masks, else K.
+
+        >>> Terms("servers", parties=2, dimension=1, bound=1.0, sigma=1.0).server_count
+        2
+        """
+        return 1 if self.mode == "masks" else int(self.servers or 0)
+
+    @property
+    def least_parties(self) -> int:
+        """How few parties a sum may have before the noise or the agreement would be broken."""
+        return int(self.honest or 0) + self.colluders if self.mode == "masks" else int(self.quorum or 0)
+
+    @property
+    def threshold(self) -> int:
+        """Masks: how many shares open a secret. 2T > m + colluders, so no server can open both of one party.
+
+        Each honest party gives a share of only one of the two secrets of a party, a colluding one of both:
+        opening both takes 2T ≤ (m − c) + 2c shares.
+        """
+        return (self.parties + self.colluders) // 2 + 1
+
+    @property
+    def tolerated_dropouts(self) -> int:
+        """How many parties may be missing from a sum: enough noise and, with masks, enough shares must be left.
+
+        >>> Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=3).tolerated_dropouts
+        4
+        """
+        least = self.least_parties
+        return self.parties - (max(least, self.threshold) if self.mode == "masks" else least)
+
+    @property
+    def noise_units(self) -> float:
+        """σ in grid units, exactly as sampled."""
+        if self.mode == "mpc":
+            return COARSE_STEP * math.hypot(COARSE_SIGMA, SMOOTHING)
+        return NOISE_UNITS
+
+    @property
+    def step(self) -> float:
+        """The grid's step: σ / noise_units, or bound / 2^44 for an exact sum."""
+        return self.sigma / self.noise_units if self.sigma > 0.0 else self.bound / _EXACT_UNITS
+
+    @property
+    def share_sigma(self) -> float:
+        """σ, in grid units, of what each noise-adding role draws on its own.
+
+        mpc: two honest servers together smooth the coarse noise: each adds variance (1.75c)²/2.
+        """
+        if self.mode == "masks":
+            return self.noise_units / math.sqrt(self.honest or 1)
+        return self.noise_units if self.mode == "servers" else SMOOTHING * COARSE_STEP / math.sqrt(2.0)
+
+    @property
+    def variance_factor(self) -> float:
+        """Variance of the noise in the sum ÷ σ²."""
+        if self.mode == "masks":
+            return self.parties / (self.honest or 1)
+        if self.mode == "servers":
+            return float(self.server_count)
+        return 1.0 + (self.share_sigma / self.noise_units) ** 2
+
+    @property
+    def noise_support(self) -> int:
+        """The largest magnitude of all noise together, in grid units."""
+        if self.sigma == 0.0:
+            return 0
+        adders = self.parties if self.mode == "masks" else self.server_count
+        coarse = COARSE_TOP * COARSE_STEP if self.mode == "mpc" else 0
+        return adders * discrete_gaussian(self.share_sigma).support + coarse
+
+    def slack(self) -> float:
+        """Total variation of one release from the rounded Gaussian mechanism with this σ, from above.
+
+        Charge it as ``events.Slack(total_variation=terms.slack())`` per release: d coordinates, each within the
+        distance of a discrete from a rounded Gaussian, of the tables from discrete Gaussians, and of a sum of
+        shares from one discrete Gaussian.
+
+        >>> Terms("masks", parties=5, dimension=62_006, bound=1.0, sigma=1.0).slack() < 1e-13
+        True
+        """
+        if self.sigma == 0.0:
+            return 0.0
+        share = discrete_gaussian(self.share_sigma)
+        if self.mode == "mpc":
+            pair = share.sigma * math.sqrt(2.0)
+            distance = 2.0 * share.total_variation + smoothing_error(share.sigma, 1, share.sigma)
+            distance += smoothing_error(pair, COARSE_STEP, COARSE_SIGMA) + coarse_error()
+        else:
+            honest = (self.honest or 1) if self.mode == "masks" else 1
+            distance = honest * share.total_variation
+            # Adding share k + 1 to the sum of k: the narrower of the two smooths.
+            distance += sum(smoothing_error(share.sigma, 1, share.sigma * math.sqrt(k)) for k in range(1, honest))
+        return self.dimension * (distance + rounded_gaussian_distance(self.noise_units))
+
+    def digest(self, run: bytes) -> bytes:
+        """SHA-256 of the run and these terms; what every role signs.
+
+        >>> terms = Terms("servers", parties=2, dimension=1, bound=1.0, sigma=1.0)
+        >>> terms.digest(b"a") == terms.digest(b"a"), terms.digest(b"a") == terms.digest(b"b")
+        (True, False)
+        """
+        body = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        return hashlib.sha256(b"quietgrad terms 1\0" + len(run).to_bytes(4, "big") + run + body).digest()
+
+
+def slack(
+    mode: Mode,
+    *,
+    dimension: int,
+    parties: int,
+    honest: int | None = None,
+    servers: int | None = None,
+) -> float:
+    """Total variation that one secure sum adds (see :meth:`Terms.slack`); the same for every σ > 0.
+
+    >>> slack("servers", dimension=10**6, parties=5) < 1e-11
+    True
+    """
+    colluders = 1 if honest is None or honest < parties else 0
+    return Terms(mode, parties, dimension, 1.0, 1.0, honest, colluders if mode == "masks" else 1, servers).slack()
+
+
+def coarse_error() -> float:
+    """Total variation of the table of magnitudes used inside the three-server computation.
+
+    >>> coarse_error() < 2**-55
+    True
+    """
+    return 2.0 * math.exp(-((COARSE_TOP / COARSE_SIGMA) ** 2) / 2.0) + 2.0**-COARSE_WORD_BITS

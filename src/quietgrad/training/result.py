@@ -1,0 +1,186 @@
+"""What a run leaves: the model, public history, and a privacy statement that says what it does not cover."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quietgrad.errors import DataError
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.events import Event
+from quietgrad.vectors import Vector
+
+SCHEMA_VERSION = 1
+SEEDED = "seeded randomness: not private"
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What is proved about a run.
+
+    ``epsilon`` is ``None`` when the run added no noise; ``is_private`` is also false when its randomness was
+    seeded, whatever ε the noise would have given, and when a paper's noise was used only to reproduce it. The first
+    of the ``notes`` then says so.
+    """
+
+    epsilon: float | None
+    delta: float | None
+    relation: Relation | None
+    accountant: str | None
+    noise_multiplier: float
+    events: Event | None
+    releases: Mapping[str, int]
+    sampling: str
+    adversary: str
+    account: str | None
+    is_private: bool
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The statement as JSON values."""
+        return {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "relation": None if self.relation is None else str(self.relation),
+            "accountant": self.accountant,
+            "sampling": self.sampling,
+            "noise_multiplier": self.noise_multiplier,
+            "releases": dict(self.releases),
+            "adversary": self.adversary,
+            "account": self.account,
+            "is_private": self.is_private,
+            "notes": list(self.notes),
+            "event": None if self.events is None else self.events.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Privacy:
+        """Rebuild a statement from :meth:`to_json`."""
+        from quietgrad.privacy.events import from_json
+
+        return cls(
+            epsilon=data["epsilon"],
+            delta=data["delta"],
+            relation=None if data["relation"] is None else Relation.parse(data["relation"]),
+            accountant=data["accountant"],
+            noise_multiplier=data["noise_multiplier"],
+            events=None if data["event"] is None else from_json(data["event"]),
+            releases=data["releases"],
+            sampling=data["sampling"],
+            adversary=data["adversary"],
+            account=data["account"],
+            is_private=data["is_private"],
+            notes=tuple(data["notes"]),
+        )
+
+    def __str__(self) -> str:
+        if self.epsilon is None:
+            return "NOT PRIVATE"
+        text = f"({self.epsilon:.4g}, {self.delta:g})-DP, {self.relation}, proved by {self.accountant}"
+        if self.is_private:
+            return text
+        if SEEDED in self.notes:
+            return f"NOT PRIVATE (seeded; with secret randomness: {text})"
+        return f"NOT PRIVATE ({self.notes[0] if self.notes else 'no reason was kept'}; proved: {text})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of :func:`quietgrad.minimize`.
+
+    ``history`` holds public numbers only: norms of released estimates and the ε spent, never raw losses.
+    ``seconds`` is for whoever ran it: how long a batch took depends on its size, which is secret under Poisson
+    sampling, so only whole seconds are saved.
+    """
+
+    params: Vector
+    privacy: Privacy
+    algorithm: str
+    config: Mapping[str, Any]
+    n_public: int
+    history: list[dict[str, float]] = field(default_factory=list)
+    stopped_by: str = "steps"
+    seconds: float = 0.0
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def escapes(self) -> int:
+        """Saddle escapes made (perturbed SGD)."""
+        return int(self.details.get("escapes", 0))
+
+    @property
+    def samples_used(self) -> int:
+        """Fresh records consumed (single-pass oracles)."""
+        return int(self.details.get("samples_used", 0))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the parameters, as JSON values (schema version 1)."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "algorithm": self.algorithm,
+            "config": dict(self.config),
+            "data": {"d": len(self.params), "n_public": self.n_public, **self.data},
+            "privacy": self.privacy.to_json(),
+            "metrics": dict(self.metrics),
+            "stopped_by": self.stopped_by,
+            "details": dict(self.details),
+            "history": self.history,
+            "seconds": math.ceil(self.seconds),
+            "versions": dict(self.versions),
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``model.safetensors`` and ``result.json`` into ``folder``; :func:`quietgrad.load` reads them."""
+        from safetensors.numpy import save as to_bytes
+
+        from quietgrad.training.checkpoint import write_atomically
+
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        params = self.params if hasattr(self.params, "tobytes") else self.params.detach().cpu().numpy()
+        write_atomically(path / "model.safetensors", to_bytes({"params": params}))
+        write_atomically(path / "result.json", (json.dumps(self.to_json(), indent=2) + "\n").encode())
+        return path
+
+
+def load(folder: str | Path) -> Result:
+    """Read a result that :meth:`Result.save` wrote."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = Path(folder)
+    try:
+        text = (path / "result.json").read_text()
+        params = load_file(path / "model.safetensors")["params"]
+        data = json.loads(text)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no result here ({Path(error.filename or '').name} is missing).") from None
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{path}: the result cannot be read ({type(error).__name__}): it may be cut short."
+        ) from None
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise DataError(
+            f"{path}: schema_version {data.get('schema_version')!r}; this version reads {SCHEMA_VERSION}."
+        )
+    return Result(
+        params=params,
+        privacy=Privacy.from_json(data["privacy"]),
+        algorithm=data["algorithm"],
+        config=data["config"],
+        n_public=data["data"]["n_public"],
+        history=data["history"],
+        stopped_by=data["stopped_by"],
+        seconds=data["seconds"],
+        versions=data["versions"],
+        details=data["details"],
+        data={k: v for k, v in data["data"].items() if k not in ("d", "n_public")},
+        metrics=data["metrics"],
+    )

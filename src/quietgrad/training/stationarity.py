@@ -1,0 +1,161 @@
+"""What a point is: gradient norm and least Hessian eigenvalue, by Lanczos on Hessian–vector products.
+
+A certificate is an evaluation. On a landscape's population risk it touches no data; on data it is **not private**:
+use public records, or :func:`quietgrad.training.private_stationarity.certify_privately` on held-out ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.vectors import Vector, dot, norm
+
+Floats = npt.NDArray[np.float64]
+Kind = Literal["sosp", "fosp", "saddle", "none"]
+
+_DENSE = 64  # up to here the whole Hessian is cheaper than Lanczos
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """‖∇F‖, λ_min(∇²F), and what they make the point at level ``alpha``.
+
+    ``sosp``: ‖∇F‖ ≤ α and λ_min ≥ −√(ρα). ``saddle``: small gradient, λ_min < −√(ρα). ``fosp``: small gradient, and
+    no ρ to judge the curvature by. ``none``: the gradient exceeds α.
+    """
+
+    gradient_norm: float
+    lambda_min: float
+    kind: Kind
+    alpha: float
+    rho: float | None
+
+    def __str__(self) -> str:
+        return f"{self.kind} at α={self.alpha:.3g}: ‖∇F‖={self.gradient_norm:.3g}, λ_min={self.lambda_min:.3g}"
+
+
+def classify(gradient_norm: float, lambda_min: float, alpha: float, rho: float | None) -> Kind:
+    """The kind of a point with these two numbers.
+
+    >>> classify(0.01, -0.5, alpha=0.04, rho=1.0), classify(0.01, -0.1, alpha=0.04, rho=1.0)
+    ('saddle', 'sosp')
+    """
+    if not gradient_norm <= alpha:
+        return "none"
+    if rho is None:
+        return "fosp"
+    return "sosp" if lambda_min >= -math.sqrt(rho * alpha) else "saddle"
+
+
+def certify(
+    objective: Any, params: Vector, data: Any = None, *, alpha: float = 0.01, rho: float | None = None
+) -> Certificate:
+    """Evaluate ‖∇F‖ and λ_min(∇²F) at ``params`` and say what the point is. Not private.
+
+    Args:
+        objective: a loss or a landscape.
+        data: what the objective takes, or ``None`` for a landscape's population risk.
+        alpha: the level α.
+        rho: ρ; default the objective's constant, or no verdict on curvature if it has none.
+
+    >>> from quietgrad.objectives.landscapes.base import landscape
+    >>> hill = landscape("strict-saddle", d=100)
+    >>> certify(hill, hill.saddle()).kind, certify(hill, hill.minimum()).kind
+    ('saddle', 'sosp')
+    """
+    if not 0.0 < alpha < math.inf:
+        raise ValueError(f"alpha={alpha!r}: must be a finite number > 0.")
+    product: Callable[[Any], Any]
+    if data is None:
+        if not hasattr(objective, "population_gradient"):
+            raise ValueError("data=None: only a landscape has a population risk; pass the data to evaluate on.")
+        gradient = objective.population_gradient(params)
+        product = partial(objective.population_hessian_product, params)
+    else:
+        records = objective.prepare(data)
+        gradient = objective.risk_gradient(records, params)
+        product = _product_on(objective, records, params)
+    least = least_eigenvalue(product, params)
+    length = norm(gradient)
+    rho = known_rho(objective) if rho is None else rho
+    return Certificate(length, least, classify(length, least, alpha, rho), alpha, rho)
+
+
+def least_eigenvalue(product: Callable[[Any], Any], like: Vector, *, tolerance: float = 1e-7) -> float:
+    """λ_min of the symmetric operator v ↦ ``product(v)`` on vectors like ``like``.
+
+    Small operators are written out; larger ones go to Lanczos, and the eigenpair found is checked: the residual
+    ‖Hv − λv‖ bounds the distance to an eigenvalue.
+
+    >>> round(least_eigenvalue(lambda v: np.arange(-1.0, 99.0) * v, np.zeros(100)), 6)
+    -1.0
+    """
+    dim, wrap = len(like), _like(like)
+    if dim <= _DENSE:
+        matrix = np.stack([_numpy(product(wrap(row))) for row in np.eye(dim)])
+        return float(np.linalg.eigvalsh(0.5 * (matrix + matrix.T))[0])
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+    operator = LinearOperator((dim, dim), matvec=lambda v: _numpy(product(wrap(v.ravel()))), dtype=np.float64)
+    start = np.random.default_rng(0).standard_normal(dim)
+    # λ_min of H is the end of largest magnitude of H − cI with c above the spectrum: ARPACK is quickest there.
+    top = abs(float(eigsh(operator, k=1, which="LM", v0=start, tol=1e-3, return_eigenvectors=False)[0])) * 1.01
+    shifted = LinearOperator((dim, dim), matvec=lambda v: operator.matvec(v) - top * v.ravel(), dtype=np.float64)
+    try:
+        values, vectors = eigsh(shifted, k=1, which="LM", v0=start, tol=tolerance, maxiter=50 * dim)
+    except ArpackNoConvergence as error:
+        raise ValueError(f"Lanczos did not converge in {50 * dim} steps: {error}") from None
+    least, vector = float(values[0]) + top, vectors[:, 0]
+    residual = float(np.linalg.norm(operator.matvec(vector) - least * vector))
+    if residual > 1e-3 * max(top, 1e-12):
+        raise ValueError(f"Lanczos stopped at a residual of {residual:.2g}; the Hessian products may be inexact.")
+    return least
+
+
+def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Any], Any]:
+    exact = getattr(objective, "hessian_product", None)
+    if exact is not None:
+        return partial(exact, records, params)
+    if type(objective).__module__ == "quietgrad.objectives.networks.module":  # torch is not imported to know
+        from quietgrad.objectives.networks import curvature as module_curvature
+
+        return partial(module_curvature.hessian_product, objective, records, params)
+    from quietgrad.objectives.tables import curvature
+
+    if curvature.covers(objective):
+        return partial(curvature.hessian_product, objective, records, params)
+
+    def differences(vector: Any) -> Any:
+        # Central differences of the gradient: error of order h² plus rounding/h, least near h = ε^(1/3).
+        length = math.sqrt(dot(vector, vector)) or 1.0
+        h = 6e-6 * (1.0 + norm(params)) / length
+        ahead = objective.risk_gradient(records, params + h * vector)
+        return (ahead - objective.risk_gradient(records, params - h * vector)) * (0.5 / h)
+
+    return differences
+
+
+def known_rho(objective: Any) -> float | None:
+    """The objective's ρ, or ``None`` if it states none."""
+    try:
+        value = objective.constants().hessian_lipschitz
+    except (AttributeError, ValueError):
+        return None
+    return None if value is None else float(value)
+
+
+def _like(like: Vector) -> Callable[[Floats], Any]:
+    if isinstance(like, np.ndarray):
+        return lambda v: v
+    return lambda v: like.new_tensor(v)
+
+
+def _numpy(vector: Any) -> Floats:
+    return np.asarray(vector if isinstance(vector, np.ndarray) else vector.detach().cpu().numpy(), np.float64)
