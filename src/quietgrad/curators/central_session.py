@@ -61,7 +61,7 @@ class CentralSession:
         self._zero = zeros_like(objective.initial(records))
         self._dim = len(self._zero)
         self._private = plan.budget is not None
-        self._silent = getattr(objective, "silent_batches", False)
+        self._silent = objective.silent_batches
         passes = [slot.sampling for slot in plan.schedule.slots if isinstance(slot.sampling, SinglePass)]
         self._fresh = passes[0].sampler(len(records), SecureStream(key, "sample/fresh")) if passes else None
         self._sources = {
