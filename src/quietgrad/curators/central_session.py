@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,19 @@ from quietgrad.privacy.noise import (
 )
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import SinglePass
-from quietgrad.vectors import Vector, zeros_like
+from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation
+
+
+class Drawn(NamedTuple):
+    """Sample ``number`` of a slot: its records are secret."""
+
+    slot: str
+    number: int
+    batch: Batch
+
 
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
@@ -71,6 +80,8 @@ class CentralSession:
             for slot in plan.schedule.slots
         }
         self._closed = False
+        self._open: set[tuple[str, int]] = set()  # samples that are drawn and not yet released
+        self._inner: dict[str, SecureStream] = {}  # secrets of the releases, for what a query itself draws
         self._filter = plan.schedule.composition == "filter"
         self.rho_left = plan.event_rho if self._filter and plan.budget is not None else math.inf
 
@@ -94,23 +105,43 @@ class CentralSession:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        return self.release_drawn(self.draw(slot), query, rho=rho)
+
+    def draw(self, slot: str) -> Drawn:
+        """The next sample of ``slot``, counted as used: whoever has seen its records may act on them.
+
+        For a loop that reads the records itself; :meth:`release_drawn` then releases a sum over them, once.
+        """
         source, batch = self._take(slot)
-        index = source.used - 1
+        drawn = Drawn(slot, source.used - 1, batch)
+        self._open.add(drawn[:2])
+        return drawn
+
+    def release_drawn(self, drawn: Drawn, query: Query, *, rho: float | None = None) -> Vector:
+        """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
+        if drawn[:2] not in self._open:
+            raise BudgetError("this sample was released already, or is none of this session's.")
+        self._open.remove(drawn[:2])
+        source, index, batch = self._source(drawn.slot), drawn.number, drawn.batch
         dim = query.dim(self._records)
-        out = zeros_like(self._zero) if dim == self._dim else np.zeros(dim)
+        out = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
         bound = query.bound
         if self._private and bound == 0.0:
-            return out  # zero whatever the data, so nothing needs to look at them
+            return zeros_like(self._zero) if dim == self._dim else out  # whatever the data: nobody looks at them
         self._sum(query, batch, out)
         if not self._private:
-            return out
+            return self._narrow(out)
         multiplier = self._multiplier(source, rho)
         if source.slot.mechanism == "pure":
             # On the grid both C and Δ grow by √d steps, so scale ÷ C = multiplier holds with the growth in it.
             release_l2_laplace(out, *l2_laplace_for(1.0 / multiplier, bound, dim), source.stream, index)
-            return out
+            return self._narrow(out)
         sigma, step = source.scale(multiplier, bound, dim)
-        return _noisy(out, source.units.row(index, dim), sigma, step)
+        return self._narrow(_noisy(out, source.units.row(index, dim), sigma, step))
+
+    def _narrow(self, out: Vector) -> Vector:
+        """A released vector in the precision of the parameters; sums are wider."""
+        return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
 
     def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
         source, batch = self._take(slot)
@@ -192,7 +223,8 @@ class CentralSession:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         if source.used >= source.slot.count:
             raise ExhaustedError(f"the plan allows {source.slot.count} releases of {slot!r} and all were made.")
-        batch = Batch(self._records, source.batch())
+        key = self._inner.setdefault(slot, SecureStream(self._key, f"inner/{slot}")).bytes(source.used, 32)
+        batch = Batch(self._records, source.batch(), key)
         source.used += 1
         return source, batch
 
