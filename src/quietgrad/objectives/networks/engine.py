@@ -245,14 +245,18 @@ class PerExampleEngine:
                 self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(good.cpu().numpy()))
             return norms
         weights = weigh(norms).to(theta.dtype)
-        # In a pass of few records float32 is enough; over passes it is not: `out` may be float64.
-        total = out if out.dtype == theta.dtype else torch.zeros_like(theta)
+        total = out if out.dtype == torch.float64 else torch.zeros_like(theta, dtype=torch.float64)
         while pieces:
             where, piece = pieces.pop()
             piece.add_weighted(weights, total[where])
         if total is not out:
             out += total
         return norms
+
+    @property
+    def planned(self) -> bool:
+        """Whether it is known how the module is differentiated in its present mode."""
+        return tuple(layer.training for layer in self.module.modules()) in self._ways
 
     def way(self, x: Batch, y: Batch) -> Way:
         """How the module is differentiated; decided anew when a layer changes between train and eval mode.

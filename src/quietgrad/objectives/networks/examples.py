@@ -19,7 +19,8 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved, seed_generators
 from quietgrad.objectives.networks.tape import Batch, tensors_of
 
-__all__ = ["Collate", "Examples", "draws_nothing", "examples_of", "read_record", "refuse_mixing_collate"]
+__all__ = ["Collate", "Examples", "draws_nothing", "examples_of", "read_record", "refuse_mixing_collate",
+           "refuse_own_generators"]  # fmt: skip
 
 Collate = Callable[[list[Any]], Any]
 Reader = Callable[[RecordKeys], tuple[Batch, Batch]]

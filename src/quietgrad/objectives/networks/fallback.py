@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, tensors_of
 
-__all__ = ["model_gradients", "module_gradients"]
+__all__ = ["model_gradients", "module_gradients", "refilled"]
 
 
 def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tens
             value if dim is None else value.unsqueeze(dim)
             for value, dim in zip(inputs, unit.input_dims, strict=True)
         )
-        args, kwargs = _refill((call.args, call.kwargs), alone)
+        args, kwargs = refilled((call.args, call.kwargs), alone)
 
         def outputs(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
             result = tensors_of(functional_call(unit.module, own, args, kwargs))
@@ -83,12 +83,13 @@ def _squeezed(value: Tensor, dim: int | None) -> Tensor:
     return value if dim is None else value.squeeze(dim)
 
 
-def _refill(value: Any, tensors: Any) -> Any:
+def refilled(value: Any, tensors: Any) -> Any:
     """The same nested structure with its tensors replaced in order."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, dict):
-        return {key: _refill(item, tensors) for key, item in value.items()}
+        return {key: refilled(item, tensors) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_refill(item, tensors) for item in value)
+        items = [refilled(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

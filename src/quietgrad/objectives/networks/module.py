@@ -113,14 +113,15 @@ class ModuleObjective:
     def add(self, batch: ReleaseBatch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
         """out += Σ over the batch of what the rule makes of each example's gradients.
 
-        Passes are summed in float32 and added up in float64 with compensation: with ``out`` in float64, one record
-        moves the sum by its own contribution and by the roundings of one pass, however many passes there are.
+        Contributions are computed in the module's precision and added up in float64, passes with compensation. With
+        ``out`` in float64 one record moves the sum by its own contribution and by what it changes in the roundings
+        of one pass, however many passes there are.
         """
         if rule.bound == 0.0:
             return
         broken, total = 0, CompensatedSum(points[0])
         for x, y, keys in batch.records.parts(batch.indices, self.micro_batch, batch.key):
-            part = torch.zeros_like(points[0])
+            part = torch.zeros_like(points[0], dtype=torch.float64)
             norms = self.engine.add(points, self._on_device(x), self._on_device(y), rule, part, keys)
             broken += int((~norms.isfinite()).any(1).sum())
             total.add(part)

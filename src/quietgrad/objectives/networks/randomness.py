@@ -33,7 +33,7 @@ __all__ = ["DrawTrace", "RecordDraws", "RecordKeys", "UnplannedDraw", "example_a
 
 Words = npt.NDArray[np.uint64]
 
-_DRAW, _READ, _PASS = range(3)  # blocks of a release's stream: one per purpose
+_DRAW, _READ, _PASS, _SHARE = range(4)  # blocks of a release's stream: one per purpose
 _SIGNED = 1 << 63
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
@@ -92,6 +92,10 @@ class RecordKeys:
             ones = (words[order[low:high]] >> np.uint64(bit)) & np.uint64(1)
             middle = low + int(np.searchsorted(ones, 1))
             nodes += [(middle, high, bit - 1), (low, middle, bit - 1)]
+
+    def share(self, rank: int, world: int) -> npt.NDArray[np.bool_]:
+        """Which rows process ``rank`` of ``world`` sums."""
+        return self._words(_SHARE) % np.uint64(world) == rank
 
     def _words(self, block: int) -> Words:
         return SecureStream(self.key, "records").at(block, np.asarray(self.indices, np.int64))

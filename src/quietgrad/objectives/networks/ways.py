@@ -24,7 +24,7 @@ from quietgrad.objectives.networks import checks
 from quietgrad.objectives.networks.anatomy import plan_units
 from quietgrad.objectives.networks.collector import Collector, Network, Piece
 from quietgrad.objectives.networks.contributions import Combination, Workspace
-from quietgrad.objectives.networks.fallback import model_gradients
+from quietgrad.objectives.networks.fallback import model_gradients, refilled
 from quietgrad.objectives.networks.randomness import (
     DrawTrace,
     RecordDraws,
@@ -39,13 +39,13 @@ from quietgrad.objectives.networks.randomness import (
 from quietgrad.objectives.networks.tape import (
     Batch,
     Unit,
-    batch_length,
     per_example_losses,
     select,
+    tensors_of,
     with_parameters,
 )
 
-__all__ = ["Way", "choose_way"]
+__all__ = ["Way", "choose_way", "joined"]
 
 Draws = Literal["none", "rows", "record", "generator"]
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
@@ -130,25 +130,43 @@ class Way:
     def losses(self, params: dict[str, Tensor], x: Batch, y: Batch, keys: RecordKeys) -> Tensor:
         """The loss of each example, drawn as its gradient is."""
         module, loss_fn = self.network.module, self.network.loss_fn
-        device = next(iter(params.values())).device
-        if self.draws in ("none", "rows") and not self.alone:
-            try:
-                with with_parameters(module, params), self._rows_of_batch(keys, device):
-                    return per_example_losses(loss_fn, module(*_args(x)), x, y)
-            except UnplannedDraw:
-                pass
-        one = self.one(keys, device) if self.draws != "rows" else (lambda i: _seeded(keys, i, device))
-        losses = []
-        for i in range(batch_length(x)):
-            xi, yi = select(x, slice(i, i + 1)), select(y, slice(i, i + 1))
-            with with_parameters(module, params), one(i):
-                losses.append(per_example_losses(loss_fn, module(*_args(xi)), xi, yi))
-        return torch.cat(losses)
 
-    def _rows_of_batch(self, keys: RecordKeys, device: torch.device) -> AbstractContextManager[Any]:
-        if self.draws == "none" or self.units is not None:
-            return self._drawing(keys, device)()
-        raise UnplannedDraw("the axes of this way are vmap's")
+        def run(xs: Batch, ys: Batch) -> Tensor:
+            return per_example_losses(loss_fn, module(*_args(xs)), xs, ys)
+
+        device = theta_device(params)
+        with with_parameters(module, params):
+            whole = self._together(lambda: run(x, y), keys, device)
+            if whole is not None:
+                return whole[0]
+            return torch.cat([run(select(x, row), select(y, row)) for row in self._apart(keys, device)])
+
+    def outputs(self, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:
+        """The module's output with its own parameters, drawn as the gradient is."""
+        module = self.network.module
+        device = next(module.parameters()).device
+        whole = self._together(lambda: module(*args), keys, device)
+        if whole is not None:
+            return whole[0]
+        return joined([module(*select(args, row)) for row in self._apart(keys, device)])
+
+    def _together(self, run: Callable[[], Any], keys: RecordKeys, device: torch.device) -> tuple[Any] | None:
+        """What a forward pass of the batch gives, if its draws can be given to its rows."""
+        if self.draws != "none" and (self.draws != "rows" or self.units is None):
+            return None
+        before = torch_generator(device)
+        try:
+            with self._drawing(keys, device)():
+                result = run()
+        except UnplannedDraw:
+            return None
+        return (result,) if torch.equal(before, torch_generator(device)) else None
+
+    def _apart(self, keys: RecordKeys, device: torch.device) -> Iterator[slice]:
+        """Row after row, each within the context of its own draws."""
+        for i in range(len(keys.indices)):
+            with _seeded(keys, i, None if self.draws == "generator" else device):
+                yield slice(i, i + 1)
 
 
 @contextmanager
@@ -289,7 +307,7 @@ def _agrees(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys, expec
     pieces = way._pieces(theta.detach(), None, *part, mix, keys.rows(np.array(good)))
     squares = sum(piece.squared_norms()[:, 0].double() for _, piece in pieces)
     weights = theta.new_tensor([[_WEIGHTS[i]] for i in good])
-    total = torch.zeros_like(theta)
+    total = torch.zeros_like(theta, dtype=torch.float64)
     for where, piece in pieces:
         piece.add_weighted(weights, total[where])
     norms = torch.stack([expected[i].norm() for i in good])
@@ -299,6 +317,14 @@ def _agrees(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys, expec
     assert isinstance(squares, Tensor)
     close = float((squares.sqrt() - norms).abs().max()) <= tolerance * float(norms.max())
     return close and float((total.double() - wanted).norm()) <= tolerance * 3.0 * float(norms.sum())
+
+
+def joined(parts: list[Any]) -> Any:
+    """One output of the outputs of consecutive parts."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(tensors_of(part) for part in parts), strict=True)
+    return refilled(parts[0], iter([torch.cat(pieces) for pieces in columns]))
 
 
 def _refuse_other_losses(together: Tensor, apart: Tensor) -> None:
