@@ -36,7 +36,7 @@ __all__ = ["audit_networks", "distinguish_fit", "distinguish_loop", "loop_probes
 Floats = npt.NDArray[np.float64]
 _BUDGET = Budget(4.0, 1e-5)
 _ALPHA = 1e-6
-_N = 12
+_N = 50
 _ONE = Rule.gradient(1.0)
 
 
