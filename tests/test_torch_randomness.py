@@ -74,7 +74,8 @@ class TimeFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         steps = self.drop(self.layer(x.view(len(x), 4, 2).transpose(0, 1)))
-        return steps.transpose(0, 1).flatten(1)
+        output: Tensor = steps.transpose(0, 1).flatten(1)
+        return output
 
 
 class Attention(nn.Module):

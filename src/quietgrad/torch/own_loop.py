@@ -21,7 +21,7 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.central_session import Drawn
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, NoRegularizer, Rule
-from quietgrad.objectives.networks.checks import made_up
+from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_mixing_layers
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
@@ -235,7 +235,7 @@ class PrivateLoop:
                 "batches raise the loader's batch_size and set micro_batch."
             )
         places = torch.cat([piece.owners.places for piece in pieces])
-        if len(places.unique()) < len(places):
+        if len(set(places.tolist())) < len(places):
             raise BudgetError(
                 "optimizer.step(): a record went through the model twice since the last step and would contribute "
                 "twice. Call the model once per example and step."
@@ -314,17 +314,30 @@ def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordK
     count = len(keys.indices)
     if count == 0:
         return engine.module(*args)
-    made, _ = made_up(args, args, 0)
-    with preserved():
-        tried = [engine.module(*select(made, slice(0, k))) for k in (4, 3)] if not engine.planned else []
-    for number, output in zip((4, 3), tried, strict=False):
-        if any(t.dim() < 1 or len(t) != number for t in tensors_of(output) if t.is_floating_point()):
-            raise ValueError("the model's outputs must have examples first (batch_first), one row per example.")
-    shapes = tuple(t for t in tensors_of(tried[0]) if t.is_floating_point()) if tried else ()
-    way = engine.way(made, shapes)
+    if not engine.planned:
+        _plan(engine, args)
+    way = engine.way(args, ())
     size = engine.micro_batch or count
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-    return joined([way.outputs(select(args, part), keys.rows(part)) for part in parts])
+    return joined([way.outputs(tuple(arg[part] for arg in args), keys.rows(part)) for part in parts])
+
+
+def _plan(engine: PerExampleEngine, args: tuple[Tensor, ...]) -> None:
+    """Try the module on made-up examples: their outputs must come first, and be their own."""
+    made, _ = made_up(args, args, 0)
+    assert isinstance(made, tuple)
+    tried: list[Any] = []
+
+    def run() -> None:
+        tried.extend(engine.module(*select(made, slice(0, count))) for count in (3, 4))
+
+    refuse_mixing_layers(engine.module)
+    with preserved(), torch.no_grad():
+        refuse_changed_buffers(engine.module, run)
+    for count, output in zip((3, 4), tried, strict=True):
+        if any(t.dim() < 1 or len(t) != count for t in tensors_of(output) if t.is_floating_point()):
+            raise ValueError("the model's outputs must have examples first (batch_first), one row per example.")
+    engine.way(made, tuple(t for t in tensors_of(tried[1]) if t.is_floating_point()))
 
 
 def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
