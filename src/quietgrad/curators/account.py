@@ -57,6 +57,7 @@ class Account:
         run: str = "",
         note: str = "",
         contents: Iterable[bytes | memoryview] | None = None,
+        part: bool = False,
     ) -> Charge:
         """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
 
@@ -64,6 +65,7 @@ class Account:
             event, budget: ``None`` for a run without noise, which has no cost that could be stated.
             run: its name in the ledger; empty for one that is never resumed.
             contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
+            part: it may be a part of a table that the account knows, such as a fold.
         """
         if event is None or budget is None:
             return Charge(event)
@@ -83,6 +85,7 @@ class Account:
             cap=self.cap,
             note=note,
             fingerprint=None if contents is None else fingerprint(contents),
+            part=part,
         )
         return Charge(event, ledger, reservation)
 
@@ -137,6 +140,26 @@ class Charge:
                 self.reservation.id, spent_event=spent, reason=reason, data_dependent=data_dependent
             )
         return self.spent
+
+    def part(self, event: events.Event, budget: Budget | None) -> Charge:
+        """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
+        from quietgrad.privacy.accounting import mu_of
+
+        inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
+        try:
+            pays = (
+                inner is not None
+                and budget is not None
+                and mu_of(event, relation=budget.relation) <= mu_of(inner, relation=budget.relation) * (1.0 + 1e-9)
+            )
+        except UnprovableError:
+            pays = False
+        if not pays:
+            raise UnprovableError(
+                "a round of a search is priced as one Gaussian release: only full-batch methods (algorithm=None, "
+                "WhitenedGD, DPGD) and declared classes can be searched over."
+            )
+        return Charge(event)
 
     def cancel(self, reason: str) -> None:
         """Give the whole entry back: right only if nothing at all was released under it."""

@@ -70,13 +70,15 @@ class Ledger:
         cap: Budget | None = None,
         note: str = "",
         fingerprint: str | None = None,
+        part: bool = False,
     ) -> Reservation:
         """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
 
         With a cap (the account's own in the ledger, the argument, or both) the account's entries and ``event``
         are composed and proved under the cap's relation at the cap's δ; ``BudgetError`` if that exceeds it.
         A run without a name is called after its reservation.
-        ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``.
+        ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``; the table of a ``part`` (a
+        fold of a cross-validation) is expected to differ from others of its account.
         """
         _check_name("account", account)
         if not isinstance(run, str):
@@ -96,7 +98,7 @@ class Ledger:
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
             _check_caps(book, account, event, relation, cap)
-            found = book.table_warnings(account, fingerprint) if fingerprint else []
+            found = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
             for message in found:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
             writer.append("reserve", {**body, "warnings": found})

@@ -124,13 +124,13 @@ class Book:
         """The relations that what counts for one account was planned under."""
         return tuple(dict.fromkeys(h.reservation.relation for h in self.of(account) if h.counts is not None))
 
-    def table_warnings(self, account: str, fingerprint: str) -> list[str]:
+    def table_warnings(self, account: str, fingerprint: str, *, part: bool = False) -> list[str]:
         """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
         pairs = {(held.reservation.account, held.fingerprint) for held in self.held.values() if held.fingerprint}
         if (account, fingerprint) in pairs:
             return []
         found = []
-        if any(name == account for name, _ in pairs):
+        if not part and any(name == account for name, _ in pairs):
             found.append(
                 f"account {account!r} was used with another table before; "
                 "if these are other people, give them another account."
