@@ -110,8 +110,9 @@ class CentralCurator:
 
         ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
         if resumed and self.run is not None:
-            if (found := ledger.find(self.run)) is not None:
-                return ledger, found
+            found = ledger.find(self.run)
+            if found is not None and found.state == "open":
+                return ledger, found.reservation
             if any(held.reservation.run == self.run for held in ledger.book().held.values()):
                 return None, None  # the run was closed before its result was saved: it is paid, and only replays
         return ledger, ledger.reserve(

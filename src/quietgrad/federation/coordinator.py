@@ -98,8 +98,8 @@ class FederatedCurator:
 
         ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
         found = ledger.find(store.run) if store.resumed else None
-        if found is not None:
-            return ledger, found
+        if found is not None and found.state == "open":
+            return ledger, found.reservation
         return ledger, ledger.reserve(
             self.account,
             plan.event,

@@ -193,7 +193,8 @@ class PartyCurator:
         from quietgrad.privacy.ledger import Ledger
 
         ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
-        held = ledger.find(run) if resumed else None
+        found = ledger.find(run) if resumed else None
+        held = found.reservation if found is not None and found.state == "open" else None
         if held is None:
             held = ledger.reserve(
                 self._account,

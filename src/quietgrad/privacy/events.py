@@ -221,8 +221,8 @@ class RandomRound(Event, kind="random-round"):
 class RepeatAndSelect(Event, kind="repeat-and-select"):
     """Private search: ``inner`` run K times, only the best result released, K negative binomial.
 
-    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf Poisson). All but the
-    Poisson law make at least one run; under that one K may be 0, and then nothing is released.
+    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf Poisson). All laws
+    but the Poisson one make at least one run; under that one K may be 0, and then nothing is released.
     """
 
     inner: Event
