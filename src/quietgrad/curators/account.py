@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.privacy import events
+from quietgrad.privacy.accounts import checked, identity
 from quietgrad.privacy.budget import Budget, Relation
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Account:
     cap: Budget | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", checked(self.name))
         if self.cap is not None and self.ledger is None:
             raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
 
@@ -72,7 +74,7 @@ class Account:
         ledger = self._open()
         if ledger is None:
             with _tally_lock:
-                _tally.setdefault(self.name, []).append((event, budget.relation))
+                _tally.setdefault(identity(self.name), []).append((event, budget.relation))
             return Charge(event)
         from quietgrad.privacy.fingerprint import fingerprint
 
@@ -97,17 +99,17 @@ class Account:
         ledger = self._open()
         if event is None or budget is None or ledger is None:
             return None
-        held = [h for h in ledger.book().held.values() if h.reservation.run == run and h.state != "cancelled"]
-        if not held:
+        held = ledger.find(run)
+        if held is None:
             return None
-        found, still_open = held[-1].reservation, held[-1].state == "open"
+        found = held.reservation
         same = (found.event, found.delta, found.relation) == (event, budget.delta, budget.relation)
-        if not same or found.account != self.name:
+        if not same or identity(found.account) != identity(self.name):
             raise BudgetError(
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
                 "with. Resume it with what it was started with, or start a new run."
             )
-        return Charge(event, ledger, found, paid=not still_open)
+        return Charge(event, ledger, found, paid=held.state != "open")
 
     def _open(self) -> Ledger | None:
         from quietgrad.privacy.ledger import Ledger
@@ -179,7 +181,7 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
     from quietgrad.privacy.accounting import account as price
 
     with _tally_lock:
-        parts = list(_tally.get(account, []))
+        parts = list(_tally.get(identity(account), []))
     if not parts:
         return 0.0
     asked = Relation.parse(relation)
