@@ -9,7 +9,7 @@ or ``constant``. They depend on the step alone, so with full batches every relea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -51,6 +51,14 @@ class Cast:
     def dim(self) -> int:
         """Number of parameters of all blocks."""
         return self.runs * self.width
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The roles: nothing else is known of these records."""
+        yield repr(self).encode()
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The same."""
+        return self.contents()
 
 
 def shorten(rows: Floats, clip: float) -> Floats:
@@ -124,9 +132,7 @@ class CanaryObjective:
         rows = rule.alpha * shorten(moved, rule.clip) + rule.gamma * shorten(now, rule.second_clip)
         self._add(batch.records, batch.indices, rows, out)
 
-    def add_hessians(
-        self, records: Cast, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """Add nothing: these gradients are flat."""
 
     def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:

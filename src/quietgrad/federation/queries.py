@@ -109,7 +109,7 @@ def _pack(value: Any, arrays: dict[str, Array]) -> Any:
         return [_pack(item, arrays) for item in value]
     kind = type(value).__name__
     if dataclasses.is_dataclass(value) and kind in _KINDS:
-        named = {f.name: _pack(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
+        named = {f.name: _pack(getattr(value, f.name), arrays) for f in dataclasses.fields(value) if f.init}
         return {"kind": kind, **named}
     array = value if isinstance(value, np.ndarray) else _from_torch(value)
     name = f"q{len(arrays)}"
@@ -150,7 +150,7 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
 @lru_cache
 def _maker(kind: str) -> tuple[Any, frozenset[str]]:
     maker = getattr(import_module(f"quietgrad.{_KINDS[kind]}"), kind)
-    return maker, frozenset(f.name for f in dataclasses.fields(maker))
+    return maker, frozenset(f.name for f in dataclasses.fields(maker) if f.init)
 
 
 def flat(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> dict[str, Any]:
