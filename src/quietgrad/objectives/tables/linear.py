@@ -21,7 +21,7 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, Constants, Indices, NoRegularizer, Numbers, Regularizer, Rule
 from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, contributions, lift
-from quietgrad.objectives.tables.layout import lay_out
+from quietgrad.objectives.tables.layout import lay_out, numbers_of
 from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table
 
 Task = Literal["binary", "multiclass", "regression"]
@@ -142,14 +142,9 @@ class LinearObjective(ABC):
             except (TypeError, ValueError):
                 raise DataError("data: must be a pair (X, y) of a matrix and its targets.") from None
             X = lay_out(X)
-        try:
-            targets = np.asarray(y)
-        except ValueError:
-            raise DataError("y: must be one number per record.") from None
-        if targets.ndim != 1 or targets.dtype.kind not in "buif":
-            raise DataError(
-                f"y: has {targets.ndim} dimension(s) of type {targets.dtype.name}, must be one number per record."
-            )
+        targets = numbers_of(y, "y")
+        if targets.ndim != 1:
+            raise DataError(f"y: has {targets.ndim} dimension(s), must be one number per record.")
         if len(targets) != X.shape[0]:
             raise DataError("X and y have different numbers of records.")
         if not np.isfinite(targets).all():
