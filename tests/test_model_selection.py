@@ -86,7 +86,7 @@ def test_packing_is_undone(isometric: bool) -> None:
     packed = asked(query, sensing, records, None)
     matrix = query.unpack(packed)
     expected = np.zeros((6, 6))
-    sensing.add_hessians(records, None, x, math.inf, expected)
+    sensing.add_hessians(Batch(records, None), x, math.inf, expected)
     np.testing.assert_allclose(matrix, expected, atol=1e-10)
     if isometric:
         assert float(np.linalg.norm(packed)) == pytest.approx(float(np.linalg.norm(matrix)))

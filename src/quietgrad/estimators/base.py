@@ -21,6 +21,7 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.regularizers import L2
+from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Budget, Relation
@@ -61,11 +62,15 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         return Budget(self.epsilon, self.delta, Relation.parse(self.relation))
 
     def _validated(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
+        refuse_text(X, "X")
+        if options.get("y_numeric"):
+            refuse_text(y, "y")
         return validate_data(  # type: ignore[no-any-return]
             self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options
         )
 
     def _features(self, X: Any) -> Any:
+        refuse_text(X, "X")
         return validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
 
     def _seed(self) -> int | None:
