@@ -59,8 +59,14 @@ class Session(Protocol):
         """
         ...
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``."""
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``.
+
+        ``offsets`` are public numbers, one per query, that are added to the sums before they are compared: the
+        part of a score that no record has a share in, such as n·r(θ) of a regulariser. They move no sensitivity.
+        """
         ...
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:

@@ -112,11 +112,15 @@ class CentralSession:
         sigma, step = source.scale(multiplier, bound, dim)
         return _noisy(out, source.units.row(index, dim), sigma, step)
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         source, batch = self._take(slot)
         scores = np.zeros((len(queries), 1))
         for query, score in zip(queries, scores, strict=True):
             self._sum(query, batch, score)
+        if offsets is not None:
+            scores[:, 0] += offsets
         if not self._private:
             return int(np.argmin(scores))
         self._spend(rho)

@@ -95,13 +95,19 @@ class FederatedSession:
             return total
         return self._zero.new_tensor(total)
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums."""
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums.
+
+        ``offsets`` are added here, once: parties answer for their records only.
+        """
         relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
+        public = np.zeros(len(queries)) if offsets is None else np.asarray(offsets, np.float64)
         chosen = self._replayed(slot, rho)
         if chosen is None:
-            chosen = self._ask(slot, Scores(tuple(queries), relation), rho)
-        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen))
+            chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
+        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen + public))
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         if self._closed:
@@ -119,7 +125,7 @@ class FederatedSession:
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
-    def _ask(self, slot: str, query: Query, rho: float | None) -> Floats:
+    def _ask(self, slot: str, query: Query, rho: float | None, offsets: Floats | None = None) -> Floats:
         """Ask until a round is complete, each time as a new release, and keep the aggregate before it is used."""
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
@@ -149,7 +155,7 @@ class FederatedSession:
                 self.faults.append((t, faults))
                 self._tell(f"round {t} is complete without some ({named(faults)})")
             self._answered.update(name for name in self._plan.names if name not in faults)
-            return self._keep(slot, self._finished(ask, query, total, rho), t)
+            return self._keep(slot, self._finished(ask, query, total, rho, offsets), t)
 
     def _readmit(self) -> None:
         """Open the run again to those who do not know it: they restarted, and come back with their journal."""
@@ -192,7 +198,9 @@ class FederatedSession:
         slots = self._plan.schedule.slots
         return sum(s.sampling.batch_size * self._draws[s.name] for s in slots if isinstance(s.sampling, SinglePass))
 
-    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None) -> Floats:
+    def _finished(
+        self, ask: Ask, query: Query, total: Floats, rho: float | None, offsets: Floats | None
+    ) -> Floats:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
@@ -202,7 +210,8 @@ class FederatedSession:
             # ε²/8-zCDP; scores are sums of numbers in [0, B] that one record moves by at most the largest factor·B.
             most = max(each.bound for each in query.candidates) * self._plan.largest_factor
             stream = SecureStream(self._key, f"choice/{ask.slot}")
-            return np.array([float(noisy_argmax(-total, math.sqrt(8.0 * rho), most, stream, ask.round))])
+            scores = total if offsets is None else total + offsets
+            return np.array([float(noisy_argmax(-scores, math.sqrt(8.0 * rho), most, stream, ask.round))])
         if self._plan.schedule[ask.slot].mechanism == "pure":
             stream = SecureStream(self._key, f"noise/{ask.slot}")
             release_l2_laplace(total, *l2_laplace_for(1.0 / ask.multiplier, bound, ask.dim), stream, ask.round)
