@@ -21,7 +21,7 @@ def table(n: int = 2000, d: int = 5) -> tuple[Any, Any]:
 
 def excess(objective: Any, data: Any, params: Any) -> float:
     records = objective.prepare(data)
-    least = minimize(
+    least = minimize(  # type: ignore[call-overload]
         lambda w: (objective.risk(records, w), objective.risk_gradient(records, w)),
         np.zeros(len(params)), jac=True, method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-10},
     )  # fmt: skip

@@ -198,9 +198,7 @@ class FederatedSession:
         slots = self._plan.schedule.slots
         return sum(s.sampling.batch_size * self._draws[s.name] for s in slots if isinstance(s.sampling, SinglePass))
 
-    def _finished(
-        self, ask: Ask, query: Query, total: Floats, rho: float | None, offsets: Floats | None
-    ) -> Floats:
+    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None, offsets: Floats | None) -> Floats:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
