@@ -163,13 +163,17 @@ class CentralSession:
                 self._sources[slot].add(total, begun.number, multiplier, bound)
                 return total if isinstance(out, np.ndarray) else out.new_tensor(total)
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         begun = self.draw(slot, "choose")
         bound = max(float(query.bound) for query in queries)
         if self._private:
             self._spend(rho)
         while True:
             scores = np.array([self._score(query, begun) for query in queries])
+            if offsets is not None:
+                scores += np.asarray(offsets, np.float64)
             if not self._private:
                 return int(np.argmin(scores))
             if self._settled(begun, (rho, bound), scores):

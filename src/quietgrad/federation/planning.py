@@ -149,7 +149,9 @@ class Rehearsal:
             else self._zero.new_tensor(answer)
         )
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         """Write the candidates down and choose in turn."""
         relation = Relation.ADD_REMOVE if self.plan.budget is None else self.plan.budget.relation
         self._note(slot, Scores(tuple(queries), relation), len(queries))

@@ -156,7 +156,6 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
     return maker(**{name: _unpack(value[name], arrays, like) for name in names})
 
 
-@lru_cache
 def _fields(kind: type[Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind) if field.init)
 
