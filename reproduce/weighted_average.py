@@ -110,7 +110,7 @@ class Study:
         }
 
     def one_shot(self, parties: list[Party], weights: Any) -> tuple[float, float, float]:
-        """Accuracy, gap and proved ε of a noisy sum of local fits, which are made once while the noise is drawn often."""
+        """Accuracy, gap and proved ε of a noisy sum of local fits, made once while the noise is drawn often."""
         exact = simulate(FIT, self.objective, parties, budget=None, weights=weights).params
         settings: dict[str, Any] = {"budget": self.budget, "trust": "secure", "secure": "mpc", "weights": weights}
         plan, _ = assemble(FIT, self.objective, parties, **settings)

@@ -21,8 +21,8 @@ from quietgrad.audit.listener import Blocks, Listener, NotSeparableError
 from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy import events
+from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass
 from quietgrad.vectors import Vector

@@ -18,7 +18,7 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.base import Spent
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.objectives.base import Batch, Objective, Query, Regularizer
+from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
@@ -43,7 +43,7 @@ class CentralSession:
     def __init__(
         self,
         plan: Plan,
-        objective: Objective,
+        objective: Reading,
         records: Any,
         key: bytes,
         charge: Charge,
@@ -68,8 +68,9 @@ class CentralSession:
         self._see(objective, records)
         self._draw_from(key)
 
-    def _see(self, objective: Objective, records: Any) -> None:
-        self.objective, self._records = objective, records
+    def _see(self, objective: Reading, records: Any) -> None:
+        self.objective: Any = objective
+        self._records = records
         self.regularizer: Regularizer = objective.regularizer
         self._zero = zeros_like(objective.initial(records))
         self._dim = len(self._zero)
@@ -207,7 +208,7 @@ class CentralSession:
             if self._settled(begun, (multiplier, bound), counts, content):
                 return query.kept(labels, self._sources[slot].passing(counts, begun.number, multiplier, bound))
 
-    def reread(self, objective: Objective, data: Any) -> None:
+    def reread(self, objective: Reading, data: Any) -> None:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
         records = objective.prepare(data)
         if len(records) != len(self._records):
