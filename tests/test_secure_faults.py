@@ -21,10 +21,10 @@ from quietgrad.federation import (
     SumServer,
     Terms,
 )
+from quietgrad.secure.attendance import Witness, pack_members
 from quietgrad.secure.channel import Channel, Kind
 from quietgrad.secure.deals import Statement
 from quietgrad.secure.identity import read_hello, write_hello
-from quietgrad.secure.attendance import Witness, pack_members
 from quietgrad.secure.mpc import run_together
 from quietgrad.secure.shamir import join, split
 

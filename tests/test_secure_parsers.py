@@ -30,10 +30,10 @@ from quietgrad.federation import (
     Terms,
 )
 from quietgrad.federation.transport.link import Link
-from quietgrad.secure.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
-from quietgrad.secure.identity import read_hello
 from quietgrad.secure.attendance import WITNESS_BYTES, pack_members, unpack_members
+from quietgrad.secure.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
 from quietgrad.secure.deals import Statement
+from quietgrad.secure.identity import read_hello
 from quietgrad.secure.mpc import run_over
 from quietgrad.secure.shamir import SHARE_BYTES, join
 

@@ -181,8 +181,8 @@ class Endpoint:
     def meet(self, hellos: Iterable[bytes]) -> None:
         """Verify hellos and derive the keys shared with each of their senders; one's own hello is skipped.
 
-        A role needs the hellos of those it exchanges frames with: a party those of the servers, and with masks of its
-        neighbours; a server everybody's.
+        A role needs the hellos of those it exchanges frames with: a party those of the servers, and with masks
+        of its neighbours; a server everybody's.
         """
         for hello in hellos:
             known = read_hello(hello, self.roster, self.context)

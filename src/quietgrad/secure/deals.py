@@ -1,7 +1,8 @@
 """Dealing a round's two secrets so that whoever lies about a share is found out.
 
-A dealer splits her round key and her self-mask among k + 1 holders (herself first) and signs, for the server, a hash of
-every share beside her public round key and a hash of the self-mask. A holder compares what she was dealt with these
+A dealer splits her round key and her self-mask among k + 1 holders (herself first) and signs, for the server, a
+hash of every share beside her public round key and a hash of the self-mask. A holder compares what she was
+dealt with these
 hashes before there are data, and complains or is bound by them: from then on
 
 * a share that does not have its hash was falsified by the **holder** who returned it; it is left out;

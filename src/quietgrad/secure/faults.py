@@ -38,6 +38,6 @@ class ImpossibleSum(ProtocolError):
     def __init__(self, length: float, most: float) -> None:
         super().__init__(
             "headroom check",
-            f"the sum has length {length:.3g}, the most that clipped data and noise can have is {most:.3g}; a mask or "
-            "share was falsified, or somebody ignored the clip",
+            f"the sum has length {length:.3g}, the most that clipped data and noise can have is {most:.3g}; a mask "
+            "or share was falsified, or somebody ignored the clip",
         )

@@ -1,20 +1,22 @@
 """Who masks with whom and who holds whose shares: everybody for few parties, about log m neighbours for many.
 
-In a large masked sum every party draws k neighbours by herself, from her own randomness, and signs them in her hello
-(Bell, Bonawitz, Gascón, Lepoint and Raykova 2020, their protocol for a server that deviates). All k hold shares of her
-two secrets; with the first l she also exchanges pairwise masks, and with those who drew her among their first l. No
-one else has a say in whom an honest party draws, so for any c parties that were corrupted before, and any x that drop
-for reasons of their own, the numbers below are exact hypergeometric probabilities or union bounds over them:
+In a large masked sum every party draws k neighbours by herself, from her own randomness, and signs them in her
+hello (Bell, Bonawitz, Gascón, Lepoint and Raykova 2020, their protocol for a server that deviates). All k hold
+shares of her two secrets; with the first l she also exchanges pairwise masks, and with those who drew her among
+their first l. No one else has a say in whom an honest party draws, so for any c parties that were corrupted
+before, and any x that drop for reasons of their own, the numbers below are exact hypergeometric probabilities
+or union bounds over them:
 
 * **shares**: some party has more than ``near`` of the c among her k holders: ≤ m·P(Hyp(m − 1, c, k) > near) ≤ 2⁻⁴¹.
   Otherwise 2t > k + 1 + near shares are never had of both secrets of one party, whatever the server tells whom.
-* **cut**: the honest parties who stay are not connected by masks, so that a partial sum is opened. For the sets A of
-  a of them without an edge to the n − a others, n = m − c − x,
-  Σ_a C(n, a)·[C(a − 1 + c + x, l)/C(m − 1, l)]^a·[C(m − 1 − a, l)/C(m − 1, l)]^(n−a) ≤ 2⁻⁴¹.
-* **lost**: of some party fewer than t holders stay: ≤ m·P(Hyp(m − 1, x, k) > k − t) ≤ 2⁻²⁰, with x at least m/20 here,
-  for those who leave after the sum is sent. Only the round is lost.
+* **cut**: the honest parties who stay are not connected by masks, so that a partial sum is opened. For the sets
+  A of a of them without an edge to the n − a others, n = m − c − x, Σ_a C(n, a)·[C(a − 1 + c + x, l)/C(m − 1,
+  l)]^a·[C(m − 1 − a, l)/C(m − 1, l)]^(n−a) ≤ 2⁻⁴¹.
+* **lost**: of some party fewer than t holders stay: ≤ m·P(Hyp(m − 1, x, k) > k − t) ≤ 2⁻²⁰, with x at least
+  m/20 here, for those who leave after the sum is sent. Only the round is lost.
 
-The first two are about privacy: their sum is charged to δ, for every release (:meth:`quietgrad.secure.terms.Terms.slack`).
+The first two are about privacy: their sum is charged to δ, for every release
+(:meth:`quietgrad.secure.terms.Terms.slack`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ PRIVACY_BITS = 41  # of either event about privacy
 LOSS_BITS = 20
 ALWAYS_COMPLETE = 64  # up to here everybody is everybody's neighbour unless fewer are asked for
 GRAPHS_PER_RELEASE = 8
-"""How often a party draws neighbours for one release at most, however often she is asked; δ pays for all of them."""
+"""How often a party draws neighbours for one release at most, whoever asks; δ pays for all of them."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ def choose(parties: int, colluders: int, dropouts: int, neighbours: int | None =
         graph = _sparse(parties, colluders, dropouts, neighbours) if 1 <= neighbours < parties else None
         if graph is None:
             raise ValueError(
-                f"neighbours={neighbours}: too few for {parties} parties of which {colluders} collude and {dropouts} "
-                f"drop; leave it out, or take everybody: {parties - 1}."
+                f"neighbours={neighbours}: too few for {parties} parties of which {colluders} collude and "
+                f"{dropouts} drop; leave it out, or take everybody: {parties - 1}."
             )
         return graph
     if neighbours is None and parties > ALWAYS_COMPLETE:
@@ -156,7 +158,13 @@ def choose(parties: int, colluders: int, dropouts: int, neighbours: int | None =
             if (graph := _sparse(parties, colluders, dropouts, k)) is not None:
                 return graph
     return Graph(
-        parties, parties - 1, parties - 1, colluders, _threshold(parties, colluders, dropouts), failure=0.0, lost=0.0
+        parties,
+        parties - 1,
+        parties - 1,
+        colluders,
+        _threshold(parties, colluders, dropouts),
+        failure=0.0,
+        lost=0.0,
     )
 
 
@@ -205,8 +213,9 @@ def left_out(parties: int, colluders: int, dropouts: int, threshold: int) -> int
     """The most honest parties that a lying server with c accomplices can leave out of a sum in a complete graph.
 
     It may show everyone another list. Whoever is in the sum shares one list of members with all others in it, which
-    leaves out e; of each of the D further ones it must open the round key, which takes T − c honest shares. An honest
-    party gives at most x − e such shares, and x if she has another list of members, which at most e + D have:
+    leaves out e; of each of the D further ones it must open the round key, which takes T − c honest shares. An
+    honest party gives at most x − e such shares, and x if she has another list of members, which at most e + D
+    have:
 
         D·(T − c) ≤ (m − c − b)(x − e) + b·x,    b ≤ e + D.
 
@@ -225,8 +234,10 @@ def left_out(parties: int, colluders: int, dropouts: int, threshold: int) -> int
 
 
 def _threshold(m: int, c: int, x: int) -> int:
-    """2T > m + c, so that nobody can open both secrets of one party; more if that keeps a liar from leaving out more
-    than x, as long as the x who may drop can be done without."""
+    """2T > m + c: nobody can open both secrets of one party; more if a liar can then leave out no more than x.
+
+    T ≤ m − x, so that the x who may drop can be done without.
+    """
     least = (m + c) // 2 + 1
     fits = (t for t in range(least, m - x + 1) if left_out(m, c, x, t) <= x)
     return next(fits, least)

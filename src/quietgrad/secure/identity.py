@@ -1,8 +1,8 @@
 """Who is who: long-term Ed25519 identities, the roster of a run, and the signed hello that opens it.
 
 A hello carries a fresh X25519 key for this run, signed together with the digest of the run, its terms and its
-roster, and in large masked sums the neighbours that its sender drew. Whoever relays hellos cannot put himself in the
-middle, and keys are new in every run, so a restarted role can never repeat a stream of an earlier one.
+roster, and in large masked sums the neighbours that its sender drew. Whoever relays hellos cannot put himself
+in the middle, and keys are new in every run, so a restarted role can never repeat a stream of an earlier one.
 """
 
 from __future__ import annotations

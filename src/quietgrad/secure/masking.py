@@ -1,13 +1,16 @@
-"""Secure sums by pairwise masks that cancel, with recovery of parties that drop (Bonawitz et al. 2017; Bell et al. 2020).
+"""Secure sums by pairwise masks that cancel, with recovery of parties that drop.
+
+Bonawitz et al. (2017), and Bell et al. (2020) for many parties.
 
 In round t party i sends the one server
 
     y_i = x_i + e_i + PRG(b_i) + Σ_{j>i} PRG(s_ij) − Σ_{j<i} PRG(s_ij)    (mod 2^64), j over her mask partners,
 
 where e_i is her share of the noise, N_Z(σ²/h); s_ij comes from X25519 keys made for this round only, and b_i is
-a random self-mask. Before, she gave her neighbours Shamir shares of her round key and of b_i, sealed end to end, and
-the server a signed hash of each (``deals.py``). Of a party in the sum the survivors open b_i; of one who dropped they
-open the round key, so that her masks can be taken off the others. A party answers once per round and gives one of the
+a random self-mask. Before, she gave her neighbours Shamir shares of her round key and of b_i, sealed end to
+end, and the server a signed hash of each (``deals.py``). Of a party in the sum the survivors open b_i; of one
+who dropped they open the round key, so that her masks can be taken off the others. A party answers once per
+round and gives one of the
 two, never both: with T shares needed of k + 1 and 2T > k + 1 + c no server working with c holders can have both.
 Who are neighbours and partners: everybody for few parties, drawn by each for many (``graph.py``).
 
@@ -16,8 +19,9 @@ One round, one line per message (all frames go through the server):
     party.prepare(t) → server.relay(t) → party.deliver(t)     may run ahead: it needs no data
     party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t) → party.result(t)
 
-Cost per party and round with k neighbours and l partners drawn: 8d + 360k + 263l + m/8 bytes sent, 2l X25519 exchanges
-and 2l AES streams of 8d bytes; everything but the m/8 is independent of m given k, which grows with log m.
+Cost per party and round with k neighbours and l partners drawn: 8d + 360k + 263l + m/8 bytes sent, 2l X25519
+exchanges and 2l AES streams of 8d bytes; everything but the m/8 is independent of m given k, which grows with
+log m.
 """
 
 from __future__ import annotations
@@ -31,13 +35,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.secure import shamir
+from quietgrad.secure.attendance import WITNESS_BYTES, Witness, pack_members, pack_witness, unpack_members
 from quietgrad.secure.channel import FRAME_OVERHEAD, Endpoint, Kind, View, derive
 from quietgrad.secure.deals import KEY_BYTES, PAIR_BYTES, Deal, pair_hash
 from quietgrad.secure.encoding import Vector, Words, decode, encode
 from quietgrad.secure.faults import DropoutError, ProtocolError
 from quietgrad.secure.graph import Neighbourhood, neighbourhoods
 from quietgrad.secure.identity import Hello, Identity, Roster
-from quietgrad.secure.attendance import WITNESS_BYTES, Witness, pack_members, pack_witness, unpack_members
 from quietgrad.secure.noise_share import NoiseShare
 from quietgrad.secure.terms import Terms
 
@@ -121,9 +125,7 @@ class MaskingParty(Endpoint):
         deal = Deal.of(
             key.private_bytes_raw(), public, self_mask, threshold=graph.threshold, holders=graph.neighbours + 1
         )
-        self._rounds[t] = _PartyRound(
-            key, self_mask, {self.me: deal.key_shares[0]}, {self.me: deal.self_shares[0]}
-        )
+        self._rounds[t] = _PartyRound(key, self_mask, {self.me: deal.key_shares[0]}, {self.me: deal.self_shares[0]})
         witness, holders = pack_witness(self._witness), set(near.holders)
         sealed = []
         for j in near.to:
@@ -164,7 +166,7 @@ class MaskingParty(Endpoint):
         state.members, state.mask = members, mask
 
     def _read_envelope(self, j: int, t: int, state: _PartyRound, envelope: bytes, pair: bytes | None) -> bytes:
-        """Check what a neighbour sent, keep her shares if she dealt any (``pair``: their hashes), return her key."""
+        """Check what a neighbour sent, keep her shares if she dealt any (``pair``: the hashes), return her key."""
         name = self.roster.names[j]
         if len(envelope) != _ENVELOPE:
             raise ProtocolError(name, "envelope has a wrong length")
@@ -211,9 +213,7 @@ class MaskingParty(Endpoint):
             raise ProtocolError(self._server_name, f"did not sign the survivors of round {t}")
         del self._rounds[t]
         self._witness, here = told, set(survivors)
-        shares = [
-            state.self_shares[j] if j in here else state.key_shares[j] for j in sorted(state.self_shares)
-        ]
+        shares = [state.self_shares[j] if j in here else state.key_shares[j] for j in sorted(state.self_shares)]
         return self._seal(self._server, Kind.REVEAL, t, b"".join(shares))
 
     def result(self, t: int, frame: bytes) -> Vector:
@@ -250,7 +250,7 @@ def self_mask_words(secret: bytes, t: int, dimension: int) -> Words:
 def pair_mask_words(
     role: Endpoint, peer: str, key: X25519PrivateKey, public: bytes, members: bytes, t: int
 ) -> Words:
-    """PRG(s_ij) for round t; bound to the run and to the packed list of members, so different lists never cancel."""
+    """PRG(s_ij) for round t; bound to the run and the packed members, so different lists never cancel."""
     try:
         shared = key.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:

@@ -67,7 +67,7 @@ class MaskingServer(Endpoint):
         self._picks_of: dict[int, tuple[int, ...]] = {}
         self._near: dict[int, Neighbourhood] = {}
         self.proved: dict[str, str] = {}
-        """Who returned false shares in the round that was opened last, by name: proved by what they had accepted."""
+        """Who returned false shares in the round opened last, by name: proved by what they had accepted."""
 
     def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
         if not self.terms.graph.is_drawn(known.sender, known.picks):
@@ -79,7 +79,8 @@ class MaskingServer(Endpoint):
         """Whose hellos each party needs: those of her neighbours, and the server's."""
         near = self._neighbourhoods()
         return {
-            i: [self.hello, *(self._hellos[j] for j in sorted({*hood.to, *hood.source}))] for i, hood in near.items()
+            i: [self.hello, *(self._hellos[j] for j in sorted({*hood.to, *hood.source}))]
+            for i, hood in near.items()
         }
 
     def _neighbourhoods(self) -> dict[int, Neighbourhood]:
@@ -90,7 +91,11 @@ class MaskingServer(Endpoint):
     def relay(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
         """Take the parties' prepare frames and return what to deliver to each; the absent are left out."""
         self._require(frames, self.terms.least_parties, "prepared")
-        near, graph, size = self._neighbourhoods(), self.terms.graph, Statement.size(self.terms.graph.neighbours + 1)
+        near, graph, size = (
+            self._neighbourhoods(),
+            self.terms.graph,
+            Statement.size(self.terms.graph.neighbours + 1),
+        )
         statements: dict[int, Statement] = {}
         envelopes: dict[int, dict[int, bytes]] = {}
         for i in sorted(frames):
@@ -166,7 +171,7 @@ class MaskingServer(Endpoint):
         return {i: self._seal(i, Kind.RESULT, t, payload) for i in to}
 
     def _verified(self, state: _ServerRound, t: int, frames: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
-        """By dealer and rank, the returned shares that are what the dealer committed to; false holders are noted."""
+        """By dealer and rank, the returned shares that the dealer committed to; false holders are noted."""
         near, graph, size = self._neighbourhoods(), self.terms.graph, shamir.SHARE_BYTES
         members, survivors = set(state.members), set(state.survivors)
         found: dict[int, dict[int, bytes]] = {j: {} for j in state.members}
@@ -192,12 +197,16 @@ class MaskingServer(Endpoint):
             return shamir.join(shares, self.terms.threshold)
         name, why = self.roster.names[j], f"{len(shares)} true shares of {self.terms.threshold} needed"
         if self.proved:
-            raise ProtocolError(", ".join(self.proved), f"returned false shares; of {name}'s secret there are {why}")
+            raise ProtocolError(
+                ", ".join(self.proved), f"returned false shares; of {name}'s secret there are {why}"
+            )
         away = [self.roster.names[i] for i in self._neighbourhoods()[j].holders if i not in here]
         raise DropoutError(away, f"missing; of {name}'s secret there are {why}")
 
     def _false_dealer(self, j: int) -> ProtocolError:
-        return ProtocolError(self.roster.names[j], "dealt false shares: they have her hashes and do not open her secret")
+        return ProtocolError(
+            self.roster.names[j], "dealt false shares: they have her hashes and do not open her secret"
+        )
 
     def _lost_masks(
         self, state: _ServerRound, t: int, dropped: int, secret: bytes | None, survivors: set[int]

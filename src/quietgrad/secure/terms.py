@@ -50,8 +50,9 @@ class Terms:
             may drop in a round.
         servers: K ≥ 2 for ``"servers"``; 3 for ``"mpc"``.
         quorum: servers and mpc: how few parties a sum may have; default all of them.
-        neighbours: masks: k, among how many others each party's secrets are shared. Left out, it is everybody up to 64
-            parties and beyond that the fewest for which the bounds of :mod:`quietgrad.secure.graph` hold.
+        neighbours: masks: k, among how many others each party's secrets are shared. Left out, it is everybody
+            up to 64 parties and beyond that the fewest for which the bounds of :mod:`quietgrad.secure.graph`
+            hold.
 
     >>> terms = Terms("masks", parties=5, dimension=123, bound=1.0, sigma=2.0, honest=3)
     >>> terms.variance_factor, terms.least_parties, terms.threshold
@@ -109,7 +110,9 @@ class Terms:
 
     def _check_servers(self) -> None:
         if self.honest is not None or self.colluders != 1 or self.neighbours is not None:
-            raise ValueError("honest, colluders and neighbours belong to masks; this mode takes servers and quorum.")
+            raise ValueError(
+                "honest, colluders and neighbours belong to masks; this mode takes servers and quorum."
+            )
         if not 1 <= self.parties <= _MOST_PARTIES:
             raise ValueError(f"parties={self.parties}: must be between 1 and {_MOST_PARTIES}.")
         if self.servers is None:
@@ -165,8 +168,9 @@ class Terms:
     def server_may_deviate(self) -> bool:
         """Masks: whether the noise holds against a server that tells different parties different things.
 
-        Either nobody may be missing, or everybody holds shares of everybody and T is so large that no combination of
-        lists opens a sum of fewer than the planned honest parties (:func:`quietgrad.secure.graph.left_out`).
+        Either nobody may be missing, or everybody holds shares of everybody and T is so large that no
+        combination of lists opens a sum of fewer than the planned honest parties
+        (:func:`quietgrad.secure.graph.left_out`).
 
         >>> [Terms("masks", 10, 1, 1.0, 1.0, honest=h).server_may_deviate for h in (9, 8, 7, 5)]
         [True, True, True, False]
