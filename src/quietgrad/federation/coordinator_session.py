@@ -13,6 +13,7 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.base import Spent
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
+from quietgrad.federation.cohorts import draw, rescaling
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.queries import Scores, pack
 from quietgrad.federation.rounds import Ask, Caller, LostRound, named, rounds
@@ -145,10 +146,11 @@ class FederatedSession:
             self._readmit()
             t = self._begin(slot, rho)
             words = {"run": self._store.run, "round": t, "slot": slot, "draw": self._draws[slot] - 1, "rho": rho}
-            ask = Ask(t, slot, {**words, "dim": dim, "query": fields}, arrays, dim, float(query.bound), multiplier)
+            words |= {"dim": dim, "query": fields}
+            ask = Ask(draw(self._plan, self._key, t), t, slot, words, arrays, dim, float(query.bound), multiplier)
             faults: dict[str, str] = {}
             try:
-                total = self._rounds.collect(ask, faults)
+                total, present = self._rounds.collect(ask, faults)
             except LostRound as lost:
                 self.faults.append((t, lost.faults))
                 left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]))
@@ -157,8 +159,11 @@ class FederatedSession:
             if faults:
                 self.faults.append((t, faults))
                 self._tell(f"round {t} is complete without some ({named(faults)})")
-            self._answered.update(name for name in self._plan.names if name not in faults)
-            return self._keep(slot, self._finished(ask, query, total, rho, offsets), t)
+            self._answered.update(name for name in ask.invited if name not in faults)
+            finished = self._finished(ask, query, total, rho, offsets)
+            if not isinstance(query, Scores):
+                finished *= rescaling(self._plan, present)
+            return self._keep(slot, finished, t)
 
     def _readmit(self) -> None:
         """Open the run again to those who do not know it: they restarted, and come back with their journal."""

@@ -30,7 +30,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "federation": {
         "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
-        "colluders": (int,), "servers": (int,), "spare": (int,), "private": (bool,),
+        "colluders": (int,), "servers": (int,), "spare": (int,), "cohort": (int,), "private": (bool,),
     },
     "coordinator": {"address": (str,), "timeout": (int, float), "grace": (int, float)},
     "data": {"features": (int,), "classes": (list,), "label": (str,), "schema": (dict,)},
