@@ -49,7 +49,7 @@ class _BrokenCurator(CentralCurator):
 class NoiseThenClip(CentralSession):
     """Clips after the noise, so that the noise is cut down too."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         noisy = super().release(slot, query, rho=rho)
         return shorten(noisy[None], query.bound)[0]
 
@@ -66,7 +66,7 @@ class _Realised(CentralSession):
 class MeanOfRealisedBatch(_Realised):
     """Divides by the number of records drawn instead of the public constant."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         total = super().release(slot, query, rho=rho)
         return total * (self.expected_batch(slot) / max(1.0, self.realised(slot)))
 
@@ -74,7 +74,7 @@ class MeanOfRealisedBatch(_Realised):
 class SkipsEmptyBatch(_Realised):
     """Saves the noise when nobody was drawn."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         total = super().release(slot, query, rho=rho)
         return total if self.realised(slot) else total * 0.0
 
@@ -82,11 +82,11 @@ class SkipsEmptyBatch(_Realised):
 class FloatNoise(CentralSession):
     """Adds plain float noise to the plain float sum."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         begun = self.draw(slot)
         dim = query.dim(self._records)
         out = np.zeros(dim)
-        query.sum_into(self.objective, Batch(self._records, self.sample(begun)), out)
+        query.sum_into(self.objective, self.batch(begun), out)
         sigma, _ = sigma_for(self.plan.noise_multiplier, query.bound, dim)
         return out + sigma * np.random.default_rng().standard_normal(dim)
 
@@ -94,7 +94,7 @@ class FloatNoise(CentralSession):
 class SameNoiseAgain(CentralSession):
     """Draws its noise once and keeps using it."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         self._used[slot] = 0
         return super().release(slot, query, rho=rho)
 
@@ -102,7 +102,7 @@ class SameNoiseAgain(CentralSession):
 class TakesRecordsAgain(CentralSession):
     """Begins the single pass anew with every release."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         if self._fresh is not None:
             self._fresh.position = self._fresh_at = 0
         return super().release(slot, query, rho=rho)
