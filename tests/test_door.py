@@ -313,7 +313,7 @@ def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
 
 def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) -> None:
     X, y = problem(N)
-    algorithm = qg.DPSGD(steps=30, batch_size=30)
+    algorithm = qg.DPGD(steps=30)
 
     class Killed(Exception):
         pass
