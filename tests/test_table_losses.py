@@ -62,13 +62,15 @@ class LogCosh(OneScoreLoss):
         return self.width, 1.0, 4.0 / (3.0 * math.sqrt(3.0)) / self.width
 
 
-EVERY = {**LOSSES, "log-cosh": LogCosh}
+EVERY: dict[str, type[LinearObjective]] = {**LOSSES, "log-cosh": LogCosh}
 ONE_SCORE = {name: kind for name, kind in EVERY.items() if issubclass(kind, OneScoreLoss)}
 GRID = np.concatenate([np.linspace(-6.0, 6.0, 241), [0.0, -0.0, 1e-300, -800.0, 800.0, 1e10, -1e10, 1e300, -1e300]])
 
 
 def made(name: str, **settings: Any) -> LinearObjective:
-    return EVERY[name](**({"classes": 3} if name == "multinomial" else {}), **settings)
+    if name == "multinomial":
+        settings["classes"] = 3
+    return EVERY[name](**settings)
 
 
 def targets_of(objective: LinearObjective, rng: np.random.Generator, n: int) -> Floats:
@@ -183,7 +185,7 @@ def test_hessians_are_the_derivatives_of_gradients(name: str) -> None:
 
 def test_a_loss_is_known_to_the_compiled_kernels_by_its_own_formula_in_every_process(tmp_path: Path) -> None:
     """Two versions of one file declare two losses: what numba remembered of the first is not run for the second."""
-    source = Path(__file__).read_text().split("EVERY = ")[0]
+    source = Path(__file__).read_text().split("EVERY: ")[0]
     program = (
         "import numpy as np, sys\nsys.path.insert(0, {folder!r})\nfrom own_loss import LogCosh, Batch, Gradient\n"
     )
