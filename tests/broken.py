@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from quietgrad.audit.canaries import CanaryGame, CanaryObjective, shorten
 from quietgrad.audit.replicas import Replicated
+from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Batch, Query, RecursiveMomentum, Rule
@@ -42,13 +43,13 @@ class _BrokenCurator(CentralCurator):
 
     def open(self, plan: Plan, **_: Any) -> CentralSession:
         plan = replace(plan, noise_multiplier=plan.noise_multiplier * self.how.noise)
-        return self.how.session(plan, self.objective, self.records, self._key)
+        return self.how.session(plan, self.objective, self.records, self._key, Charge(None))
 
 
 class NoiseThenClip(CentralSession):
     """Clips after the noise, so that the noise is cut down too."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
         noisy = super().release(slot, query, rho=rho)
         return shorten(noisy[None], query.bound)[0]
 
@@ -57,16 +58,15 @@ class _Realised(CentralSession):
     """Knows how many records the last sample really had, per block."""
 
     def realised(self, slot: str) -> float:
-        source = self._sources[slot]
-        batch = source._sampler.batch(source.used - 1)
-        blocks = getattr(source.slot.sampling, "runs", 1)
+        batch = self._samplers[slot].batch(self._used[slot] - 1)
+        blocks = getattr(self._slots[slot].sampling, "runs", 1)
         return (len(self._records) if batch is None else len(batch)) / blocks
 
 
 class MeanOfRealisedBatch(_Realised):
     """Divides by the number of records drawn instead of the public constant."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
         total = super().release(slot, query, rho=rho)
         return total * (self.expected_batch(slot) / max(1.0, self.realised(slot)))
 
@@ -74,7 +74,7 @@ class MeanOfRealisedBatch(_Realised):
 class SkipsEmptyBatch(_Realised):
     """Saves the noise when nobody was drawn."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
         total = super().release(slot, query, rho=rho)
         return total if self.realised(slot) else total * 0.0
 
@@ -82,11 +82,11 @@ class SkipsEmptyBatch(_Realised):
 class FloatNoise(CentralSession):
     """Adds plain float noise to the plain float sum."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        _, batch = self._take(slot)
+    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+        begun = self.draw(slot)
         dim = query.dim(self._records)
         out = np.zeros(dim)
-        query.sum_into(self.objective, Batch(self._records, batch.indices), out)
+        query.sum_into(self.objective, Batch(self._records, self.sample(begun)), out)
         sigma, _ = sigma_for(self.plan.noise_multiplier, query.bound, dim)
         return out + sigma * np.random.default_rng().standard_normal(dim)
 
@@ -94,17 +94,17 @@ class FloatNoise(CentralSession):
 class SameNoiseAgain(CentralSession):
     """Draws its noise once and keeps using it."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        self._sources[slot].used = 0
+    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
+        self._used[slot] = 0
         return super().release(slot, query, rho=rho)
 
 
 class TakesRecordsAgain(CentralSession):
     """Begins the single pass anew with every release."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Any = None) -> Vector:
         if self._fresh is not None:
-            self._fresh.position = 0
+            self._fresh.position = self._fresh_at = 0
         return super().release(slot, query, rho=rho)
 
 

@@ -68,9 +68,8 @@ GRID = np.concatenate([np.linspace(-6.0, 6.0, 241), [0.0, -0.0, 1e-300, -800.0, 
 
 
 def made(name: str, **settings: Any) -> LinearObjective:
-    if name == "multinomial":
-        settings["classes"] = 3
-    return EVERY[name](**settings)
+    needed: dict[str, Any] = {"classes": 3} if name == "multinomial" else {}
+    return EVERY[name](**needed, **settings)
 
 
 def targets_of(objective: LinearObjective, rng: np.random.Generator, n: int) -> Floats:

@@ -15,6 +15,7 @@ from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, Loss
 from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.mechanisms import NoisyChoice
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy, norm
 
@@ -62,7 +63,11 @@ class DPAGD(Algorithm):
     def schedule(self, n_public: int) -> Schedule:
         everyone = FullBatch()
         return Schedule(
-            (Slot("gradient", everyone, 2 * self.max_steps), Slot("length", everyone, 2 * self.max_steps)), "filter"
+            (
+                Slot("gradient", everyone, 2 * self.max_steps),
+                Slot("length", everyone, 2 * self.max_steps, mechanism=NoisyChoice()),
+            ),
+            "filter",
         )
 
     def init(self, x0: Vector) -> State:
@@ -83,8 +88,14 @@ class DPAGD(Algorithm):
         direction = gradient * (1.0 / length) if length > 0.0 else gradient
         lengths = [extra["longest"] * k / (self.grid - 1) for k in range(self.grid)]
         candidates = [state.params - a * direction for a in lengths]
-        # The regulariser is public and the same for all records; it is not part of the noisy scores.
-        chosen = door.choose("length", [Loss(c, self.loss_clip) for c in candidates], rho=extra["length_rho"])
+        # n·F(c) = Σ fᵢ(c) + n·r(c): the second part is public, and without it the choice is that of another risk.
+        n = door.expected_batch("length")
+        chosen = door.choose(
+            "length",
+            [Loss(c, self.loss_clip) for c in candidates],
+            rho=extra["length_rho"],
+            offsets=[n * float(door.regularizer.value(c)) for c in candidates],
+        )
         state.step += 1
         if chosen == 0:
             extra["refused"] = True

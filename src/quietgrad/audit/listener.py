@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,23 +67,32 @@ class Listener:
             self.slots.append(slot)
         return answer.view(Blocks) if self.blocks > 1 else answer
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         if self.blocks > 1:
             raise NotSeparableError
-        chosen = self._session.choose(slot, queries, rho=rho)
+        chosen = self._session.choose(slot, queries, rho=rho, offsets=offsets)
         loses = getattr(self.objective, "loses", None)  # an auditor knows what its own record makes of a candidate
         self.heard.append(np.array([[float(chosen if loses is None else loses(chosen))]]))
         self.slots.append(slot)
         return chosen
 
-    def first_below(self, slot: str, queries: Iterable[Query], threshold: float) -> int | None:
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         if self.blocks > 1:
             raise NotSeparableError
-        search: Callable[..., int | None] = self._session.first_below  # type: ignore[attr-defined]
-        found = search(slot, queries, threshold)
+        found = self._session.first_below(slot, queries, threshold)
         self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
         self.slots.append(slot)
         return found
+
+    @property
+    def seeded(self) -> bool:
+        return self._session.seeded
+
+    @property
+    def epochs(self) -> int:
+        return self._session.epochs
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         return self._session.close(reason, data_dependent=data_dependent)

@@ -137,6 +137,14 @@ class Constants:
     regularizer_smoothness: float
     convex: bool
 
+    def needed(self, *names: str) -> tuple[float, ...]:
+        """The constants of these names, for settings that a theorem makes of them; raise if one is not finite."""
+        values = [(name, getattr(self, name)) for name in names]
+        for name, value in values:
+            if value is None or not 0.0 < value < float("inf"):
+                raise ValueError(f"theory mode needs a finite {name} constant > 0; this loss states {value!r}.")
+        return tuple(float(value) for _, value in values)
+
 
 @runtime_checkable
 class Regularizer(Protocol):
@@ -176,8 +184,8 @@ class NoRegularizer:
         return zeros_like(params)
 
 
-class Objective(Protocol):
-    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums; defaults: :class:`BaseObjective`."""
+class Reading(Protocol):
+    """How a curator reads data: all it needs to know to hold records that queries are asked about."""
 
     @property
     def regularizer(self) -> Regularizer:
@@ -189,20 +197,24 @@ class Objective(Protocol):
         """Whether sums over index batches raise no floating-point warning, whatever the records hold."""
         ...
 
-    def constants(self) -> Constants:
-        """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
-        ...
-
-    def check_domain(self, params: Vector) -> None:
-        """Raise :class:`~quietgrad.errors.DataError` at a point where the constants do not hold."""
-        ...
-
     def prepare(self, data: Any) -> Records:
         """Validate ``data`` and lay it out; raise :class:`~quietgrad.errors.DataError` if it cannot be used."""
         ...
 
     def initial(self, records: Any) -> Vector:
         """The starting point, which depends on no record."""
+        ...
+
+
+class Objective(Reading, Protocol):
+    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums; defaults: :class:`BaseObjective`."""
+
+    def constants(self) -> Constants:
+        """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
+        ...
+
+    def check_domain(self, params: Vector) -> None:
+        """Raise :class:`~quietgrad.errors.DataError` at a point where the constants do not hold."""
         ...
 
     def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
