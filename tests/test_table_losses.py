@@ -184,7 +184,7 @@ def test_hessians_are_the_derivatives_of_gradients(name: str) -> None:
 
 def test_a_loss_is_known_to_the_compiled_kernels_by_its_own_formula_in_every_process(tmp_path: Path) -> None:
     """Two versions of one file declare two losses: what numba remembered of the first is not run for the second."""
-    source = Path(__file__).read_text().split("EVERY = ")[0]
+    source = Path(__file__).read_text().split("EVERY: ")[0]
     program = (
         "import numpy as np, sys\nsys.path.insert(0, {folder!r})\nfrom own_loss import LogCosh, Batch, Gradient\n"
     )
