@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.canaries import CanaryGame, CanaryObjective, Cast, shorten
+from quietgrad.audit.canaries import CanaryGame, CanaryObjective, shorten
 from quietgrad.audit.replicas import Replicated
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Batch, Indices, Query, RecursiveMomentum
+from quietgrad.objectives.base import Batch, Query, RecursiveMomentum, Rule
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.noise import sigma_for
@@ -110,40 +111,27 @@ class TakesRecordsAgain(CentralSession):
 class SeparateClips(CanaryObjective):
     """Clips the two gradients of a difference apart, then subtracts."""
 
-    def add_momentum(
-        self,
-        records: Cast,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Floats,
-    ) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        if not rule.gamma:
+            super().add(batch, points, rule, out)
+            return
+        records, clip = batch.records, rule.second_clip
         now, before = (shorten(self.gradients(records, self.step - k), clip) for k in (0, 1))
-        self._add(records, indices, now - (1.0 - gamma) * before, out)
+        self._add(records, batch.indices, now - (1.0 - rule.gamma) * before, out)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeparatelyClippedLogistic(Logistic):
     """The same mistake in a kernel."""
 
-    def add_momentum(
-        self,
-        records: Any,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Floats,
-    ) -> None:
-        before = np.zeros_like(out)
-        self.add_gradients(records, indices, params, clip, out)
-        self.add_gradients(records, indices, previous, clip, before)
-        out -= (1.0 - gamma) * before
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        if not rule.gamma:
+            super().add(batch, points, rule, out)
+            return
+        before, gradient = np.zeros_like(out), Rule.gradient(rule.second_clip)
+        super().add(batch, points[:1], gradient, out)
+        super().add(batch, points[1:], gradient, before)
+        out -= (1.0 - rule.gamma) * before
 
 
 class SwappedClips(RecursiveMomentum):

@@ -25,7 +25,7 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.labels import LabelDiscovery
 from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch, spent
-from quietgrad.objectives.base import Gradient, Loss
+from quietgrad.objectives.base import Batch, Gradient, Loss
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.glm import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.table import Affine
@@ -60,7 +60,7 @@ def test_two_sessions_of_one_curator_share_no_noise(seed: int | None) -> None:
     one, two = (curator.open(p).release("gradient", query) for p in plans)
     z, other = (p.noise_multiplier for p in plans)
     exact = np.zeros(3)
-    Logistic().add_gradients(Logistic().prepare((X, Y)), None, np.zeros(3), 1.0, exact)
+    Gradient(np.zeros(3), 1.0).sum_into(Logistic(), Batch(Logistic().prepare((X, Y)), None), exact)
     solved = (one * other - two * z) / (other - z)  # cancels noise that is the same up to its scale
     assert np.abs(solved - exact).max() > 0.1
 
@@ -84,7 +84,7 @@ def test_a_row_whose_square_leaves_the_floats_is_still_clipped(size: float, indi
     objective = Squared()
     table = objective.prepare((layout(np.array([[size, -size]])), np.array([1e300])))
     out = np.zeros(2)
-    objective.add_gradients(table, indices, np.zeros(2), 1.0, out)
+    Gradient(np.zeros(2), 1.0).sum_into(objective, Batch(table, indices), out)
     assert np.linalg.norm(out) <= 1.0 + 1e-9
 
 
@@ -95,7 +95,7 @@ def test_a_row_that_overflows_when_scaled_counts_as_nothing(rows: Any, indices: 
     objective = Multinomial(classes=3, transform=transform, row_bound=1.0, rows=rows, intercept=True)
     table = objective.prepare((np.array([[1e308, 1.0], [0.0, 0.0]]), np.array([1, 2])))
     out = np.zeros(table.dim)
-    objective.add_gradients(table, indices, np.zeros(table.dim), 1.0, out)
+    Gradient(np.zeros(table.dim), 1.0).sum_into(objective, Batch(table, indices), out)
     assert np.linalg.norm(out) <= 2.0
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import GradientDifference, JointMomentum, RecursiveMomentum
+from quietgrad.objectives.base import Batch, Gradient, GradientDifference, JointMomentum, RecursiveMomentum
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.regularizers import L2
 from quietgrad.privacy.ledger import Ledger
@@ -147,7 +147,7 @@ def test_risk_its_gradient_and_bounded_losses() -> None:
     )
     own = torch.cat([g.flatten() for g in torch.autograd.grad(loss.mean(), list(model.parameters()))])
     torch.testing.assert_close(objective.risk_gradient(records, theta), own + 0.1 * theta, rtol=1e-4, atol=1e-6)
-    assert objective.loss_sum(records, None, theta, 0.5) == pytest.approx(bounded, rel=1e-4)
+    assert objective.loss_sum(Batch(records, None), theta, 0.5) == pytest.approx(bounded, rel=1e-4)
     assert model[2].training is False
 
 
@@ -159,7 +159,7 @@ def test_dropout_masks_follow_from_the_query_alone() -> None:
 
     def ask(params: Tensor, indices: Any) -> Tensor:
         out = torch.zeros_like(theta)
-        objective.add_gradients(records, indices, params, 1.0, out)
+        Gradient(params, 1.0).sum_into(objective, Batch(records, indices), out)
         return out
 
     torch.manual_seed(10)

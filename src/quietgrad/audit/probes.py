@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.curators.base import Curator
 from quietgrad.errors import LedgerError
-from quietgrad.objectives.base import Batch, Gradient, Query
+from quietgrad.objectives.base import Batch, Gradient, Query, Rule
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.noise import sigma_for
@@ -203,7 +203,7 @@ class _Witness(CanaryObjective):
         self.ledger = ledger
         self.reserved = False
 
-    def add_gradients(self, records: Cast, indices: Any, params: Floats, clip: float, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
         from quietgrad.privacy.ledger import Ledger
 
         try:

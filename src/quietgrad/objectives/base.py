@@ -1,4 +1,4 @@
-"""What a curator is asked: queries, the objectives that answer them, and the regularisers that need no privacy.
+"""What a curator is asked: queries, the rule they sum by, the objectives that answer, and the public regularisers.
 
 A *query* is public and frozen. It says what one record contributes to a sum and bounds that contribution:
 ``bound`` is C, the L2 norm no record exceeds. It does its work by one call into the objective, which knows the
@@ -7,15 +7,17 @@ loss and how to sum clipped per-example gradients without ever storing them.
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 from quietgrad.vectors import Vector, zeros_like
 
-Indices = npt.NDArray[Any]
+Indices = npt.NDArray[np.integer[Any]]
 
 
 class Records(Sized, Protocol):
@@ -26,12 +28,95 @@ class Records(Sized, Protocol):
         """Number of parameters a model for these records has."""
         ...
 
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """All that a sum over these records depends on, as bytes: a resumed run checks that nothing changed."""
+        ...
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The people as bytes, whatever an objective makes of them: a ledger knows the table by it."""
+        ...
+
 
 class Batch(NamedTuple):
-    """Some records, by position; ``indices=None`` means all of them."""
+    """Some records, by position; ``indices=None`` means all of them.
 
-    records: Any
+    ``key`` is a secret of this one release for queries that draw randomness (dropout): record i's is PRF(key, i).
+    It must not depend on the record's place in the batch or on public values alone: given the key, what a record
+    contributes is a function of that record, and that is the whole proof of the sensitivity.
+    """
+
+    records: Any  # what this objective's own ``prepare`` returned
     indices: Indices | None
+    key: bytes | None = None
+
+
+def tightened(clip: float) -> float:
+    """The clip that float64 arithmetic works with: after rounding, what was cut to it is still no longer than C."""
+    return clip / (1.0 + 1e-12)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One record contributes α·clip_A(g − βg′) + γ·clip_B(g), g and g′ its gradients at the two points of a query.
+
+    Every sum of gradients in this library is one of these; build them by name. Where β = 0 the second point is
+    never looked at. Rules are few and are made once: :attr:`numbers` is what compiled kernels read.
+
+    >>> Rule.momentum(0.25, 1.0, 0.5).bound
+    0.625
+    >>> Rule.momentum(0.25, 1.0, 0.0) == Rule(0.25, 0.0, 1.0)  # no difference is left: one point is enough
+    True
+    """
+
+    alpha: float
+    beta: float
+    clip: float
+    gamma: float = 0.0
+    second_clip: float = 0.0
+    numbers: tuple[float, float, float, float, float] = field(init=False, repr=False, compare=False)
+    """(α, β, A, γ, B) with both clips :func:`tightened`."""
+
+    def __post_init__(self) -> None:
+        weights = (self.alpha, self.beta, self.gamma)
+        if not all(0.0 <= weight <= 1.0 for weight in weights):
+            raise ValueError(f"alpha, beta, gamma = {weights}: each must be in [0, 1].")
+        if not (self.clip >= 0.0 and self.second_clip >= 0.0):  # refuses NaN, which no contribution would exceed
+            raise ValueError(f"clips {self.clip!r} and {self.second_clip!r}: must be ≥ 0.")
+        first, second = tightened(float(self.clip)), tightened(float(self.second_clip))
+        numbers = (float(self.alpha), float(self.beta), first, float(self.gamma), second)
+        object.__setattr__(self, "numbers", numbers)
+
+    @property
+    def bound(self) -> float:
+        """αA + γB, the L2 norm that no record's contribution exceeds."""
+        return self.alpha * self.clip + self.gamma * self.second_clip if self.gamma else self.alpha * self.clip
+
+    @staticmethod
+    def gradient(clip: float) -> Rule:
+        """clip_C(g)."""
+        return _made(1.0, 0.0, clip)
+
+    @staticmethod
+    def difference(clip: float) -> Rule:
+        """clip_C(g − g′)."""
+        return _made(1.0, 1.0, clip)
+
+    @staticmethod
+    def momentum(gamma: float, clip: float, difference_clip: float) -> Rule:
+        """(1−γ)·clip_C2(g − g′) + γ·clip_C1(g)."""
+        if gamma == 1.0 or difference_clip == 0.0:
+            return _made(gamma, 0.0, clip)
+        return _made(1.0 - gamma, 1.0, difference_clip, gamma, clip)
+
+    @staticmethod
+    def joint(gamma: float, clip: float) -> Rule:
+        """clip_C(g − (1−γ)g′)."""
+        return _made(1.0, 1.0 - gamma, clip)
+
+
+@lru_cache
+def _made(alpha: float, beta: float, clip: float, gamma: float = 0.0, second_clip: float = 0.0) -> Rule:
+    return Rule(alpha, beta, clip, gamma, second_clip)
 
 
 @dataclass(frozen=True)
@@ -84,15 +169,16 @@ class NoRegularizer:
 
 
 class Objective(Protocol):
-    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums.
-
-    Every ``add_*`` method adds to ``out``. No record's contribution is longer than the clip, whatever its values:
-    kernels clip to C/(1+2e-5) in float32 and C/(1+1e-12) in float64, and a non-finite contribution counts as zero.
-    """
+    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums."""
 
     @property
     def regularizer(self) -> Regularizer:
         """The public term r."""
+        ...
+
+    @property
+    def silent_batches(self) -> bool:
+        """Whether sums over index batches raise no floating-point warning, whatever the records hold."""
         ...
 
     def prepare(self, data: Any) -> Records:
@@ -103,53 +189,16 @@ class Objective(Protocol):
         """The starting point, which depends on no record."""
         ...
 
-    def add_gradients(
-        self, records: Any, indices: Indices | None, params: Vector, clip: float, out: Vector
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
+    def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
+        """out += Σ over the batch of what the rule makes of each record's gradients at the points (θ, or θ and θ′).
+
+        No record's contribution is longer than ``rule.bound``, whatever its values: kernels clip to C/(1+2e-5) in
+        float32 and C/(1+1e-12) in float64, and a contribution that is not finite counts as zero.
+        """
         ...
 
-    def add_differences(
-        self,
-        records: Any,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        clip: float,
-        out: Vector,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′))."""
-        ...
-
-    def add_momentum(
-        self,
-        records: Any,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Vector,
-    ) -> None:
-        """out += Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]."""
-        ...
-
-    def add_joint_momentum(
-        self,
-        records: Any,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        gamma: float,
-        clip: float,
-        out: Vector,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′))."""
-        ...
-
-    def loss_sum(self, records: Any, indices: Indices | None, params: Vector, bound: float) -> float:
-        """Σ min(fᵢ(θ), bound), each term in [0, bound]."""
+    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
         ...
 
     def risk(self, records: Any, params: Vector) -> float:
@@ -178,92 +227,94 @@ class Query(Protocol):
         ...
 
 
-class _ParameterQuery:
-    """A query whose answer is as long as the parameters."""
+class _RuledQuery:
+    """A sum of gradients: its :class:`Rule` and the points it is taken at."""
 
-    def dim(self, records: Any) -> int:
+    __slots__ = ()
+
+    @property
+    def rule(self) -> Rule:
+        raise NotImplementedError
+
+    @property
+    def points(self) -> tuple[Vector, ...]:
+        raise NotImplementedError
+
+    @property
+    def bound(self) -> float:
+        return self.rule.bound
+
+    def dim(self, records: Records) -> int:
         return int(records.dim)
+
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+        objective.add(batch, self.points, self.rule, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradient(_ParameterQuery):
+class Gradient(_RuledQuery):
     """Σ clip_C(∇fᵢ(θ)): DP-SGD, DP-GD, the first step of DP-SRM, SPIDER's O1."""
 
     params: Vector
     clip: float
 
     @property
-    def bound(self) -> float:
-        return self.clip
+    def rule(self) -> Rule:
+        return Rule.gradient(self.clip)
 
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_gradients(batch.records, batch.indices, self.params, self.clip, out)
+    @property
+    def points(self) -> tuple[Vector, ...]:
+        return (self.params,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradientDifference(_ParameterQuery):
-    """Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′)): SPIDER's O2."""
-
+class _TwoPoints(_RuledQuery):
     params: Vector
     previous: Vector
+
+    @property
+    def points(self) -> tuple[Vector, ...]:
+        return self.params, self.previous
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientDifference(_TwoPoints):
+    """Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′)): SPIDER's O2."""
+
     clip: float
 
     @property
-    def bound(self) -> float:
-        return self.clip
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_differences(batch.records, batch.indices, self.params, self.previous, self.clip, out)
+    def rule(self) -> Rule:
+        return Rule.difference(self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecursiveMomentum(_ParameterQuery):
+class RecursiveMomentum(_TwoPoints):
     """Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]: DP-SRM with its two clips (Remark 4.3).
 
     Clipping ∇fᵢ(θ) and ∇fᵢ(θ′) apart and subtracting would not bound the difference: one record could then
     contribute γC1 + (1−γ)·2C1.
     """
 
-    params: Vector
-    previous: Vector
     gamma: float
     clip: float
     difference_clip: float
 
     @property
-    def bound(self) -> float:
-        return (1.0 - self.gamma) * self.difference_clip + self.gamma * self.clip
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_momentum(
-            batch.records,
-            batch.indices,
-            self.params,
-            self.previous,
-            self.gamma,
-            self.clip,
-            self.difference_clip,
-            out,
-        )
+    def rule(self) -> Rule:
+        return Rule.momentum(self.gamma, self.clip, self.difference_clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JointMomentum(_ParameterQuery):
+class JointMomentum(_TwoPoints):
     """Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′)): recursive momentum with one clip, never looser than two."""
 
-    params: Vector
-    previous: Vector
     gamma: float
     clip: float
 
     @property
-    def bound(self) -> float:
-        return self.clip
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_joint_momentum(
-            batch.records, batch.indices, self.params, self.previous, self.gamma, self.clip, out
-        )
+    def rule(self) -> Rule:
+        return Rule.joint(self.gamma, self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,8 +328,8 @@ class Loss:
     def bound(self) -> float:
         return self.clip
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: Records) -> int:
         return 1
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        out += objective.loss_sum(batch.records, batch.indices, self.params, self.clip)
+        out += objective.loss_sum(batch, self.params, self.clip)

@@ -8,7 +8,7 @@ sample, and the shares are added. A sum is the same whoever computed its terms, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.objectives.base import Indices, Regularizer
+from quietgrad.objectives.base import Batch, Regularizer, Rule
 from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.training.result import Result
@@ -47,6 +47,8 @@ def one_leader(objective: ModuleObjective, examples: Examples, lead: Callable[[A
 class _Shared:
     """A :class:`ModuleObjective` whose sums are computed by all processes together."""
 
+    silent_batches = False
+
     def __init__(self, objective: ModuleObjective) -> None:
         self._objective = objective
 
@@ -63,63 +65,20 @@ class _Shared:
     def initial(self, records: Examples) -> Tensor:
         return self._objective.initial(records)
 
-    def add_gradients(
-        self, records: Examples, indices: Indices | None, params: Tensor, clip: float, out: Tensor
-    ) -> None:
-        self._ask("add_gradients", records, indices, (params,), (clip,), out)
+    def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+        _send(("add", batch.indices, batch.key, len(points), rule))
+        for point in points:
+            dist.broadcast(point, _LEADER)
+        out += _shares_added(self._objective, batch, points, rule)
 
-    def add_differences(
-        self, records: Examples, indices: Indices | None, params: Tensor, previous: Tensor, clip: float, out: Tensor
-    ) -> None:
-        self._ask("add_differences", records, indices, (params, previous), (clip,), out)
-
-    def add_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Tensor,
-    ) -> None:
-        self._ask("add_momentum", records, indices, (params, previous), (gamma, clip, difference_clip), out)
-
-    def add_joint_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        out: Tensor,
-    ) -> None:
-        self._ask("add_joint_momentum", records, indices, (params, previous), (gamma, clip), out)
-
-    def loss_sum(self, records: Examples, indices: Indices | None, params: Tensor, bound: float) -> float:
-        return self._objective.loss_sum(records, indices, params, bound)
+    def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
+        return self._objective.loss_sum(batch, params, bound)
 
     def risk(self, records: Examples, params: Tensor) -> float:
         return self._objective.risk(records, params)
 
     def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
         return self._objective.risk_gradient(records, params)
-
-    def _ask(
-        self,
-        method: str,
-        records: Examples,
-        indices: Indices | None,
-        points: tuple[Tensor, ...],
-        numbers: tuple[float, ...],
-        out: Tensor,
-    ) -> None:
-        _send((method, indices, len(points), numbers))
-        for point in points:
-            dist.broadcast(point, _LEADER)
-        out += _shares_added(self._objective, records, method, indices, points, numbers)
 
 
 def _serve(objective: ModuleObjective, examples: Examples) -> Result:
@@ -132,25 +91,18 @@ def _serve(objective: ModuleObjective, examples: Examples) -> Result:
             return result
         if word == "failed":
             raise QuietgradError(f"the leading process stopped: {rest[0]}")
-        indices, count, numbers = rest
+        indices, key, count, rule = rest
         points = tuple(torch.empty_like(like) for _ in range(count))
         for point in points:
             dist.broadcast(point, _LEADER)
-        _shares_added(objective, examples, word, indices, points, numbers)
+        _shares_added(objective, Batch(examples, indices, key), points, rule)
 
 
-def _shares_added(
-    objective: ModuleObjective,
-    examples: Examples,
-    method: str,
-    indices: Indices | None,
-    points: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-) -> Tensor:
-    everyone = np.arange(len(examples)) if indices is None else indices
+def _shares_added(objective: ModuleObjective, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+    everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
     share = everyone[dist.get_rank() :: dist.get_world_size()]
     total = torch.zeros_like(points[0])
-    getattr(objective, method)(examples, share, *points, *numbers, total)
+    objective.add(batch._replace(indices=share), points, rule, total)
     dist.reduce(total, _LEADER)
     return total
 

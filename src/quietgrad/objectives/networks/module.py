@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Indices, NoRegularizer, Regularizer
+from quietgrad.objectives.base import Batch as ReleaseBatch
+from quietgrad.objectives.base import Indices, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe, replayable_randomness
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length
@@ -49,6 +50,8 @@ class ModuleObjective:
     >>> result.params.shape
     torch.Size([8])
     """
+
+    silent_batches = False
 
     def __init__(
         self,
@@ -106,75 +109,32 @@ class ModuleObjective:
             for name, value in self.engine.unflatten(params.to(self.engine.device)).items():
                 own[name].copy_(value)
 
-    def add_gradients(
-        self, records: Examples, indices: Indices | None, params: Tensor, clip: float, out: Tensor
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
-        engine = self.engine
-        self._sum(records, indices, (params,), lambda x, y: engine.add_clipped_gradients(params, x, y, clip, out))
-
-    def add_differences(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        clip: float,
-        out: Tensor,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′))."""
-        if clip == 0.0:
+    def add(self, batch: ReleaseBatch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+        """out += Σ over the batch of what the rule makes of each example's gradients."""
+        engine, params = self.engine, points[0]
+        if rule.bound == 0.0:
             return
-        engine = self.engine
-        self._sum(
-            records, indices, (params, previous),
-            lambda x, y: engine.add_clipped_differences(params, previous, x, y, clip, out),
-        )  # fmt: skip
-
-    def add_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Tensor,
-    ) -> None:
-        """out += Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]."""
-        if difference_clip == 0.0:
-            total = torch.zeros_like(out)
-            self.add_gradients(records, indices, params, clip, total)
-            out.add_(total, alpha=gamma)
+        if not rule.beta:
+            total = out if rule.alpha == 1.0 else torch.zeros_like(out)
+            clip = rule.clip
+            self._sum(batch, (params,), lambda x, y: engine.add_clipped_gradients(params, x, y, clip, total))
+            if total is not out:
+                out.add_(total, alpha=rule.alpha)
             return
-        engine = self.engine
-        self._sum(
-            records, indices, (params, previous),
-            lambda x, y: engine.add_recursive_momentum(params, previous, x, y, gamma, clip, difference_clip, out),
-        )  # fmt: skip
+        previous = points[1]
 
-    def add_joint_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        out: Tensor,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′))."""
-        engine = self.engine
-        self._sum(
-            records, indices, (params, previous),
-            lambda x, y: engine.add_joint_momentum(params, previous, x, y, gamma, clip, out),
-        )  # fmt: skip
+        def add(x: Batch, y: Batch) -> Tensor:
+            if rule.gamma:
+                clips = rule.gamma, rule.second_clip, rule.clip
+                return engine.add_recursive_momentum(params, previous, x, y, *clips, out)
+            return engine.add_joint_momentum(params, previous, x, y, 1.0 - rule.beta, rule.clip, out)
 
-    def loss_sum(self, records: Examples, indices: Indices | None, params: Tensor, bound: float) -> float:
+        self._sum(batch, (params, previous), add)
+
+    def loss_sum(self, batch: ReleaseBatch, params: Tensor, bound: float) -> float:
         """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
         total = 0.0
-        for losses in self._losses(records, indices, params):
+        for losses in self._losses(batch.records, batch.indices, params):
             total += float(losses.double().nan_to_num(nan=bound).clamp(0.0, bound).sum())
         return total
 
@@ -188,21 +148,15 @@ class ModuleObjective:
         """∇F(θ) without clipping, in evaluation mode: not private."""
         total = torch.zeros_like(params)
         with evaluating(self.module):
-            self.add_gradients(records, None, params, float("inf"), total)
+            self.add(ReleaseBatch(records, None), (params,), Rule.gradient(float("inf")), total)
         total /= len(records)
         total += self.regularizer.gradient(params)
         return total
 
-    def _sum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        points: tuple[Tensor, ...],
-        add: Callable[[Batch, Batch], Tensor],
-    ) -> None:
-        broken = 0
-        with replayable_randomness(*_causes(indices, points)):
-            for x, y in records.parts(indices, self.micro_batch):
+    def _sum(self, batch: ReleaseBatch, points: tuple[Tensor, ...], add: Callable[[Batch, Batch], Tensor]) -> None:
+        broken, records = 0, batch.records
+        with replayable_randomness(*_causes(batch.indices, points)):
+            for x, y in records.parts(batch.indices, self.micro_batch):
                 norms = add(self._on_device(x), self._on_device(y))
                 broken += int((~norms.isfinite()).reshape(len(norms), -1).any(1).sum())
         if broken:

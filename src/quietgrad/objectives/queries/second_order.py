@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch
+from quietgrad.objectives.base import Batch, Rule
 from quietgrad.vectors import Vector, norm, zeros_like
 
 Floats = npt.NDArray[np.float64]
@@ -55,7 +55,7 @@ class GradientNorm(_Scalar):
     def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
         """out += the norm."""
         total = zeros_like(self.params)
-        objective.add_gradients(batch.records, batch.indices, self.params, self.clip, total)
+        objective.add(batch, (self.params,), Rule.gradient(self.clip), total)
         out += norm(total + self.n * objective.regularizer.gradient(self.params))
 
 

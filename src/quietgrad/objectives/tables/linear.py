@@ -9,7 +9,8 @@ needs no compiler.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -18,17 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Constants, Indices, NoRegularizer, Regularizer
-from quietgrad.objectives.rules import Rule, RuledSums
+from quietgrad.objectives.base import Batch, Constants, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.layout import lay_out
 from quietgrad.objectives.tables.table import Affine, Floats, Rows, Table
 
-_SLACK = 1.0 + 1e-12
-
 
 @dataclass(frozen=True, kw_only=True)
-class LinearObjective(RuledSums):
+class LinearObjective(ABC):
     """What the losses of :mod:`quietgrad.objectives.tables.glm` share.
 
     Parameters are the flattened (features [+ 1], outputs) weight matrix, the intercept row last.
@@ -176,32 +174,27 @@ class LinearObjective(RuledSums):
 
     # --- clipped sums ---------------------------------------------------------------------------------------
 
-    def _add(
-        self,
-        records: Table,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        rule: Rule,
-        out: Floats,
-    ) -> None:
-        alpha, beta, first, gamma, second = rule
-        rule = (float(alpha), float(beta), first / _SLACK, float(gamma), second / _SLACK)
-        if indices is None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        """out += Σ over the batch of what the rule makes of each record's gradients."""
+        records: Table = batch.records
+        params = points[0]
+        previous = points[1] if rule.beta else params
+        if batch.indices is None:
             out += self._sum(records, params, previous, rule)
             return
         if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
-        kernels = _kernels()
+        kernels, numbers = _kernels(), rule.numbers
         if self.outputs == 1:
-            kernels.add_scalar(records.packed, indices, self._code, self._knob, params, previous, rule, out)
+            knob = self._knob
+            kernels.add_scalar(records.packed, batch.indices, self._code, knob, params, previous, numbers, out)
         else:
-            kernels.add_classes(records.packed, indices, self.outputs, params, previous, rule, out)
+            kernels.add_classes(records.packed, batch.indices, self.outputs, params, previous, numbers, out)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(self, records: Table, params: Floats, previous: Floats, rule: Rule | None) -> Floats:
         """Σ over all records of the rule's contributions; without a rule, of the plain gradients."""
-        at, other = lift(records, params), lift(records, previous) if rule is not None and rule[1] else None
+        at, other = lift(records, params), lift(records, previous) if rule is not None and rule.beta else None
         total = RowSum(records)
         assert records.y is not None
         for block in blocks_of(records):
@@ -215,13 +208,15 @@ class LinearObjective(RuledSums):
 
     # --- losses, evaluations, predictions -------------------------------------------------------------------
 
-    def loss_sum(self, records: Table, indices: Indices | None, params: Floats, bound: float) -> float:
-        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as zero."""
-        return self._loss_total(records, indices, params, bound)
+    def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:
+        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
+        return self._loss_total(batch, params, bound)
 
     def risk(self, records: Table, params: Floats) -> float:
         """F(θ) with the regulariser: an evaluation, not private."""
-        return self._loss_total(records, None, params, math.inf) / len(records) + self.regularizer.value(params)
+        return self._loss_total(Batch(records, None), params, math.inf) / len(records) + self.regularizer.value(
+            params
+        )
 
     def risk_gradient(self, records: Table, params: Floats) -> Floats:
         """∇F(θ) without clipping: an evaluation, not private."""
@@ -230,14 +225,15 @@ class LinearObjective(RuledSums):
         return gradient
 
     @np.errstate(over="ignore", invalid="ignore")
-    def _loss_total(self, records: Table, indices: Indices | None, params: Floats, bound: float) -> float:
+    def _loss_total(self, batch: Batch, params: Floats, bound: float) -> float:
+        records: Table = batch.records
         at = lift(records, params)
         total = 0.0
         assert records.y is not None
-        for block in blocks_of(records, indices):
+        for block in blocks_of(records, batch.indices):
             losses = self._losses(at.scores(block), records.y[block.which])
             if bound < math.inf:
-                losses = np.minimum(np.where(np.isnan(losses), 0.0, losses), bound)
+                losses = np.fmin(np.maximum(losses, 0.0), bound)  # of a NaN and the bound, the bound
             total += float(losses.sum())
         return total
 

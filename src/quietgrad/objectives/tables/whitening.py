@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch
+from quietgrad.objectives.base import Batch, Rule
 from quietgrad.objectives.tables.features import FeatureMean
 from quietgrad.objectives.tables.table import Affine, Floats, Table
 from quietgrad.privacy.budget import Relation
@@ -200,4 +200,4 @@ class WhitenedGradient:
             cached = view.prepare(batch.records)
             batch.records.views.clear()
             batch.records.views[id(transform)] = cached
-        view.add_gradients(cached, batch.indices, self.params, self.clip, out)
+        view.add(batch._replace(records=cached), (self.params,), Rule.gradient(self.clip), out)
