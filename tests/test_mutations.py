@@ -17,27 +17,26 @@ import pytest
 import quietgrad as qg
 from quietgrad.audit.bookkeeping import probe_fresh_records, probe_lost_rounds
 from quietgrad.audit.canaries import CanaryGame, CanaryObjective
+from quietgrad.audit.clipping import adversarial_table, probe_clip
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.neighbours import neighbouring_tables
-from quietgrad.audit.probes import (
-    judge_noise,
-    probe_ledger,
-    probe_masks,
-    probe_noise,
-    probe_secure_sum,
-    probe_sensitivity,
-)
+from quietgrad.audit.probes import probe_ledger, probe_masks, probe_secure_sum, probe_sensitivity
+from quietgrad.audit.replays import probe_replay
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.running import run
+from quietgrad.audit.series import MECHANISMS, probe_charges, probe_grid, probe_mechanism
+from quietgrad.audit.units import judge_noise
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import RecursiveMomentum
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from tests import broken
 
 Findings = Iterable[Finding]
+GAUSSIAN = GaussianNoise()
 REPLACE = qg.Budget(6.0, 1e-5, Relation.REPLACE_ONE)
 ADD = qg.Budget(6.0, 1e-5)
 DPSRM = qg.DPSRM(steps=6, batch_size=4, difference_clip=0.2)
@@ -51,8 +50,13 @@ def audited(
     ).findings
 
 
-def noise(curator: CuratorFactory = central) -> Findings:
-    return probe_noise(curator, seed=1)
+def noise(curator: CuratorFactory = central, mechanism: Mechanism = GAUSSIAN) -> Findings:
+    return probe_mechanism(mechanism, curator, seed=1)
+
+
+def source(how: Any, mechanism: Mechanism = GAUSSIAN) -> Findings:
+    """What is heard if every source of noise is broken in one way."""
+    return noise(broken.Broken(source=how), mechanism)
 
 
 def alternating(objective: Any) -> Findings:
@@ -82,6 +86,10 @@ def tight_bound(query: type[RecursiveMomentum]) -> Findings:
     relation = Relation.ADD_REMOVE
     found = probe_sensitivity(Logistic(), neighbouring_tables(Logistic(), relation), queries, relation)
     return [found._replace(verdict="violation" if found.note else found.verdict)]
+
+
+def clipped(objective: Any) -> Findings:
+    return [probe_clip(objective, adversarial_table(objective))]
 
 
 def realised(curator: CuratorFactory) -> Findings:
@@ -200,7 +208,7 @@ TABLE = [
     Mutation("skipped empty batch", "L0 noise scale", lambda: noise(broken.Broken(broken.SkipsEmptyBatch)), noise),
     Mutation("same seed in two parties", "L0 noise scale", lambda: same_seed(True), lambda: same_seed(False)),
     Mutation("reused mask stream", "L0 freshness", lambda: reused_masks(True), lambda: reused_masks(False)),
-    Mutation("reused noise", "L0 freshness", lambda: noise(broken.Broken(broken.SameNoiseAgain)), noise),
+    Mutation("reused noise", "L0 freshness", lambda: source(broken.SameNoise), noise),
     Mutation(
         "Poisson accounting of shuffled batches",
         "L2",
@@ -223,7 +231,75 @@ TABLE = [
         lambda: [probe_fresh_records()],
     ),
     Mutation("spare round not charged", "L0 charge", lambda: lost_rounds(True), lambda: lost_rounds(False)),
-    Mutation("float noise off the grid", "L0 grid", lambda: noise(broken.Broken(broken.FloatNoise)), noise),
+    Mutation(
+        "float noise off the grid",
+        "L0 grid",
+        lambda: [probe_grid(broken.Broken(broken.FloatNoise))],
+        lambda: [probe_grid()],
+    ),
+    *(
+        Mutation(
+            f"no noise at every 7th release ({m.kind})",
+            "L0 noise scale" if m.kind in ("gaussian", "pure") else "L0 noise law",
+            lambda m=m: source(broken.SilentEverySeventh, m),  # type: ignore[misc]
+            lambda m=m: noise(mechanism=m),  # type: ignore[misc]
+        )
+        for m in MECHANISMS
+    ),
+    *(
+        Mutation(
+            f"noise used twice from release 32 ({m.kind})",
+            "L0 freshness",
+            lambda m=m: source(broken.TwiceFromThirtyTwo, m),  # type: ignore[misc]
+            lambda m=m: noise(mechanism=m),  # type: ignore[misc]
+        )
+        for m in MECHANISMS
+    ),
+    *(
+        Mutation(
+            f"a tenth of the noise ({m.kind})",
+            "L0 noise law",
+            lambda m=m: source(broken.Quieter, m),  # type: ignore[misc]
+            lambda m=m: noise(mechanism=m),  # type: ignore[misc]
+        )
+        for m in MECHANISMS
+    ),
+    Mutation("noise of another law", "L0 noise law", lambda: source(broken.UniformNoise), noise),
+    Mutation("one number for all coordinates", "L0 coordinates", lambda: source(broken.OneNumberForAll), noise),
+    Mutation("noise on half the coordinates", "L0 noise scale", lambda: source(broken.HalfTheCoordinates), noise),
+    Mutation(
+        "noise begun anew after a resume",
+        "L0 freshness",
+        lambda: noise(broken.Broken(broken.BeginsNoiseAnew)),
+        noise,
+    ),
+    *(
+        Mutation(
+            f"k − 1 of k releases charged ({m.kind})",
+            "L0 charge",
+            lambda m=m: probe_charges(broken.Broken(broken.ChargesOneLess).charging, [m]),  # type: ignore[misc]
+            lambda m=m: probe_charges(broken.Broken().charging, [m]),  # type: ignore[misc]
+        )
+        for m in MECHANISMS
+    ),
+    Mutation(
+        "clipped in the maximum norm",
+        "L0 clip",
+        lambda: clipped(broken.InfinityClipped()),
+        lambda: clipped(Logistic()),
+    ),
+    Mutation(
+        "replay with another query",
+        "L0 freshness",
+        lambda: probe_replay(broken.Broken(broken.ReplaysByName)),
+        lambda: probe_replay(broken.Broken()),
+    ),
+    Mutation(
+        "replay with another query, not charged",
+        "L0 charge",
+        lambda: probe_replay(broken.Broken(broken.ReplaysByName)),
+        lambda: probe_replay(broken.Broken()),
+    ),
 ]
 
 

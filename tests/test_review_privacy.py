@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sparse
+from quietgrad.curators.labels import LabelDiscovery
 from scipy.special import ndtr
 
 import quietgrad as qg
@@ -22,7 +23,6 @@ from quietgrad.algorithms.output_perturbation import OutputPerturbation
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.labels import LabelDiscovery
 from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch, spent
 from quietgrad.objectives.base import Batch, Gradient, Loss

@@ -9,7 +9,7 @@ or ``constant``. They depend on the step alone, so with full batches every relea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -51,6 +51,12 @@ class Cast:
     def dim(self) -> int:
         """Number of parameters of all blocks."""
         return self.runs * self.width
+
+    def contents(self) -> Iterator[bytes]:
+        """The roles, as bytes."""
+        yield f"{self.roles} {self.runs} {self.width}".encode()
+
+    fingerprint_parts = contents
 
 
 def shorten(rows: Floats, clip: float) -> Floats:

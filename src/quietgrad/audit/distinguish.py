@@ -24,6 +24,7 @@ from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 
 Floats = npt.NDArray[np.float64]
@@ -140,7 +141,7 @@ def likelihood(view: Views, claim: Claim, signs: Callable[[int], float]) -> Floa
     image −s_t instead (replace-one). Releases that never happened say nothing.
     """
     schedule = claim.plan.schedule
-    if schedule.composition == "filter" or any(slot.mechanism != "gaussian" for slot in schedule.slots):
+    if schedule.composition == "filter" or not all(isinstance(s.mechanism, GaussianNoise) for s in schedule.slots):
         return None
     width = view.model.shape[1]
     x = view.transcript[:, ::width]

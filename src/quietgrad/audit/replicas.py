@@ -22,6 +22,7 @@ from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
+from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass
 from quietgrad.vectors import Vector
@@ -110,7 +111,7 @@ class Views(NamedTuple):
 
 def central(objective: Any, data: Any, key: bytes) -> Curator:
     """The production curator of one trusted holder."""
-    return CentralCurator(objective, data, key=key)
+    return CentralCurator(objective, data, key=key, account="audit")
 
 
 def collect(
@@ -129,7 +130,7 @@ def collect(
     """
     size = max(1, _MOST_NUMBERS // game.dim)
     try:
-        if any(slot.mechanism != "gaussian" for slot in plan.schedule.slots):
+        if not all(isinstance(slot.mechanism, GaussianNoise) for slot in plan.schedule.slots):
             raise NotSeparableError  # only white noise is independent from block to block
         parts = [
             _blocks(algorithm, plan, game, which, min(size, runs - done), curator, _key(seed, which, done))

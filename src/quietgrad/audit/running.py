@@ -17,9 +17,9 @@ from quietgrad.audit.distinguish import (
     likelihood,
 )
 from quietgrad.audit.divergence import attack_divergence
-from quietgrad.audit.probes import probe_noise
 from quietgrad.audit.replicas import CuratorFactory, Game, Views, central, collect
 from quietgrad.audit.report import AuditReport
+from quietgrad.audit.series import lengthened, probe_grid, probe_slots
 from quietgrad.audit.worlds import special_game
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
@@ -79,7 +79,8 @@ def run(
     game = game or special_game(algorithm, n, budget.relation)
     claim = Claim(claimed or plan)
     notes: list[str] = []
-    findings: list[Finding] = probe_noise(holder, alpha=alpha / 10, seed=seed)
+    findings: list[Finding] = probe_slots(lengthened(plan), holder, alpha=alpha / 10, seed=seed)
+    findings.append(probe_grid(holder))
     games = _games(plan, claim, n, budget) if game is None else [_given(game)]
     for number, (what, pattern, worlds) in enumerate(games):
         views = tuple(

@@ -87,9 +87,7 @@ class CentralSession:
         }
         self._taken: dict[Draw, npt.NDArray[np.int64]] = {}
         self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
-        self._sources = {
-            name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()
-        }
+        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
     # --- what algorithms ask ----------------------------------------------------------------------------------
 
@@ -193,7 +191,9 @@ class CentralSession:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
         records = objective.prepare(data)
         if len(records) != len(self._records):
-            raise DataError("the records changed within a run: it must go on with the same people in the same order.")
+            raise DataError(
+                "the records changed within a run: it must go on with the same people in the same order."
+            )
         self._see(objective, records)
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
