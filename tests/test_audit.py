@@ -20,10 +20,8 @@ from quietgrad.audit.attacks import Attack, attacked, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
 from quietgrad.audit.distinguish import Claim, learned, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
-from quietgrad.audit.listener import NotSeparableError
 from quietgrad.audit.replicas import collect
 from quietgrad.audit.running import run
-from quietgrad.audit.worlds import TableGame
 from quietgrad.cli import main
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.gaussian import gaussian_epsilon
@@ -149,11 +147,6 @@ def test_blocks_and_loop_agree_without_noise_differences() -> None:
     assert slow_view.looped
     error = 5 * plan.noise_multiplier * math.sqrt(2 / 1500)
     assert np.abs(fast_view.transcript.mean(axis=0) - slow_view.transcript.mean(axis=0)).max() < error
-
-
-def test_worlds_of_tables_refuse_blocks() -> None:
-    with pytest.raises(NotSeparableError):
-        TableGame(4, ADD).world(0, 2)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=5), st.floats(1e-3, 1e3))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 _REPLACE = "replace-one"
 
@@ -21,6 +21,7 @@ class Example:
     """Settings in use: for how many records, under which promise, and how well.
 
     ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
+    ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query.
     """
 
     settings: Mapping[str, Any]
@@ -31,6 +32,7 @@ class Example:
     delta: float = 1e-5
     label: str = ""
     share: float = 1.0
+    space: Literal["gradients", "queries"] = "gradients"
 
 
 def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
@@ -41,6 +43,10 @@ def _attack(
     label: str, relation: str = "add-remove", n: int = 4, epsilon: float = 6.0, share: float = 1.0, **settings: Any
 ) -> Example:
     return Example(settings, relation, n=n, epsilon=epsilon, label=label, share=share)
+
+
+def _queries(label: str, *args: Any, **settings: Any) -> Example:
+    return replace(_attack(label, *args, **settings), space="queries")
 
 
 def _batches(n: int = 4, **settings: Any) -> tuple[Example, ...]:
@@ -152,7 +158,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
     ),
     "bassily-sgd": _batches(steps=4),
     "rrpsgd": (
-        _attack("Poisson", steps=4, batch_size=2),
+        _attack("Poisson", steps=4, batch_size=2, share=5.0),
         _attack("every record", _REPLACE, steps=4, batch_size=4),
     ),
     "output-perturbation": (
@@ -160,8 +166,9 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("pure ε", _REPLACE, epsilon=2.0, share=0.5, steps=2, learning_rate=0.5, mechanism="pure"),
     ),
     "whitened-gd": (
-        _attack("every record", steps=2, row_bound=1.0, share=0.4),
-        _attack("every record", _REPLACE, steps=2, row_bound=1.0, share=0.4),
+        _queries("every record", steps=2, row_bound=1.0, share=0.4),
+        _queries("every record", _REPLACE, steps=2, row_bound=1.0, share=0.4),
+        _queries("row norms too", steps=2, share=0.4),
     ),
     "perturbed-sgd": (
         _attack("every record", share=0.5, steps=4, oracle={**_AUDIT_SPIDER, **_REUSE}, **_NEVER),
