@@ -18,7 +18,7 @@ from quietgrad.cli.runs import objective_from
 from quietgrad.cli.settings import algorithm_from
 from quietgrad.errors import DataError
 from quietgrad.federation.toml_model import algorithm_of, objective_of
-from quietgrad.objectives.registry import OBJECTIVES, table_losses
+from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.oracles.registry import ORACLES, make_oracle, oracle_class
 
 
@@ -104,9 +104,9 @@ def test_oracles_by_name_take_their_settings_from_both() -> None:
         make_oracle(3)
 
 
-@pytest.mark.parametrize("name", table_losses())
+@pytest.mark.parametrize("name", TABLE_LOSSES)
 def test_losses_are_the_same_from_both(name: str) -> None:
-    loss = OBJECTIVES[name]
+    loss = TABLE_LOSSES[name]
     knob = "" if loss.knob is None else ":0.5"
     classes = {"binary": 2, "multiclass": 3, "regression": None}[loss.task]
     data = {"features": 2} if classes is None else {"features": 2, "classes": list(range(classes))}

@@ -92,9 +92,7 @@ class HessianSelection:
         gradient = door.release("gradient", Gradient(x, clip)) / door.expected_batch("gradient")
         hessian = query.unpack(door.release("hessian", query) / door.expected_batch("hessian"))
         if door.regularizer.smoothness:
-            from quietgrad.objectives.tables.curvature import regularizer_curvature
-
-            hessian[np.diag_indices(len(x))] += regularizer_curvature(door.objective, x)
+            hessian[np.diag_indices(len(x))] += door.regularizer.curvature(x)
         steep, bent = self.thresholds(door)
         extra["gradient_norms"].append(norm(gradient + door.regularizer.gradient(x)))
         extra["lambda_mins"].append(float(np.linalg.eigvalsh(hessian)[0]))

@@ -15,6 +15,7 @@ from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, Loss
 from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.mechanisms import NoisyChoice
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy, norm
 
@@ -63,7 +64,11 @@ class DPAGD:
     def schedule(self, n_public: int) -> Schedule:
         everyone = FullBatch()
         return Schedule(
-            (Slot("gradient", everyone, 2 * self.max_steps), Slot("length", everyone, 2 * self.max_steps)), "filter"
+            (
+                Slot("gradient", everyone, 2 * self.max_steps),
+                Slot("length", everyone, 2 * self.max_steps, mechanism=NoisyChoice()),
+            ),
+            "filter",
         )
 
     def init(self, x0: Vector) -> State:

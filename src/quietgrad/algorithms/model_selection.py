@@ -20,6 +20,7 @@ from quietgrad.objectives.queries.second_order import Excess
 from quietgrad.oracles.base import Estimate, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.privacy.mechanisms import AboveThreshold
 from quietgrad.sampling import SinglePass
 from quietgrad.vectors import Vector, copy, norm
 
@@ -76,7 +77,7 @@ class ModelSelection:
         kept = int(self.held_out * n_public)
         if kept < 1 or n_public - kept < self.oracle.batches(n_public)[0]:
             raise ValueError(f"n={n_public}: too small for one full query and a held-out part of {kept} records.")
-        search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism="threshold")
+        search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
         return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
 
     def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
@@ -120,16 +121,10 @@ class ModelSelection:
 
     def _search(self, state: State, door: Session) -> State:
         extra = state.extra
-        search = getattr(door, "first_below", None)
-        if search is None:
-            raise ValueError("the noisy search needs one curator of all held-out records; parties use Algorithm 4.")
         clip, smoothness = self.oracle.lipschitz(door), self.oracle.smooth(door)
         n = door.expected_batch("select")
-        chosen = search(
-            "select",
-            (Excess(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]),
-            0.0,
-        )
+        tests = [Excess(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]]
+        chosen = door.first_below("select", tests, 0.0)
         extra["samples_used"] = _samples(door)
         extra["asked"] = len(extra["candidates"])
         if chosen is not None:

@@ -16,6 +16,7 @@ from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.mechanisms import from_json
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
@@ -58,7 +59,7 @@ class OutputPerturbation:
             )
 
     def schedule(self, n_public: int) -> Schedule:
-        return Schedule((Slot("model", FullBatch(), 1, mechanism=self.mechanism),))
+        return Schedule((Slot("model", FullBatch(), mechanism=from_json(self.mechanism)),))
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))

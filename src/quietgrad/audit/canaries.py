@@ -52,11 +52,13 @@ class Cast:
         """Number of parameters of all blocks."""
         return self.runs * self.width
 
-    def contents(self) -> Iterator[bytes]:
-        """The roles, as bytes."""
-        yield f"{self.roles} {self.runs} {self.width}".encode()
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The roles: nothing else is known of these records."""
+        yield repr(self).encode()
 
-    fingerprint_parts = contents
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The same."""
+        return self.contents()
 
 
 def shorten(rows: Floats, clip: float) -> Floats:
@@ -130,9 +132,7 @@ class CanaryObjective:
         rows = rule.alpha * shorten(moved, rule.clip) + rule.gamma * shorten(now, rule.second_clip)
         self._add(batch.records, batch.indices, rows, out)
 
-    def add_hessians(
-        self, records: Cast, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """Add nothing: these gradients are flat."""
 
     def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:

@@ -104,9 +104,9 @@ def probe_clips() -> Iterator[Finding]:
 
     import scipy.sparse as sparse
 
-    from quietgrad.objectives.registry import table_losses
+    from quietgrad.objectives.registry import TABLE_LOSSES
 
-    for name, entry in table_losses().items():
+    for name, entry in TABLE_LOSSES.items():
         for intercept in (False, True):
             objective = entry.make_example(intercept=intercept)
             X, y = adversarial_table(objective)

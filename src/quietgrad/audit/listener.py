@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,11 +79,10 @@ class Listener:
         self.slots.append(slot)
         return chosen
 
-    def first_below(self, slot: str, queries: Iterable[Query], threshold: float) -> int | None:
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         if self.blocks > 1:
             raise NotSeparableError
-        search: Callable[..., int | None] = self._session.first_below  # type: ignore[attr-defined]
-        found = search(slot, queries, threshold)
+        found = self._session.first_below(slot, queries, threshold)
         self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
         self.slots.append(slot)
         return found

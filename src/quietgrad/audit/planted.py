@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Constants, Rule
+from quietgrad.objectives.base import Batch, Constants, Records, Regularizer, Rule
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 class Planted:
     """Records with canaries behind them: canary j sits on coordinate ``places[j]`` and pulls with ``signs[j]``."""
 
-    inner: Any
+    inner: Records
     places: npt.NDArray[np.int64]
     signs: Floats
     canaries: int
@@ -32,6 +32,15 @@ class Planted:
     def dim(self) -> int:
         """Parameters of the model and one per canary."""
         return int(self.inner.dim) + self.canaries
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The records and where the canaries sit."""
+        yield from self.inner.contents()
+        yield f"{self.canaries} {self.places.tolist()} {self.signs.tolist()}".encode()
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The people alone: canaries are nobody."""
+        return self.inner.fingerprint_parts()
 
 
 class PlantedObjective:
@@ -89,8 +98,20 @@ class PlantedObjective:
 class _Padded:
     """The model's regulariser; canaries' coordinates have none."""
 
-    inner: Any
+    inner: Regularizer
     canaries: int
+
+    @property
+    def strong_convexity(self) -> float:
+        return 0.0  # in the canaries' coordinates
+
+    @property
+    def smoothness(self) -> float:
+        return self.inner.smoothness
+
+    @property
+    def convex(self) -> bool:
+        return self.inner.convex
 
     def value(self, params: Vector) -> float:
         return float(self.inner.value(params[: -self.canaries]))
@@ -98,8 +119,8 @@ class _Padded:
     def gradient(self, params: Vector) -> Vector:
         return _pad(self.inner.gradient(params[: -self.canaries]), self.canaries)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def curvature(self, params: Vector) -> Vector:
+        return _pad(self.inner.curvature(params[: -self.canaries]), self.canaries)
 
 
 def _pad(vector: Vector, count: int) -> Vector:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.privacy import events
+from quietgrad.privacy.accounts import checked, identity
 from quietgrad.privacy.budget import Budget, Relation
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Account:
     cap: Budget | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", checked(self.name))
         if self.cap is not None and self.ledger is None:
             raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
 
@@ -57,6 +59,7 @@ class Account:
         run: str = "",
         note: str = "",
         contents: Iterable[bytes | memoryview] | None = None,
+        part: bool = False,
     ) -> Charge:
         """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
 
@@ -64,13 +67,14 @@ class Account:
             event, budget: ``None`` for a run without noise, which has no cost that could be stated.
             run: its name in the ledger; empty for one that is never resumed.
             contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
+            part: it may be a part of a table that the account knows, such as a fold.
         """
         if event is None or budget is None:
             return Charge(event)
         ledger = self._open()
         if ledger is None:
             with _tally_lock:
-                _tally.setdefault(self.name, []).append((event, budget.relation))
+                _tally.setdefault(identity(self.name), []).append((event, budget.relation))
             return Charge(event)
         from quietgrad.privacy.fingerprint import fingerprint
 
@@ -83,6 +87,7 @@ class Account:
             cap=self.cap,
             note=note,
             fingerprint=None if contents is None else fingerprint(contents),
+            part=part,
         )
         return Charge(event, ledger, reservation)
 
@@ -94,17 +99,17 @@ class Account:
         ledger = self._open()
         if event is None or budget is None or ledger is None:
             return None
-        held = [h for h in ledger.book().held.values() if h.reservation.run == run and h.state != "cancelled"]
-        if not held:
+        held = ledger.find(run)
+        if held is None:
             return None
-        found, still_open = held[-1].reservation, held[-1].state == "open"
+        found = held.reservation
         same = (found.event, found.delta, found.relation) == (event, budget.delta, budget.relation)
-        if not same or found.account != self.name:
+        if not same or identity(found.account) != identity(self.name):
             raise BudgetError(
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
                 "with. Resume it with what it was started with, or start a new run."
             )
-        return Charge(event, ledger, found, paid=not still_open)
+        return Charge(event, ledger, found, paid=held.state != "open")
 
     def _open(self) -> Ledger | None:
         from quietgrad.privacy.ledger import Ledger
@@ -138,6 +143,26 @@ class Charge:
             )
         return self.spent
 
+    def part(self, event: events.Event, budget: Budget | None) -> Charge:
+        """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
+        from quietgrad.privacy.accounting import mu_of
+
+        inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
+        try:
+            pays = (
+                inner is not None
+                and budget is not None
+                and mu_of(event, relation=budget.relation) <= mu_of(inner, relation=budget.relation) * (1.0 + 1e-9)
+            )
+        except UnprovableError:
+            pays = False
+        if not pays:
+            raise UnprovableError(
+                "a round of a search is priced as one Gaussian release: only full-batch methods (algorithm=None, "
+                "WhitenedGD, DPGD) and declared classes can be searched over."
+            )
+        return Charge(event)
+
     def cancel(self, reason: str) -> None:
         """Give the whole entry back: right only if nothing at all was released under it."""
         if self.ledger is not None and self.reservation is not None and not self.paid:
@@ -156,7 +181,7 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
     from quietgrad.privacy.accounting import account as price
 
     with _tally_lock:
-        parts = list(_tally.get(account, []))
+        parts = list(_tally.get(identity(account), []))
     if not parts:
         return 0.0
     asked = Relation.parse(relation)

@@ -36,8 +36,15 @@ class Session(Protocol):
     objective: Any
     """The public description of the loss; it holds no data."""
     regularizer: Regularizer
+    seeded: bool
+    """Whether its randomness was fixed for a test: then nothing is private."""
     rho_left: float
     """What is left of a zCDP filter; infinite in a run without noise."""
+
+    @property
+    def epochs(self) -> int:
+        """How often the plan was charged: more than once if a resumed run asked something else than before."""
+        ...
 
     @property
     def used(self) -> dict[str, int]:
@@ -61,6 +68,13 @@ class Session(Protocol):
 
     def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
         """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``."""
+        ...
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        """The position of the first scalar query whose sum is, noisily, at most ``threshold``; ``None`` if none is.
+
+        However many are asked, all of it is one release.
+        """
         ...
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:

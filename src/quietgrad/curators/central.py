@@ -71,6 +71,7 @@ class CentralCurator:
         rho_left: float | None = None,
         within: Charge | None = None,
         note: str = "",
+        part: bool = False,
     ) -> CentralSession:
         """Reserve the cost of ``plan`` durably, then open its door.
 
@@ -80,12 +81,16 @@ class CentralCurator:
             used, rho_left: how far the interrupted session had come by its last checkpoint.
             within: an entry that pays for this plan already (a round of a private search).
             note: what the ledger says of the run; the algorithm's name by default.
+            part: the data may be a part of a table that the account knows, such as a fold.
         """
         self._check(plan)
         resumed = transcript is not None and transcript.resumed
         if transcript is not None and self.run is None:
             raise ValueError("run: a run with a transcript needs a name that its entry is found by.")
-        charge = within or self._charge(plan, self.run or "", note, resumed=resumed)
+        if within is None:
+            charge = self._charge(plan, self.run or "", note, resumed=resumed, part=part)
+        else:
+            charge = within.part(plan.event, plan.budget)
         session = CentralSession(
             plan,
             self.objective,
@@ -93,19 +98,21 @@ class CentralCurator:
             self._session_key() if transcript is None else transcript.key(0),
             charge,
             transcript=transcript,
-            again=lambda epoch: self._charge(plan, f"{self.run}.{epoch}", note, resumed=True),
+            again=lambda epoch: self._charge(plan, f"{self.run}.{epoch}", note, resumed=True, part=True),
             seeded=self.seeded,
         )
         session.advance(used or {}, rho_left)
         return session
 
-    def _charge(self, plan: Plan, run: str, note: str, *, resumed: bool) -> Charge:
+    def _charge(self, plan: Plan, run: str, note: str, *, resumed: bool, part: bool) -> Charge:
         event = plan.event if plan.is_private else None
         found = self.account.reopen(event, plan.budget, run=run) if resumed else None
         if found is not None:
             return found
         contents = None if self.account.ledger is None else self.records.fingerprint_parts()
-        return self.account.reserve(event, plan.budget, run=run, note=note or plan.algorithm, contents=contents)
+        return self.account.reserve(
+            event, plan.budget, run=run, note=note or plan.algorithm, contents=contents, part=part
+        )
 
     def _session_key(self) -> bytes:
         """The curator's key for the first session, a new one for each other: two sessions that drew the same noise

@@ -73,9 +73,10 @@ class CentralSession:
         self.regularizer: Regularizer = objective.regularizer
         self._zero = zeros_like(objective.initial(records))
         self._dim = len(self._zero)
+        self._compiled = objective.silent_batches
 
     def _draw_from(self, key: bytes) -> None:
-        """Samples and noise of all slots from ``key``, by number of the release, so that a replay draws the same."""
+        """Samples and noise of all slots from ``key``, by number of the release: a replay draws the same."""
         n = len(self._records)
         passes = [slot.sampling for slot in self._slots.values() if isinstance(slot.sampling, SinglePass)]
         # One store of unused records serves all single-pass slots of a plan.
@@ -95,15 +96,29 @@ class CentralSession:
     def used(self) -> dict[str, int]:
         return dict(self._used)
 
+    @property
+    def charge(self) -> Charge:
+        """The entry that pays for this session."""
+        return self._charges[-1]
+
+    def initial(self) -> Vector:
+        """The starting point, which depends on no record."""
+        return self.objective.initial(self._records)
+
     def expected_batch(self, slot: str) -> float:
         return self._slot(slot).sampling.expected_batch(self.plan.n_public)
 
     def uniform(self, label: str) -> float:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
 
-    def draw(self, slot: str) -> Draw:
+    def draw(self, slot: str, verb: str = "release") -> Draw:
         """Begin a release: it counts from here on, whether or not it is ever made."""
         chosen = self._slot(slot)
+        if chosen.mechanism.verb != verb:
+            raise BudgetError(
+                f"{slot!r} was planned as {chosen.mechanism.what}, to be asked by {chosen.mechanism.verb}(): by "
+                f"{verb}() it would cost otherwise."
+            )
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         number = self._used[slot]
@@ -127,7 +142,8 @@ class CentralSession:
 
     def _take_fresh(self, draw: Draw) -> npt.NDArray[np.int64]:
         sampling = self._slots[draw.slot].sampling
-        assert self._fresh is not None and isinstance(sampling, SinglePass)
+        assert self._fresh is not None
+        assert isinstance(sampling, SinglePass)
         self._fresh.skip_to(draw.fresh)
         return self._fresh.take(sampling.batch_size)
 
@@ -147,20 +163,24 @@ class CentralSession:
                 self._sources[slot].add(total, begun.number, multiplier, bound)
                 return total if isinstance(out, np.ndarray) else out.new_tensor(total)
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        begun = self.draw(slot)
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        begun = self.draw(slot, "choose")
         bound = max(float(query.bound) for query in queries)
         if self._private:
             self._spend(rho)
         while True:
             scores = np.array([self._score(query, begun) for query in queries])
+            if offsets is not None:
+                scores += np.asarray(offsets, np.float64)
             if not self._private:
                 return int(np.argmin(scores))
             if self._settled(begun, (rho, bound), scores):
                 return self._sources[slot].choose(scores, begun.number, rho, bound)
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
-        begun = self.draw(slot)
+        begun = self.draw(slot, "first_below")
         multiplier = self._multiplier(slot, None) if self._private else 0.0
         while True:
             looked: list[float] = []
@@ -177,7 +197,7 @@ class CentralSession:
                 return found
 
     def discover(self, slot: str, query: LabelCounts) -> npt.NDArray[Any]:
-        begun = self.draw(slot)
+        begun = self.draw(slot, "discover")
         multiplier, bound = self._multiplier(slot, None) if self._private else 0.0, float(query.bound)
         while True:
             labels, counts = query.count(Batch(self._records, self.sample(begun)))
@@ -191,9 +211,7 @@ class CentralSession:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
         records = objective.prepare(data)
         if len(records) != len(self._records):
-            raise DataError(
-                "the records changed within a run: it must go on with the same people in the same order."
-            )
+            raise DataError("the records changed within a run: go on with the same people in the same order.")
         self._see(objective, records)
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
@@ -246,7 +264,8 @@ class CentralSession:
 
     def _enter(self, epoch: int) -> None:
         """Go on in another epoch, with its own samples and noise, after it is charged."""
-        assert self._transcript is not None and self._again is not None
+        assert self._transcript is not None
+        assert self._again is not None
         charge = self._again(epoch)
         if epoch > self._transcript.epoch:
             self._transcript.fork()
@@ -260,7 +279,9 @@ class CentralSession:
         return self._slots.get(name) or self.plan.schedule[name]  # raises, naming what the plan holds
 
     def _batch(self, begun: Draw) -> Batch:
-        return Batch(self._records, self.sample(begun), self._inner[begun.slot].bytes(begun.number, 32))
+        # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
+        key = None if self._compiled else self._inner[begun.slot].bytes(begun.number, 32)
+        return Batch(self._records, self.sample(begun), key)
 
     def _score(self, query: Query, begun: Draw) -> float:
         score = np.zeros(1)
@@ -268,6 +289,9 @@ class CentralSession:
         return float(score[0])
 
     def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
+        if self._compiled and batch.indices is not None:  # compiled sums never warn
+            query.sum_into(self.objective, batch, out)
+            return
         # A warning about an overflow would tell that there is a record that causes it.
         with np.errstate(all="ignore"):
             query.sum_into(self.objective, batch, out)

@@ -1,4 +1,4 @@
-"""What a run has released, in private: a keyed fingerprint of every sum before its noise, so that replay is by content.
+"""What a run has released, in private: a MAC of every sum before its noise, so that replay is by content.
 
 An interrupted run continues from its last checkpoint and asks again for what it had released after it. The same
 noise on the same sum tells nothing new; the same noise on any other sum lets anyone subtract the two. So each
@@ -66,8 +66,8 @@ class Transcript:
         except OSError:
             os.close(self._file)
             raise DataError(
-                f"{path.parent}: another process is running this run. Two would use the same noise; wait for it, or "
-                "stop it first."
+                f"{path.parent}: another process is running this run. Two would use the same noise; wait for it, "
+                "or stop it first."
             ) from None
         try:
             self._read(run)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.curators.account import Charge
 from quietgrad.curators.base import Spent
-from quietgrad.curators.units import UnitNoise
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.plan import FederatedPlan
@@ -21,7 +21,6 @@ from quietgrad.objectives.base import Query, Regularizer
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.noise import l2_laplace_for, noisy_argmax, release_gaussian, release_l2_laplace, sigma_for
 from quietgrad.privacy.rng import SecureStream, run_key
 from quietgrad.sampling import SinglePass
 from quietgrad.secure.faults import DropoutError, ProtocolError
@@ -29,7 +28,6 @@ from quietgrad.vectors import Vector, zeros_like
 
 if TYPE_CHECKING:
     from quietgrad.federation.coordinator import FederatedCurator
-    from quietgrad.privacy.ledger import Ledger, Reservation
 
 Floats = npt.NDArray[np.float64]
 
@@ -43,7 +41,7 @@ class FederatedSession:
         curator: FederatedCurator,
         store: AggregateStore,
         caller: Caller,
-        held: tuple[Ledger, Reservation] | None,
+        charge: Charge,
     ) -> None:
         self.plan: Plan = plan
         self._plan = plan
@@ -51,14 +49,18 @@ class FederatedSession:
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
-        self._store, self._caller, self._held = store, caller, held
+        self._store, self._caller, self._charge = store, caller, charge
+        self.epochs = 1
         self._answered: set[str] = set()
         self._tell = curator.tell
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds = rounds(plan, caller, curator._identity, curator._roster)
         self._zero = zeros_like(curator.objective.initial(plan.shape))
-        self._units = UnitNoise(self._key, "unit")
+        self._sources = {
+            slot.name: slot.mechanism.source(self._key, slot.name, plan.limit(slot.name))
+            for slot in plan.schedule.slots
+        }
         self._made = {slot.name: 0 for slot in plan.schedule.slots}
         self._draws = dict(self._made)
         self._replay = list(reversed(store.done))
@@ -103,6 +105,9 @@ class FederatedSession:
             chosen = self._ask(slot, Scores(tuple(queries), relation), rho)
         return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen))
 
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        raise BudgetError("a noisy search needs one curator of all held-out records; parties use Algorithm 4.")
+
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         if self._closed:
             raise BudgetError("this session is closed already; open a new one for a new plan.")
@@ -111,9 +116,7 @@ class FederatedSession:
         words = {"run": self._store.run, "reason": reason, "data_dependent": data_dependent}
         # A party who does not hear of the end keeps the whole plan charged: too much, never too little.
         self._caller.call(dict.fromkeys(self._plan.names, encode(Message("close", words))), {})
-        if self._held is not None:
-            ledger, held = self._held
-            event = ledger.close(held.id, spent_event=event, reason=reason, data_dependent=data_dependent)
+        event = self._charge.close(event, reason=reason, data_dependent=data_dependent)
         self._store.remove()
         return Spent(event, self.used, reason, data_dependent)
 
@@ -196,19 +199,12 @@ class FederatedSession:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
-        bound = ask.bound * self._plan.largest_factor
+        source = self._sources[ask.slot]
         if isinstance(query, Scores):
             assert rho is not None
-            # ε²/8-zCDP; scores are sums of numbers in [0, B] that one record moves by at most the largest factor·B.
             most = max(each.bound for each in query.candidates) * self._plan.largest_factor
-            stream = SecureStream(self._key, f"choice/{ask.slot}")
-            return np.array([float(noisy_argmax(-total, math.sqrt(8.0 * rho), most, stream, ask.round))])
-        if self._plan.schedule[ask.slot].mechanism == "pure":
-            stream = SecureStream(self._key, f"noise/{ask.slot}")
-            release_l2_laplace(total, *l2_laplace_for(1.0 / ask.multiplier, bound, ask.dim), stream, ask.round)
-            return total
-        unit = self._units.row(ask.round, ask.dim)
-        release_gaussian(total, unit, *sigma_for(ask.multiplier, bound, ask.dim))
+            return np.array([float(source.choose(total, ask.round, rho, most))])
+        source.add(total, ask.round, ask.multiplier, ask.bound * self._plan.largest_factor)
         return total
 
     def _keep(self, slot: str, total: Floats, t: int) -> Floats:
@@ -244,7 +240,7 @@ class FederatedSession:
             return None
         if self._filter and self.rho_left < self._rho:
             return self._plan.filter_event(self._rho - self.rho_left)
-        whole = data_dependent or any(slot.law is not None for slot in self._plan.schedule.slots)
+        whole = data_dependent or self._plan.whole_only
         return self._plan.event if whole or not any(self._draws.values()) else self._plan.event_of(self._draws)
 
     @property

@@ -28,7 +28,7 @@ from quietgrad.federation.weights import shares
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
-from quietgrad.sampling import FixedSize, from_json
+from quietgrad.sampling import FixedSize
 from quietgrad.secure.terms import Mode, Terms
 
 Trust = Literal["curator", "secure", "local"]
@@ -98,8 +98,8 @@ class FederatedPlan(Plan):
         if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):
             raise ValueError(f"factors={self.factors}: must be finite numbers ≥ 0, one at least above 0.")
         if self.trust == "secure":
-            if self.is_private and any(slot.mechanism == "pure" for slot in self.schedule.slots):
-                raise ValueError("mechanism='pure': secure sums have Gaussian noise only; choose 'gaussian'.")
+            if self.is_private and not all(slot.mechanism.in_secure_sums for slot in self.schedule.slots):
+                raise ValueError("mechanism: secure sums have Gaussian noise only; choose mechanism='gaussian'.")
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
 
@@ -129,7 +129,7 @@ class FederatedPlan(Plan):
         if (self.schedule.composition == "filter") != (rho is not None):
             raise BudgetError("rho must be given exactly in a plan with a zCDP filter.")
         if rho is None:
-            return self.noise_multiplier * self.schedule[slot].noise
+            return self.schedule[slot].multiplier(self.noise_multiplier)
         from quietgrad.privacy.accounting import noise_multiplier_for_rho
 
         return noise_multiplier_for_rho(rho, self._relation)
@@ -209,12 +209,12 @@ class FederatedPlan(Plan):
             return None
         run = schedule.event(self.noise_multiplier, self._relation, counts)
         slack = [events.Slack(self.slack)] if self.slack else []
-        return events.composed([*self.extra, run, *slack])
+        return events.composed([run, *slack])
 
     def filter_event(self, rho: float) -> events.Event:
         """What a run with a zCDP filter released when it spent ``rho`` of it."""
         slack = [events.Slack(self.slack)] if self.slack else []
-        part = events.composed([*self.extra, events.ZCDP(rho, self._relation), *slack])
+        part = events.composed([events.ZCDP(rho, self._relation), *slack])
         return events.PerParty((part,) * len(self.names)) if self.trust == "local" else part
 
     @cached_property
@@ -271,12 +271,9 @@ class FederatedPlan(Plan):
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values: what a party reads, approves and pins."""
         body = super().to_json()
-        for entry, slot in zip(body["slots"], self.schedule.slots, strict=True):
-            entry["law"] = None if slot.law is None else [list(pair) for pair in slot.law]
         return {
             **body,
             "adaptive": self.schedule.adaptive,
-            "extra": [event.to_json() for event in self.extra],
             "trust": self.trust,
             "parties": list(self.names),
             "sizes": list(self.sizes),
@@ -294,17 +291,7 @@ class FederatedPlan(Plan):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FederatedPlan:
         """Rebuild a plan from :meth:`to_json`; its events are recomputed, not believed."""
-        slots = tuple(
-            Slot(
-                entry["name"],
-                from_json(entry["sampling"]),
-                entry["count"],
-                entry["noise"],
-                None if entry["law"] is None else tuple((int(r), float(p)) for r, p in entry["law"]),
-                entry["mechanism"],
-            )
-            for entry in data["slots"]
-        )
+        slots = tuple(Slot.from_json(entry) for entry in data["slots"])
         return cls(
             algorithm=data["algorithm"],
             config=data["config"],
@@ -313,7 +300,6 @@ class FederatedPlan(Plan):
             budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
             noise_multiplier=data["noise_multiplier"],
             paper_noise=data["paper_noise"],
-            extra=tuple(events.from_json(event) for event in data["extra"]),
             trust=data["trust"],
             names=tuple(data["parties"]),
             sizes=tuple(data["sizes"]),

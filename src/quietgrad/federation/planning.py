@@ -19,8 +19,8 @@ from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.queries import Scores, Template, flat, merged, pack
 from quietgrad.federation.weights import Weights, factors
 from quietgrad.objectives.base import Query
+from quietgrad.plans.price import price
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.secure.terms import Mode
 from quietgrad.vectors import Vector, zeros_like
@@ -74,7 +74,7 @@ def federate(
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(n)
-    if any(slot.mechanism == "threshold" for slot in schedule.slots):
+    if any(slot.mechanism.one_curator for slot in schedule.slots):
         raise ValueError(
             f"{algorithm.name}: its noisy search needs one curator of all held-out records; use minimize."
         )
@@ -108,12 +108,7 @@ def federate(
     if printed is not None:
         return FederatedPlan(**{**settings, "noise_multiplier": printed, "paper_noise": algorithm.name})
     if noise_multiplier is None:
-        from quietgrad.privacy.calibrate import calibrate_event
-
-        def event(z: float) -> events.Event:
-            return FederatedPlan(**{**settings, "noise_multiplier": z}).event
-
-        noise_multiplier = calibrate_event(event, budget=budget)
+        return price(lambda z: FederatedPlan(**{**settings, "noise_multiplier": z}), budget)
     return FederatedPlan(**{**settings, "noise_multiplier": noise_multiplier})
 
 
@@ -159,6 +154,10 @@ class Rehearsal:
         relation = Relation.ADD_REMOVE if self.plan.budget is None else self.plan.budget.relation
         self._note(slot, Scores(tuple(queries), relation), len(queries))
         return self.used[slot] % len(queries)
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        """Not in federations."""
+        raise ValueError("a noisy search needs one curator of all held-out records.")
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Any:
         """Nothing was opened."""

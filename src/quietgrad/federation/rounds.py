@@ -137,7 +137,7 @@ class PlainRounds:
         records = 2 * self._plan.sizes[place] + 64
         noise = 0.0
         if self._plan.trust == "local" and ask.multiplier > 0.0:
-            spread = ask.dim + 40 if self._plan.schedule[ask.slot].mechanism == "pure" else math.sqrt(ask.dim) + 10
+            spread = self._plan.schedule[ask.slot].mechanism.reach(ask.dim)
             noise = ask.multiplier * bound * spread * 2.0
         return (bound * records + noise) * _ROUNDING
 

@@ -200,7 +200,7 @@ def train(
     try:
         result = run(
             algorithm, session, np.array(x0) if isinstance(x0, np.ndarray) else x0, callback=callback,
-            account=account, seeded=curator.seeded, notes=notes,
+            account=account, notes=notes,
         )  # fmt: skip
     except Exception as error:
         if curator.folder is None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quietgrad.vectors import Vector, zeros_like
 
-Indices = npt.NDArray[np.integer[Any]]
+Indices = npt.NDArray[np.int64]
 
 
 class Records(Sized, Protocol):
@@ -55,6 +55,9 @@ def tightened(clip: float) -> float:
     return clip / (1.0 + 1e-12)
 
 
+Numbers = tuple[float, float, float, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One record contributes α·clip_A(g − βg′) + γ·clip_B(g), g and g′ its gradients at the two points of a query.
@@ -73,8 +76,10 @@ class Rule:
     clip: float
     gamma: float = 0.0
     second_clip: float = 0.0
-    numbers: tuple[float, float, float, float, float] = field(init=False, repr=False, compare=False)
+    numbers: Numbers = field(init=False, repr=False, compare=False)
     """(α, β, A, γ, B) with both clips :func:`tightened`."""
+    bound: float = field(init=False, repr=False, compare=False)
+    """αA + γB, the L2 norm that no record's contribution exceeds."""
 
     def __post_init__(self) -> None:
         weights = (self.alpha, self.beta, self.gamma)
@@ -85,38 +90,33 @@ class Rule:
         first, second = tightened(float(self.clip)), tightened(float(self.second_clip))
         numbers = (float(self.alpha), float(self.beta), first, float(self.gamma), second)
         object.__setattr__(self, "numbers", numbers)
-
-    @property
-    def bound(self) -> float:
-        """αA + γB, the L2 norm that no record's contribution exceeds."""
-        return self.alpha * self.clip + self.gamma * self.second_clip if self.gamma else self.alpha * self.clip
+        object.__setattr__(self, "bound", self.alpha * self.clip + self.gamma * self.second_clip)
 
     @staticmethod
+    @lru_cache
     def gradient(clip: float) -> Rule:
         """clip_C(g)."""
-        return _made(1.0, 0.0, clip)
+        return Rule(1.0, 0.0, clip)
 
     @staticmethod
+    @lru_cache
     def difference(clip: float) -> Rule:
         """clip_C(g − g′)."""
-        return _made(1.0, 1.0, clip)
+        return Rule(1.0, 1.0, clip)
 
     @staticmethod
+    @lru_cache
     def momentum(gamma: float, clip: float, difference_clip: float) -> Rule:
         """(1−γ)·clip_C2(g − g′) + γ·clip_C1(g)."""
         if gamma == 1.0 or difference_clip == 0.0:
-            return _made(gamma, 0.0, clip)
-        return _made(1.0 - gamma, 1.0, difference_clip, gamma, clip)
+            return Rule(gamma, 0.0, clip)
+        return Rule(1.0 - gamma, 1.0, difference_clip, gamma, clip)
 
     @staticmethod
+    @lru_cache
     def joint(gamma: float, clip: float) -> Rule:
         """clip_C(g − (1−γ)g′)."""
-        return _made(1.0, 1.0 - gamma, clip)
-
-
-@lru_cache
-def _made(alpha: float, beta: float, clip: float, gamma: float = 0.0, second_clip: float = 0.0) -> Rule:
-    return Rule(alpha, beta, clip, gamma, second_clip)
+        return Rule(1.0, 1.0 - gamma, clip)
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,9 @@ class Regularizer(Protocol):
     def convex(self) -> bool: ...
     def value(self, params: Vector) -> float: ...
     def gradient(self, params: Vector) -> Vector: ...
+    def curvature(self, params: Vector) -> Vector:
+        """The diagonal of the Hessian; a term whose Hessian is not diagonal does not fit here."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,10 @@ class NoRegularizer:
         return 0.0
 
     def gradient(self, params: Vector) -> Vector:
+        """Return the zero vector."""
+        return zeros_like(params)
+
+    def curvature(self, params: Vector) -> Vector:
         """Return the zero vector."""
         return zeros_like(params)
 
@@ -210,6 +217,15 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class Curved(Protocol):
+    """An objective that can also sum its records' Hessians."""
+
+    def add_hessians(self, batch: Batch, params: Vector, clip: float, out: npt.NDArray[np.float64]) -> None:
+        """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; out is (d, d)."""
+        ...
+
+
 class Query(Protocol):
     """What one record contributes to a release."""
 
@@ -227,17 +243,17 @@ class Query(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _RuledQuery:
-    """A sum of gradients: its :class:`Rule` and the points it is taken at."""
+    """A sum of gradients at θ: its :class:`Rule` follows from the fields and is looked up once."""
 
-    __slots__ = ()
+    params: Vector
+    rule: Rule = field(init=False, repr=False)
 
-    @property
-    def rule(self) -> Rule:
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", self._rule())
 
-    @property
-    def points(self) -> tuple[Vector, ...]:
+    def _rule(self) -> Rule:
         raise NotImplementedError
 
     @property
@@ -248,48 +264,41 @@ class _RuledQuery:
         return int(records.dim)
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add(batch, self.points, self.rule, out)
+        objective.add(batch, (self.params,), self.rule, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TwoPointQuery(_RuledQuery):
+    """The same at θ and θ′."""
+
+    previous: Vector
+
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+        objective.add(batch, (self.params, self.previous), self.rule, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradient(_RuledQuery):
     """Σ clip_C(∇fᵢ(θ)): DP-SGD, DP-GD, the first step of DP-SRM, SPIDER's O1."""
 
-    params: Vector
     clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.gradient(self.clip)
 
-    @property
-    def points(self) -> tuple[Vector, ...]:
-        return (self.params,)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TwoPoints(_RuledQuery):
-    params: Vector
-    previous: Vector
-
-    @property
-    def points(self) -> tuple[Vector, ...]:
-        return self.params, self.previous
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GradientDifference(_TwoPoints):
+class GradientDifference(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′)): SPIDER's O2."""
 
     clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.difference(self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecursiveMomentum(_TwoPoints):
+class RecursiveMomentum(_TwoPointQuery):
     """Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]: DP-SRM with its two clips (Remark 4.3).
 
     Clipping ∇fᵢ(θ) and ∇fᵢ(θ′) apart and subtracting would not bound the difference: one record could then
@@ -300,20 +309,18 @@ class RecursiveMomentum(_TwoPoints):
     clip: float
     difference_clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.momentum(self.gamma, self.clip, self.difference_clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JointMomentum(_TwoPoints):
+class JointMomentum(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′)): recursive momentum with one clip, never looser than two."""
 
     gamma: float
     clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.joint(self.gamma, self.clip)
 
 

@@ -7,54 +7,46 @@ networks are modules, which a command line cannot spell, and stand here because 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from quietgrad import settings
 from quietgrad.errors import DataError
-
-Task = Literal["binary", "multiclass", "regression"]
+from quietgrad.objectives.tables.glm import LOSSES
+from quietgrad.objectives.tables.linear import Task
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An objective by name.
-
-    ``task`` is the kind of labels a loss is for; ``knob`` the field that NAME:NUMBER sets; ``example``
-    settings for probes.
-    """
+    """An objective by name: its class, and settings that probes use."""
 
     name: str
-    home: str
-    family: Literal["table", "network"] = "table"
-    task: Task = "regression"
-    knob: str | None = None
-    example: Mapping[str, Any] | None = None
+    kind: Any
+    example: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def kind(self) -> Any:
-        """The class."""
-        module, _, cls = self.home.rpartition(".")
-        return getattr(import_module(f"quietgrad.objectives.{module}"), cls)
+    def task(self) -> Task:
+        """What its targets are."""
+        task: Task = self.kind.task
+        return task
+
+    @property
+    def knob(self) -> str | None:
+        """The field that NAME:NUMBER sets."""
+        return getattr(self.kind, "number", None)
 
     def make_example(self, **more: Any) -> Any:
         """The objective with its example settings."""
-        return self.kind(**{**(self.example or {}), **more})
+        return self.kind(**{**self.example, **more})
 
 
-OBJECTIVES: dict[str, Entry] = {
-    entry.name: entry
-    for entry in (
-        Entry("logistic", "tables.glm.Logistic", task="binary"),
-        Entry("multinomial", "tables.glm.Multinomial", task="multiclass", example={"classes": 3}),
-        Entry("huber", "tables.glm.Huber", knob="threshold"),
-        Entry("squared", "tables.glm.Squared"),
-        Entry("hinge", "tables.glm.Hinge", task="binary", knob="smoothing"),
-        Entry("module", "networks.module.ModuleObjective", family="network"),
-    )
-}
-"""By the name on the command line and in plan files."""
+_EXAMPLES: dict[str, dict[str, Any]] = {"multinomial": {"classes": 3}}
+
+TABLE_LOSSES: dict[str, Entry] = {name: Entry(name, kind, _EXAMPLES.get(name, {})) for name, kind in LOSSES.items()}
+"""The losses of tables by the name on the command line and in plan files."""
+
+NETWORKS = {"module": "networks.module.ModuleObjective"}
+"""Objectives that only Python can spell, by name; they are registered because what is registered is attacked."""
 
 _USUAL: dict[Task, str] = {"binary": "logistic", "multiclass": "multinomial", "regression": "huber"}
 _FITS = {"binary": ("binary",), "multiclass": ("binary", "multiclass"), "regression": ("regression",)}
@@ -71,11 +63,6 @@ def usual_loss(task: str) -> str:
     return _USUAL[task]  # type: ignore[index]
 
 
-def table_losses() -> dict[str, Entry]:
-    """The losses of tables, by name."""
-    return {name: entry for name, entry in OBJECTIVES.items() if entry.family == "table"}
-
-
 def loss_entry(text: str) -> tuple[Entry, dict[str, float]]:
     """The entry that NAME or NAME:NUMBER names, and the setting that the number makes.
 
@@ -83,9 +70,9 @@ def loss_entry(text: str) -> tuple[Entry, dict[str, float]]:
     {'threshold': 0.5}
     """
     name, number = _name_and_number("objective", text)
-    entry = table_losses().get(name)
+    entry = TABLE_LOSSES.get(name)
     if entry is None:
-        said = [n if e.knob is None else f"{n}[:{e.knob.upper()}]" for n, e in table_losses().items()]
+        said = [n if e.knob is None else f"{n}[:{e.knob.upper()}]" for n, e in TABLE_LOSSES.items()]
         raise ValueError(f"objective {name!r}: must be {', '.join(said[:-1])} or {said[-1]}.")
     if number is not None and entry.knob is None:
         raise ValueError(f"objective {text!r}: {name} takes no number.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,7 +41,7 @@ class Slot:
     count: int = 1
     noise: float = 1.0
     law: Law | None = None
-    mechanism: Mechanism = GaussianNoise()
+    mechanism: Mechanism = field(default_factory=GaussianNoise)
     fixed: float | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@ then a small head file ``<path>.head`` that names it, are on the disk. So
 - a write that fails is taken back, and if that fails too, what stays is either such a tail or a whole line.
 
 Writers exclude each other with ``flock`` on the file itself, which the kernel lets go when a process dies.
-The chain is not keyed: it catches accidents and plain edits, not somebody who recomputes it and the head.
+The chain is not keyed: it catches accidents and plain edits, not somebody who recomputes it and the head, nor a
+backup of both. An :func:`anchor` kept elsewhere does: every later state of the same chain has it as its beginning.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +35,7 @@ from quietgrad.errors import LedgerError
 
 FORMAT = "quietgrad-ledger"
 _BEFORE_FIRST = "0" * 64
+_ANCHOR_DIGITS = 40  # 160 bits of a hash: too many to find a second chain for
 _FIRST_BYTES = b'{"body":{"format":"' + FORMAT.encode() + b'"'
 _MAX_PROBLEMS = 20
 
@@ -72,6 +75,28 @@ class Entry:
         if line != canonical(vars(entry)) or entry.hash != entry.digest():
             raise ValueError("was edited (its hash does not fit its content)")
         return entry
+
+
+def anchor(entry: Entry) -> str:
+    """The short text that commits to ``entry`` and, through the chain, to every line before it."""
+    return f"{entry.seq}-{entry.hash[:_ANCHOR_DIGITS]}"
+
+
+def check_anchor(entries: Sequence[Entry], text: str) -> str:
+    """What is wrong with a chain that should begin with the one anchored, in one sentence; '' if nothing.
+
+    >>> check_anchor((), "3-" + "0" * 40)
+    'the anchor names line 3, the file has 0: it is older than the anchor, restored or cut.'
+    """
+    if not re.fullmatch(rf"[1-9][0-9]{{0,17}}-[0-9a-f]{{{_ANCHOR_DIGITS}}}", text):
+        raise ValueError(f"head={text!r}: must be what `quietgrad ledger head` printed, such as 12-3f9a….")
+    seq = int(text.partition("-")[0])
+    if seq > len(entries):
+        lines = len(entries)
+        return f"the anchor names line {seq}, the file has {lines}: it is older than the anchor, restored or cut."
+    if anchor(entries[seq - 1]) != text:
+        return f"line {seq} is not the one anchored: the ledger was restored and continued, or rewritten."
+    return ""
 
 
 @dataclass(frozen=True)

@@ -51,31 +51,36 @@ _BLOCK_NUMBERS = 2**16  # large enough to amortise a call into the stream, small
 
 
 class Source:
-    """The noise of one slot, addressed by the number of the release; one number serves one release only."""
+    """The noise of one slot, addressed by the number of the release; one number serves one release only.
+
+    A source answers the verbs of its mechanism and no others.
+    """
 
     def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
         """Replace the sum ``total``, to which a record contributes at most ``bound``, by what may be published."""
-        raise BudgetError("this release was planned as a search or a choice, which costs otherwise than a sum.")
+        raise NotImplementedError
 
     def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
         """The position of the least of ``scores``, by a choice that is ρ-zCDP."""
-        raise BudgetError("this release was planned with noise on a sum; plan a choice with NoisyChoice().")
+        raise NotImplementedError
 
     def first_below(
         self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
     ) -> int | None:
         """The position of the first (value, bound) that is noisily at most ``threshold``."""
-        raise BudgetError("this release was planned with noise, not as a search; plan it with AboveThreshold().")
+        raise NotImplementedError
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         """Which of some counts, of whatever labels there are, may be told of."""
-        raise BudgetError("this release was not planned to find labels; plan it with FrequentLabels(failure).")
+        raise NotImplementedError
 
 
 class Mechanism(ABC):
     """Base of all mechanisms; a frozen value that can be written as JSON and read back."""
 
     kind: ClassVar[str]
+    verb: ClassVar[str] = "release"
+    """What a session is asked for it; asked otherwise it would cost otherwise."""
     what: ClassVar[str] = "a sum"
     noise: ClassVar[str] = "Gaussian"
     in_secure_sums: ClassVar[bool] = True
@@ -197,6 +202,7 @@ class NoisyChoice(Mechanism, kind="choice"):
     Gaussian noise of the same ρ instead, and the choice is post-processing.
     """
 
+    verb: ClassVar[str] = "choose"
     what: ClassVar[str] = "the position of the least of several sums"
     noise: ClassVar[str] = "Gumbel"
 
@@ -228,6 +234,7 @@ class AboveThreshold(Mechanism, kind="threshold"):
     to a public grid before they meet the noise, which is on it too.
     """
 
+    verb: ClassVar[str] = "first_below"
     what: ClassVar[str] = "the first of many numbers to pass a test"
     noise: ClassVar[str] = "Laplace"
     in_secure_sums: ClassVar[bool] = False
@@ -281,6 +288,7 @@ class FrequentLabels(Mechanism, kind="labels"):
 
     failure: float
 
+    verb: ClassVar[str] = "discover"
     what: ClassVar[str] = "the labels whose noisy count passes a threshold"
     in_secure_sums: ClassVar[bool] = False
     one_curator: ClassVar[bool] = True

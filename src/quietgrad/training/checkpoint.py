@@ -1,18 +1,14 @@
 """Saving where a run stands: one safetensors file, written atomically, never a pickle.
 
-Arrays go to tensors; everything else goes to the file's JSON header with a format version. The header also keeps
-the environment a run is bit-exact in: replaying noise is free only if every query is bit-identical, so a resumed
-run compares environments before it draws the same noise again.
+Arrays go to tensors; everything else goes to the file's JSON header with a format version. Nothing here decides
+whether noise may be drawn again: that is the transcript's to say, by content.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
-import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +21,7 @@ from quietgrad.algorithms.base import State
 from quietgrad.errors import DataError
 from quietgrad.oracles.base import Estimate
 
-FORMAT = 1
+FORMAT = 2
 _KINDS = {"State": State, "Estimate": Estimate}
 _PACKAGES = ("numpy", "scipy", "numba", "torch", "quietgrad")
 
@@ -40,21 +36,6 @@ class Checkpoint:
     meta: dict[str, Any]
 
 
-def environment() -> dict[str, Any]:
-    """Versions, threads and machine: what must be equal for a replay to be bit-exact.
-
-    >>> sorted(environment())[:3]
-    ['kernels', 'machine', 'numba']
-    """
-    return {
-        "python": platform.python_version(),
-        "machine": f"{sys.platform}-{platform.machine()}",
-        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
-        "kernels": kernel_digest(),
-        **versions(),
-    }
-
-
 def versions() -> dict[str, str | None]:
     """Versions of quietgrad and of what its numbers depend on; ``None`` where not installed."""
     return {package: _version(package) for package in _PACKAGES}
@@ -65,14 +46,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def kernel_digest() -> str:
-    """A hash of the code that computes queries, so that an edited kernel is a new environment."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("objectives/*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def write_atomically(path: Path, content: bytes) -> None:

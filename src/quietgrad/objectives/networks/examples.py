@@ -53,12 +53,16 @@ class Examples:
 
     def contents(self) -> Iterator[bytes | memoryview]:
         """Everything a sum over these examples depends on, as bytes: a resumed run checks that nothing changed."""
+        yield from self.fingerprint_parts()
+        for tensor in self.fixed:
+            yield from _bytes_of(tensor)
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The examples alone as bytes, whatever module they train: a ledger knows them by it."""
         with replayable_randomness(b"contents"):
             for batch in self.parts(None, _READ):
                 for tensor in tensors_of(batch):
                     yield from _bytes_of(tensor)
-        for tensor in self.fixed:
-            yield from _bytes_of(tensor)
 
 
 def examples_of(data: Any, dim: int, collate: Collate | None = None, fixed: tuple[Tensor, ...] = ()) -> Examples:

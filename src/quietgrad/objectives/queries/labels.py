@@ -1,4 +1,4 @@
-"""Which labels a table has, as a query: counts of labels that nobody named before, and an objective that holds them.
+"""Which labels a table has, as a query: counts of labels nobody named before, and an objective that holds them.
 
 The number of labels is itself private, so this is no sum of known length: a session answers it by
 :meth:`~quietgrad.curators.base.Session.discover`, whose mechanism lets only the frequent ones out.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,8 @@ class LabelRecords:
 class LabelSet:
     """An objective for looking at labels alone, before it is known what to fit."""
 
-    regularizer: Regularizer = NoRegularizer()
+    regularizer: Regularizer = field(default_factory=NoRegularizer)
+    silent_batches: ClassVar[bool] = True
 
     def prepare(self, data: Any) -> LabelRecords:
         """``(X, y)`` with raw labels; only ``y`` is looked at."""
