@@ -20,6 +20,7 @@ from quietgrad.audit.canaries import CanaryGame, CanaryObjective
 from quietgrad.audit.clipping import adversarial_table, probe_clip
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.neighbours import neighbouring_tables
+from quietgrad.audit.parties import probe_federated_choice, probe_federation
 from quietgrad.audit.probes import probe_ledger, probe_masks, probe_secure_sum, probe_sensitivity
 from quietgrad.audit.replays import probe_replay
 from quietgrad.audit.replicas import CuratorFactory, central
@@ -166,6 +167,73 @@ def lost_rounds(patched: bool) -> Findings:
         return [probe_lost_rounds()]
 
 
+def party(source: Any, *, rounds: int = 64) -> Findings:
+    """Parties who add their own noise; the second one's source is broken."""
+    from quietgrad.federation.party import PartyCurator
+
+    opened = PartyCurator._open
+
+    def broken_open(self: PartyCurator, message: Any) -> Any:
+        answer = opened(self, message)
+        if source is not None and self.name == "party-2":
+            self._sources = {name: source(inner) for name, inner in self._sources.items()}
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartyCurator, "_open", broken_open)
+        return probe_federation("local", rounds=rounds)
+
+
+def shares(patched: bool) -> Findings:
+    """Secure sums by masks; one party's share of the noise covers half of the coordinates."""
+    from quietgrad.secure import masking, noise_share
+
+    class Half(noise_share.NoiseShare):
+        def __init__(self, terms: Any, role: int, seed: int | None) -> None:
+            super().__init__(terms, role, seed)
+            self.role = role
+
+        def draw(self, t: int) -> Any:
+            words = super().draw(t).copy()
+            if self.role == 1:
+                words[len(words) // 2 :] = 0
+            return words
+
+    with pytest.MonkeyPatch.context() as patch:
+        if patched:
+            patch.setattr(masking, "NoiseShare", Half)
+        return probe_federation("secure", "masks", rounds=128)
+
+
+def coordinator(source: Any) -> Findings:
+    """A trusted coordinator whose source of noise is broken."""
+    from quietgrad.federation.coordinator_session import FederatedSession
+
+    built = FederatedSession.__init__
+
+    def broken_init(self: FederatedSession, *args: Any) -> None:
+        built(self, *args)
+        if source is not None:
+            self._sources = {name: source(inner) for name, inner in self._sources.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FederatedSession, "__init__", broken_init)
+        return [*probe_federation("curator", rounds=64), *probe_federated_choice()]
+
+
+def party_charge(patched: bool) -> Findings:
+    """Parties who charge one round less than they answered."""
+    from quietgrad.federation.party import PartyCurator
+
+    def one_less(self: PartyCurator) -> Any:
+        return self.plan.party_event(self._place, {"gradient": self._journal.draws("gradient") - 1})
+
+    with pytest.MonkeyPatch.context() as patch:
+        if patched:
+            patch.setattr(PartyCurator, "_spent", one_less)
+        return probe_federation("curator", rounds=32)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A bug, the layer that must notice it, the broken variant and its sound twin."""
@@ -282,6 +350,31 @@ TABLE = [
         )
         for m in MECHANISMS
     ),
+    Mutation(
+        "a party's noise on half the coordinates",
+        "L0 noise scale",
+        lambda: party(broken.HalfTheCoordinates),
+        lambda: party(None),
+    ),
+    Mutation(
+        "a party's share on half the coordinates", "L0 noise scale", lambda: shares(True), lambda: shares(False)
+    ),
+    Mutation(
+        "a party's noise used twice", "L0 freshness", lambda: party(broken.TwiceFromThirtyTwo), lambda: party(None)
+    ),
+    Mutation(
+        "a coordinator's noise dropped at every 7th round",
+        "L0 noise scale",
+        lambda: coordinator(broken.SilentEverySeventh),
+        lambda: coordinator(None),
+    ),
+    Mutation(
+        "a coordinator's choice without noise at every 7th round",
+        "L0 noise law",
+        lambda: coordinator(broken.SilentEverySeventh),
+        lambda: coordinator(None),
+    ),
+    Mutation("a party charges k − 1 of k", "L0 charge", lambda: party_charge(True), lambda: party_charge(False)),
     Mutation(
         "clipped in the maximum norm",
         "L0 clip",

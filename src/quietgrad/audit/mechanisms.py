@@ -135,7 +135,7 @@ def _choice(slot: Slot, multiplier: float, width: int, rho: float | None, plan: 
     shares = weights / weights.sum()
 
     def listen(session: Any, rng: np.random.Generator) -> Floats:
-        return _spread(session.choose(slot.name, queries, rho=rho), shares, rng)
+        return spread_choice(session.choose(slot.name, queries, rho=rho), shares, rng)
 
     return listen
 
@@ -148,7 +148,7 @@ def _threshold(slot: Slot, multiplier: float, width: int, rho: float | None, pla
 
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         found = session.first_below(slot.name, queries, 0.0)
-        return _spread(len(values) if found is None else found, shares, rng)
+        return spread_choice(len(values) if found is None else found, shares, rng)
 
     return listen
 
@@ -182,7 +182,7 @@ def _labels(slot: Slot, multiplier: float, width: int, rho: float | None, plan: 
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         found = set(session.discover(slot.name, query).tolist())
         inside = np.array([label in found for label in range(width)])
-        return _spread(inside.astype(int), np.array([1.0 - passes, passes]), rng)
+        return spread_choice(inside.astype(int), np.array([1.0 - passes, passes]), rng)
 
     return listen
 
@@ -202,7 +202,7 @@ def labels_of(slot: Slot, plan: Plan, width: int) -> Crowd:
     return Crowd(width * count, 1, np.repeat(np.arange(width), count))
 
 
-def _spread(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floats:
+def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floats:
     """Normals from outcomes of known probabilities: anywhere within the outcome's part of the unit interval."""
     at = np.atleast_1d(np.asarray(chosen))
     edges = np.concatenate([[0.0], np.cumsum(shares)])
