@@ -211,7 +211,7 @@ class FloatNoise(CentralSession):
         begun = self.draw(slot)
         dim = query.dim(self._records)
         out = np.zeros(dim)
-        query.sum_into(self.objective, Batch(self._records, self.sample(begun)), out)
+        query.sum_into(self.objective, self.batch(begun), out)
         sigma, _ = sigma_for(self._multipliers[slot], query.bound, dim)
         return out + sigma * np.random.default_rng().standard_normal(dim)
 
@@ -233,8 +233,8 @@ class BeginsNoiseAnew(CentralSession):
         super().advance(used, rho_left)
         self._offsets = dict(used)
 
-    def draw(self, slot: str) -> Any:
-        begun = super().draw(slot)
+    def _begin(self, slot: str, verb: str) -> Any:
+        begun = super()._begin(slot, verb)
         return begun._replace(number=begun.number - getattr(self, "_offsets", {}).get(slot, 0))
 
 

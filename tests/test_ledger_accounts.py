@@ -50,8 +50,8 @@ def test_all_spellings_compose_and_the_first_is_shown(ledger: Ledger) -> None:
     assert {each.account for each in paid} == {"Patients"}
     assert ledger.book().accounts() == ledger.verify().accounts == ("Patients",)
     assert ledger.spent("patients", **PROMISE).epsilon == pytest.approx(epsilon(7))
+    ledger.reserve("patients", RUN, run="x", fingerprint="one", **PROMISE)
     with pytest.warns(LedgerWarning, match="account 'Patients' was used with another table"):
-        ledger.reserve("patients", RUN, run="x", fingerprint="one", **PROMISE)
         ledger.reserve("PATIENTS", RUN, run="y", fingerprint="two", **PROMISE)
 
 

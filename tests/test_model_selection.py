@@ -134,7 +134,7 @@ def selecting(seed: int = 0, budget: qg.Budget | None = BUDGET) -> CentralSessio
 
 def test_the_search_is_exact_without_noise() -> None:
     door = selecting(budget=None)
-    assert door.first_below("select", (Constant(v) for v in (3.0, 0.1, -0.2, -5.0)), 0.0) == 2
+    assert door.first_below("select", [Constant(v) for v in (3.0, 0.1, -0.2, -5.0)], 0.0) == 2
     assert selecting(budget=None).first_below("select", [Constant(1.0)], 0.0) is None
     with pytest.raises(ExhaustedError):
         door.first_below("select", [Constant(0.0)], 0.0)

@@ -34,6 +34,7 @@ from quietgrad.objectives.base import RecursiveMomentum
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
+from quietgrad.secure.faults import ImpossibleSum
 from tests import broken
 
 Findings = Iterable[Finding]
@@ -128,7 +129,10 @@ def same_seed(patched: bool) -> Findings:
     with pytest.MonkeyPatch.context() as patch:
         if patched:
             patch.setattr(masking, "NoiseShare", Shared)
-        return probe_secure_sum("masks")
+        try:
+            return probe_secure_sum("masks")
+        except ImpossibleSum:  # the same noise five times over is longer than any sum can be
+            return [Finding("the door", "secure sum", "refused", 0.0, 1.0, "violation")]
 
 
 def reused_masks(patched: bool) -> Findings:
@@ -274,7 +278,7 @@ TABLE = [
         lambda: realised(central),
     ),
     Mutation("skipped empty batch", "L0 noise scale", lambda: noise(broken.Broken(broken.SkipsEmptyBatch)), noise),
-    Mutation("same seed in two parties", "L0 noise scale", lambda: same_seed(True), lambda: same_seed(False)),
+    Mutation("same seed in all parties", "the door", lambda: same_seed(True), lambda: same_seed(False)),
     Mutation("reused mask stream", "L0 freshness", lambda: reused_masks(True), lambda: reused_masks(False)),
     Mutation("reused noise", "L0 freshness", lambda: source(broken.SameNoise), noise),
     Mutation(
@@ -417,5 +421,5 @@ def test_door_refuses_a_release_that_was_not_planned() -> None:
 
 def test_every_bug_of_the_issue_is_in_the_table() -> None:
     layers = {m.layer.split()[0] for m in TABLE}
-    assert layers == {"L0", "L1", "L2"}
-    assert len({m.bug for m in TABLE}) == len(TABLE) >= 20
+    assert layers == {"L0", "L1", "L2", "the"}
+    assert len({m.bug for m in TABLE}) == len(TABLE) >= 50

@@ -62,13 +62,14 @@ class LogCosh(OneScoreLoss):
         return self.width, 1.0, 4.0 / (3.0 * math.sqrt(3.0)) / self.width
 
 
-EVERY = {**LOSSES, "log-cosh": LogCosh}
+EVERY: dict[str, type[LinearObjective]] = {**LOSSES, "log-cosh": LogCosh}
 ONE_SCORE = {name: kind for name, kind in EVERY.items() if issubclass(kind, OneScoreLoss)}
 GRID = np.concatenate([np.linspace(-6.0, 6.0, 241), [0.0, -0.0, 1e-300, -800.0, 800.0, 1e10, -1e10, 1e300, -1e300]])
 
 
 def made(name: str, **settings: Any) -> LinearObjective:
-    return EVERY[name](**({"classes": 3} if name == "multinomial" else {}), **settings)
+    needed: dict[str, Any] = {"classes": 3} if name == "multinomial" else {}
+    return EVERY[name](**needed, **settings)
 
 
 def targets_of(objective: LinearObjective, rng: np.random.Generator, n: int) -> Floats:

@@ -151,24 +151,30 @@ def test_risk_its_gradient_and_bounded_losses() -> None:
     assert model[2].training is False
 
 
-def test_dropout_masks_follow_from_the_query_alone() -> None:
-    """A resumed run draws the same noise again, so it must ask the same again."""
-    objective = ModuleObjective(network(dropout=0.5), LOSS)
-    records = objective.prepare(data(50))
+def test_dropout_masks_are_each_records_own() -> None:
+    """By (key, record): whatever the batch, its order, its passes, and whatever other programs have drawn."""
+    objective = ModuleObjective(network(dropout=0.5).double(), LOSS)
+    x, y = data(50)
+    records = objective.prepare((x.double(), y))
     theta = objective.initial(records)
 
-    def ask(params: Tensor, indices: Any) -> Tensor:
+    def ask(indices: Any, key: bytes = bytes(32), micro_batch: int = 1024) -> Tensor:
+        objective.micro_batch = micro_batch
         out = torch.zeros_like(theta)
-        Gradient(params, 1.0).sum_into(objective, Batch(records, indices), out)
+        Gradient(theta, 1.0).sum_into(objective, Batch(records, np.array(indices), key), out)
         return out
 
     torch.manual_seed(10)
     state = torch.get_rng_state()
-    first = ask(theta, np.arange(10))
+    first = ask(range(10))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(11)
-    assert torch.equal(first, ask(theta, np.arange(10)))
-    assert not torch.equal(first, ask(theta + 1e-6, np.arange(10)))
+    assert torch.equal(first, ask(range(10)))
+    apart = sum(ask([i]) for i in range(10))
+    torch.testing.assert_close(first, apart, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(first, ask(range(9, -1, -1)), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(first, ask(range(10), micro_batch=3), rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(first, ask(range(10), key=bytes(31) + b"1"))
 
 
 class Pairs(Dataset[Any]):
@@ -368,7 +374,7 @@ BAD: dict[str, tuple[nn.Module, Any, Any, int, type[Exception]]] = {
     r"lengths \[3, 4\]": (network(), LOSS, (torch.zeros(3, 6), torch.zeros(4)), 2, DataError),
     r"not finite": (network(), LOSS, NAN, 50, DataError),
     r"empty": (network(), LOSS, Pairs(torch.zeros(0, 6), torch.zeros(0)), 1, DataError),
-    r"another example joins": (network(), lambda o, y: LOSS(o - o.mean(0), y), data(), 50, ValueError),
+    r"another example of the batch": (network(), lambda o, y: LOSS(o - o.mean(0), y), data(), 50, ValueError),
     r"trainable parameter": (network().requires_grad_(False), LOSS, data(), 50, ValueError),
 }
 

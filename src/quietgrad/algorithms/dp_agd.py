@@ -89,8 +89,14 @@ class DPAGD:
         direction = gradient * (1.0 / length) if length > 0.0 else gradient
         lengths = [extra["longest"] * k / (self.grid - 1) for k in range(self.grid)]
         candidates = [state.params - a * direction for a in lengths]
-        # The regulariser is public and the same for all records; it is not part of the noisy scores.
-        chosen = door.choose("length", [Loss(c, self.loss_clip) for c in candidates], rho=extra["length_rho"])
+        # n·F(c) = Σ fᵢ(c) + n·r(c): the second part is public, and without it the choice is that of another risk.
+        n = door.expected_batch("length")
+        chosen = door.choose(
+            "length",
+            [Loss(c, self.loss_clip) for c in candidates],
+            rho=extra["length_rho"],
+            offsets=[n * float(door.regularizer.value(c)) for c in candidates],
+        )
         state.step += 1
         if chosen == 0:
             extra["refused"] = True

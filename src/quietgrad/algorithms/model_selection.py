@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from quietgrad.algorithms import escape_settings
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
@@ -133,15 +134,18 @@ class ModelSelection:
         return state
 
     def _settle(self, door: Session, dim: int) -> dict[str, float]:
-        from quietgrad.algorithms.perturbed_sgd import estimate_error
-
         smoothness = self.oracle.smooth(door) + door.regularizer.smoothness
-        chi = estimate_error(self.oracle.error(door), dim, self.steps, self.failure)
+        chi = escape_settings.estimate_error(self.oracle.error(door), dim, self.steps, self.failure)
+        alpha = 4.0 * chi if self.alpha is None else self.alpha
+        rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
         return {
             "eta": 1.0 / smoothness if self.learning_rate is None else self.learning_rate,
             "chi": chi,
-            "alpha": 4.0 * chi if self.alpha is None else self.alpha,
-            "rho": constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door),
+            "alpha": alpha,
+            "rho": rho,
+            "tolerance": escape_settings.check_tolerance(
+                door.plan.n_public, alpha, rho, smoothness, door.objective
+            ),
         }
 
 

@@ -70,10 +70,12 @@ class Listener:
             self.slots.append(slot)
         return answer.view(Blocks) if self.blocks > 1 else answer
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         if self.blocks > 1:
             raise NotSeparableError
-        chosen = self._session.choose(slot, queries, rho=rho)
+        chosen = self._session.choose(slot, queries, rho=rho, offsets=offsets)
         loses = getattr(self.objective, "loses", None)  # an auditor knows what its own record makes of a candidate
         self.heard.append(np.array([[float(chosen if loses is None else loses(chosen))]]))
         self.slots.append(slot)
@@ -86,6 +88,14 @@ class Listener:
         self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
         self.slots.append(slot)
         return found
+
+    @property
+    def seeded(self) -> bool:
+        return self._session.seeded
+
+    @property
+    def epochs(self) -> int:
+        return self._session.epochs
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         return self._session.close(reason, data_dependent=data_dependent)

@@ -56,5 +56,6 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     result.save(out)
     report_if_possible([out], out / "report.html")
     if not quiet:
-        typer.echo(f"{result.stopped_by}: {found}")
+        rests = result.details.get("claim")
+        typer.echo(f"{result.stopped_by}: {found}" + (f"; the stop rests on: {rests}" if rests else ""))
     return result

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import DataError
+from quietgrad.files import read_json
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -53,7 +54,7 @@ class RunSpec:
 
     def save(self, folder: Path) -> None:
         """Write ``run.json`` into ``folder``."""
-        from quietgrad.training.checkpoint import write_atomically
+        from quietgrad.files import write_atomically
 
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / RUN_FILE, (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode())
@@ -62,7 +63,7 @@ class RunSpec:
     def load(cls, folder: Path) -> RunSpec:
         """Read the options that a run was started with."""
         try:
-            values = json.loads((folder / RUN_FILE).read_text())
+            values = read_json(folder / RUN_FILE)
             return cls(**{**values, "settings": tuple(values["settings"])})
         except FileNotFoundError:
             raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None

@@ -36,10 +36,13 @@ class Session(Protocol):
     objective: Any
     """The public description of the loss; it holds no data."""
     regularizer: Regularizer
-    seeded: bool
-    """Whether its randomness was fixed for a test: then nothing is private."""
     rho_left: float
     """What is left of a zCDP filter; infinite in a run without noise."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether its randomness was fixed for a test: then nothing is private."""
+        ...
 
     @property
     def epochs(self) -> int:
@@ -66,8 +69,14 @@ class Session(Protocol):
         """
         ...
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``."""
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``.
+
+        ``offsets`` are public numbers, one per query, that are added to the sums before they are compared: the
+        part of a score that no record has a share in, such as n·r(θ) of a regulariser. They move no sensitivity.
+        """
         ...
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:

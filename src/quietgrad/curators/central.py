@@ -10,7 +10,7 @@ from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.session import CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Objective
+from quietgrad.objectives.base import Reading
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
@@ -40,7 +40,7 @@ class CentralCurator:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Reading,
         data: Any,
         *,
         ledger: Ledger | str | Path | None = None,

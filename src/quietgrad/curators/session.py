@@ -18,19 +18,19 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.base import Spent
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.objectives.base import Batch, Objective, Query, Regularizer
+from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Sampler, SinglePass
-from quietgrad.vectors import Vector, zeros_like
+from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
 
-class Draw(NamedTuple):
-    """One release that has begun: its slot, its number there, and where its fresh records start."""
+class Drawn(NamedTuple):
+    """A release that has begun: its slot, its number there, and where its fresh records start."""
 
     slot: str
     number: int
@@ -43,7 +43,7 @@ class CentralSession:
     def __init__(
         self,
         plan: Plan,
-        objective: Objective,
+        objective: Reading,
         records: Any,
         key: bytes,
         charge: Charge,
@@ -64,12 +64,14 @@ class CentralSession:
         self._slots = {slot.name: slot for slot in plan.schedule.slots}
         self._multipliers = {slot.name: slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots}
         self._used = dict.fromkeys(self._slots, 0)
+        self._begun: set[Drawn] = set()  # drawn and not yet released
         self._fresh_at = 0  # fresh records taken by single passes
         self._see(objective, records)
         self._draw_from(key)
 
-    def _see(self, objective: Objective, records: Any) -> None:
-        self.objective, self._records = objective, records
+    def _see(self, objective: Reading, records: Any) -> None:
+        self.objective: Any = objective
+        self._records = records
         self.regularizer: Regularizer = objective.regularizer
         self._zero = zeros_like(objective.initial(records))
         self._dim = len(self._zero)
@@ -86,7 +88,7 @@ class CentralSession:
             for name, slot in self._slots.items()
             if not isinstance(slot.sampling, SinglePass)
         }
-        self._taken: dict[Draw, npt.NDArray[np.int64]] = {}
+        self._batches: dict[Drawn, Batch] = {}  # of releases that have begun and are not over
         self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
         self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
@@ -111,8 +113,16 @@ class CentralSession:
     def uniform(self, label: str) -> float:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
 
-    def draw(self, slot: str, verb: str = "release") -> Draw:
-        """Begin a release: it counts from here on, whether or not it is ever made."""
+    def draw(self, slot: str) -> Drawn:
+        """Begin a release: it counts from here on, whether or not it is ever made.
+
+        For a loop that reads the records itself (:meth:`batch`): whoever has seen them may act on them.
+        """
+        begun = self._begin(slot, "release")
+        self._begun.add(begun)
+        return begun
+
+    def _begin(self, slot: str, verb: str) -> Drawn:
         chosen = self._slot(slot)
         if chosen.mechanism.verb != verb:
             raise BudgetError(
@@ -124,49 +134,61 @@ class CentralSession:
         number = self._used[slot]
         if number >= chosen.count:
             raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
-        begun = Draw(slot, number, self._fresh_at)
+        begun = Drawn(slot, number, self._fresh_at)
         if isinstance(chosen.sampling, SinglePass):
-            self._taken[begun] = self._take_fresh(begun)  # refuses when fresh records are used up
+            self.batch(begun)  # refuses when fresh records are used up
             self._fresh_at += chosen.sampling.batch_size
         self._used[slot] = number + 1
         return begun
 
-    def sample(self, draw: Draw) -> npt.NDArray[np.int64] | None:
-        """The records of a release that has begun; ``None`` means all. Secret."""
-        sampler = self._samplers.get(draw.slot)
-        if sampler is not None:
-            return sampler.batch(draw.number)
-        if draw not in self._taken:
-            self._taken[draw] = self._take_fresh(draw)
-        return self._taken[draw]
+    def batch(self, drawn: Drawn) -> Batch:
+        """The records of a release that has begun, drawn once, and the secret of its own randomness."""
+        found = self._batches.get(drawn)
+        if found is None:
+            sampler = self._samplers.get(drawn.slot)
+            indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
+            # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
+            key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
+            found = self._batches[drawn] = Batch(self._records, indices, key)
+        return found
 
-    def _take_fresh(self, draw: Draw) -> npt.NDArray[np.int64]:
-        sampling = self._slots[draw.slot].sampling
+    def _take_fresh(self, drawn: Drawn) -> npt.NDArray[np.int64]:
+        sampling = self._slots[drawn.slot].sampling
         assert self._fresh is not None
         assert isinstance(sampling, SinglePass)
-        self._fresh.skip_to(draw.fresh)
+        self._fresh.skip_to(drawn.fresh)
         return self._fresh.take(sampling.batch_size)
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None, draw: Draw | None = None) -> Vector:
-        begun = self.draw(slot) if draw is None else draw
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        return self.release_drawn(self.draw(slot), query, rho=rho)
+
+    def release_drawn(self, drawn: Drawn, query: Query, *, rho: float | None = None) -> Vector:
+        """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
+        if drawn not in self._begun:
+            raise BudgetError("this sample was released already, or is none of this session's.")
+        self._begun.remove(drawn)
+        slot = drawn.slot
         dim, bound = query.dim(self._records), float(query.bound)
         multiplier = self._multiplier(slot, rho) if self._private else 0.0
         while True:
-            out = zeros_like(self._zero) if dim == self._dim else np.zeros(dim)
-            if self._private and bound == 0.0:
-                return out  # zero whatever the data, so nothing needs to look at them
-            self._sum(query, self._batch(begun), out)
-            if not self._private:
-                return out
-            total = out if isinstance(out, np.ndarray) else out.detach().double().cpu().numpy()
-            if self._settled(begun, (multiplier, bound), total):
-                self._sources[slot].add(total, begun.number, multiplier, bound)
-                return total if isinstance(out, np.ndarray) else out.new_tensor(total)
+            # Sums are kept in float64, in which C holds for any number of records.
+            out = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
+            batch = self.batch(drawn)
+            if not (self._private and bound == 0.0):  # zero whatever the data: nothing needs to look at them
+                self._sum(query, batch, out)
+            if self._private and bound > 0.0:
+                total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
+                if not self._settled(drawn, (multiplier, bound), total):
+                    continue
+                self._sources[slot].add(total, drawn.number, multiplier, bound)
+                out = total if isinstance(out, np.ndarray) else out.new_tensor(total)
+            del self._batches[drawn]
+            return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
 
     def choose(
         self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
     ) -> int:
-        begun = self.draw(slot, "choose")
+        begun = self._begin(slot, "choose")
         bound = max(float(query.bound) for query in queries)
         if self._private:
             self._spend(rho)
@@ -180,7 +202,7 @@ class CentralSession:
                 return self._sources[slot].choose(scores, begun.number, rho, bound)
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
-        begun = self.draw(slot, "first_below")
+        begun = self._begin(slot, "first_below")
         multiplier = self._multiplier(slot, None) if self._private else 0.0
         while True:
             looked: list[float] = []
@@ -197,17 +219,17 @@ class CentralSession:
                 return found
 
     def discover(self, slot: str, query: LabelCounts) -> npt.NDArray[Any]:
-        begun = self.draw(slot, "discover")
+        begun = self._begin(slot, "discover")
         multiplier, bound = self._multiplier(slot, None) if self._private else 0.0, float(query.bound)
         while True:
-            labels, counts = query.count(Batch(self._records, self.sample(begun)))
+            labels, counts = query.count(self.batch(begun))
             if not self._private:
                 return labels
             content = np.frombuffer(repr(labels.tolist()).encode(), np.uint8)
             if self._settled(begun, (multiplier, bound), counts, content):
                 return query.kept(labels, self._sources[slot].passing(counts, begun.number, multiplier, bound))
 
-    def reread(self, objective: Objective, data: Any) -> None:
+    def reread(self, objective: Reading, data: Any) -> None:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
         records = objective.prepare(data)
         if len(records) != len(self._records):
@@ -244,7 +266,7 @@ class CentralSession:
         if rho_left is not None:
             self.rho_left = rho_left
 
-    def _settled(self, begun: Draw, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
+    def _settled(self, begun: Drawn, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
         """Whether this release may be made as it stands: it is new, or the very one that was made before.
 
         If not, samples and noise come from a new epoch by now, and the sum has to be made again.
@@ -278,14 +300,9 @@ class CentralSession:
     def _slot(self, name: str) -> Slot:
         return self._slots.get(name) or self.plan.schedule[name]  # raises, naming what the plan holds
 
-    def _batch(self, begun: Draw) -> Batch:
-        # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
-        key = None if self._compiled else self._inner[begun.slot].bytes(begun.number, 32)
-        return Batch(self._records, self.sample(begun), key)
-
-    def _score(self, query: Query, begun: Draw) -> float:
+    def _score(self, query: Query, begun: Drawn) -> float:
         score = np.zeros(1)
-        self._sum(query, self._batch(begun), score)
+        self._sum(query, self.batch(begun), score)
         return float(score[0])
 
     def _sum(self, query: Query, batch: Batch, out: Vector) -> None:

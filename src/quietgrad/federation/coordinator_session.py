@@ -13,6 +13,7 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.base import Spent
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
+from quietgrad.federation.cohorts import draw, rescaling
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.queries import Scores, pack
 from quietgrad.federation.rounds import Ask, Caller, LostRound, named, rounds
@@ -97,13 +98,19 @@ class FederatedSession:
             return total
         return self._zero.new_tensor(total)
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums."""
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums.
+
+        ``offsets`` are added here, once: parties answer for their records only.
+        """
         relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
+        public = np.zeros(len(queries)) if offsets is None else np.asarray(offsets, np.float64)
         chosen = self._replayed(slot, rho)
         if chosen is None:
-            chosen = self._ask(slot, Scores(tuple(queries), relation), rho)
-        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen))
+            chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
+        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen + public))
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         raise BudgetError("a noisy search needs one curator of all held-out records; parties use Algorithm 4.")
@@ -122,7 +129,7 @@ class FederatedSession:
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
-    def _ask(self, slot: str, query: Query, rho: float | None) -> Floats:
+    def _ask(self, slot: str, query: Query, rho: float | None, offsets: Floats | None = None) -> Floats:
         """Ask until a round is complete, each time as a new release, and keep the aggregate before it is used."""
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
@@ -139,10 +146,11 @@ class FederatedSession:
             self._readmit()
             t = self._begin(slot, rho)
             words = {"run": self._store.run, "round": t, "slot": slot, "draw": self._draws[slot] - 1, "rho": rho}
-            ask = Ask(t, slot, {**words, "dim": dim, "query": fields}, arrays, dim, float(query.bound), multiplier)
+            words |= {"dim": dim, "query": fields}
+            ask = Ask(draw(self._plan, self._key, t), t, slot, words, arrays, dim, float(query.bound), multiplier)
             faults: dict[str, str] = {}
             try:
-                total = self._rounds.collect(ask, faults)
+                total, present = self._rounds.collect(ask, faults)
             except LostRound as lost:
                 self.faults.append((t, lost.faults))
                 left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]))
@@ -151,8 +159,11 @@ class FederatedSession:
             if faults:
                 self.faults.append((t, faults))
                 self._tell(f"round {t} is complete without some ({named(faults)})")
-            self._answered.update(name for name in self._plan.names if name not in faults)
-            return self._keep(slot, self._finished(ask, query, total, rho), t)
+            self._answered.update(name for name in ask.invited if name not in faults)
+            finished = self._finished(ask, query, total, rho, offsets)
+            if not isinstance(query, Scores):
+                finished *= rescaling(self._plan, present)
+            return self._keep(slot, finished, t)
 
     def _readmit(self) -> None:
         """Open the run again to those who do not know it: they restarted, and come back with their journal."""
@@ -195,7 +206,7 @@ class FederatedSession:
         slots = self._plan.schedule.slots
         return sum(s.sampling.batch_size * self._draws[s.name] for s in slots if isinstance(s.sampling, SinglePass))
 
-    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None) -> Floats:
+    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None, offsets: Floats | None) -> Floats:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
@@ -203,7 +214,8 @@ class FederatedSession:
         if isinstance(query, Scores):
             assert rho is not None
             most = max(each.bound for each in query.candidates) * self._plan.largest_factor
-            return np.array([float(source.choose(total, ask.round, rho, most))])
+            scores = total if offsets is None else total + offsets
+            return np.array([float(source.choose(scores, ask.round, rho, most))])
         source.add(total, ask.round, ask.multiplier, ask.bound * self._plan.largest_factor)
         return total
 

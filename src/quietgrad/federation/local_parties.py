@@ -42,7 +42,9 @@ class Doors:
             total = total + door.release(slot, query, rho=rho)
         return total
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         raise BudgetError("parties with their own noise have no joint choice; release the numbers instead.")
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:

@@ -44,6 +44,7 @@ def federate(
     colluders: int = 1,
     servers: int | None = None,
     spare: int = 0,
+    cohort: int | None = None,
     noise_multiplier: float | None = None,
 ) -> FederatedPlan:
     """Price ``algorithm`` for many parties, without touching a record.
@@ -54,7 +55,7 @@ def federate(
         names, sizes: the parties and their public numbers of records.
         shape: the public shape of the records.
         budget: the promise to every record of every party; ``None`` adds no noise.
-        trust, secure, quorum, colluders, spare: see :class:`~quietgrad.federation.plan.FederatedPlan`.
+        trust, secure, quorum, colluders, spare, cohort: see :class:`~quietgrad.federation.plan.FederatedPlan`.
         weights: ``"size"`` (n_j/n: every record the same), ``"equal"`` (1/m: every party the same), or one number
             per party, which are divided by their sum.
         servers: how many servers ``"servers"`` uses; 2 unless given. ``"mpc"`` has 3.
@@ -94,7 +95,8 @@ def federate(
         sizes=sizes,
         factors=factors(weights, sizes),
         secure=secure,
-        quorum=len(names) if quorum is None else quorum,
+        quorum=(cohort or len(names)) if quorum is None else quorum,
+        cohort=cohort or 0,
         colluders=colluders if secure == "masks" else 1,
         servers=_server_names(secure, servers),
         spare=spare,
@@ -149,7 +151,9 @@ class Rehearsal:
             else self._zero.new_tensor(answer)
         )
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         """Write the candidates down and choose in turn."""
         relation = Relation.ADD_REMOVE if self.plan.budget is None else self.plan.budget.relation
         self._note(slot, Scores(tuple(queries), relation), len(queries))

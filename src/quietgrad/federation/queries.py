@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -156,7 +155,6 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
     return maker(**{name: _unpack(value[name], arrays, like) for name in names})
 
 
-@lru_cache
 def _fields(kind: type[Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind) if field.init)
 

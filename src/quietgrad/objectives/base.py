@@ -136,6 +136,14 @@ class Constants:
     regularizer_smoothness: float
     convex: bool
 
+    def needed(self, *names: str) -> tuple[float, ...]:
+        """The constants of these names, for settings that a theorem makes of them; raise if one is not finite."""
+        values = [(name, getattr(self, name)) for name in names]
+        for name, value in values:
+            if value is None or not 0.0 < value < float("inf"):
+                raise ValueError(f"theory mode needs a finite {name} constant > 0; this loss states {value!r}.")
+        return tuple(float(value) for _, value in values)
+
 
 @runtime_checkable
 class Regularizer(Protocol):
@@ -175,8 +183,8 @@ class NoRegularizer:
         return zeros_like(params)
 
 
-class Objective(Protocol):
-    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums."""
+class Reading(Protocol):
+    """How a curator reads data: all it needs to know to hold records that queries are asked about."""
 
     @property
     def regularizer(self) -> Regularizer:
@@ -195,6 +203,10 @@ class Objective(Protocol):
     def initial(self, records: Any) -> Vector:
         """The starting point, which depends on no record."""
         ...
+
+
+class Objective(Reading, Protocol):
+    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums."""
 
     def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients at the points (θ, or θ and θ′).

@@ -29,9 +29,9 @@ add mass where they appear, which errs to the safe side; what is missing above i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -51,6 +51,7 @@ _UNIT = 2.0**-53
 _PER_LEVEL = 8.0  # see step 1
 _PER_PRODUCT = 4.0  # ≥ √5, see step 3
 _NEGLIGIBLE = math.log(1e9)  # of the tilted losses, that much less is above a window
+_TILTS = 3  # at most this many are tried
 _PER_RELEASE = _UNIT  # what an untilted sum loses per release: measured below this for up to 10⁷ releases
 _NOTICED = 1e-4  # so it is relied on only where it is a 10⁻⁴ part of δ
 
@@ -59,22 +60,22 @@ _NOTICED = 1e-4  # so it is relied on only where it is a 10⁻⁴ part of δ
 class Bounds:
     """Chernoff's bounds of a composition: all but e^{−need} of it on each side lies between ``low`` and ``high``.
 
-    ``moments`` holds log E e^{θL} at some θ > 0.
+    ``moment`` is log E e^{θL} as a function of θ, ``orders`` some θ > 0 around those worth trying.
     """
 
     low: float
     high: float
     need: float
-    moments: Mapping[float, float]
+    orders: tuple[float, ...]
+    moment: Callable[[float], float]
 
     def epsilon(self, delta: float) -> float:
         """An ε above which there is at most ``delta`` of the losses."""
-        return min(((moment - math.log(delta)) / order for order, moment in self.moments.items()), default=math.inf)
+        return self._least(lambda order: (self.moment(order) - math.log(delta)) / order)[0]
 
     def tilt(self, epsilon: float) -> float:
         """The θ with the least bound of the losses above ``epsilon``; 0 if there is none."""
-        candidates = sorted(self.moments)[:-1]  # the largest one bounds the others' windows
-        return min(candidates, key=lambda order: self.moments[order] - order * epsilon, default=0.0)
+        return self._least(lambda order: self.moment(order) - order * epsilon)[1]
 
     def window(self, tilt: float) -> tuple[float, float]:
         """The losses to compute at a tilt, so that next to nothing comes back from outside them.
@@ -84,13 +85,27 @@ class Bounds:
         """
         if tilt == 0.0:
             return self.low, self.high
-        here = self.moments[tilt]
-        reaches = (
-            (moment - here + _NEGLIGIBLE) / (order - tilt) for order, moment in self.moments.items() if order > tilt
-        )
-        high = min(max(self.high, min(reaches)), 2.0 * self.high - self.low)
+        more = [tilt * (scale - 1.0) for scale in (1.1, 1.3, 1.7, 2.5)]
+        reach = min((self.moment(tilt + by) - self.moment(tilt) + _NEGLIGIBLE) / by for by in more)
+        high = min(max(self.high, reach), 2.0 * self.high - self.low)
         # Losses from below come back e^{θ·width} times smaller, and no negative loss is ever asked for.
         return max(self.low, min(0.0, high - self.need / tilt)), high
+
+    def _least(self, function: Callable[[float], float]) -> tuple[float, float]:
+        """The least value of a function with one valley, and where: near the best of ``orders``, by thirds."""
+        if not self.orders:
+            return math.inf, 0.0
+        orders = sorted(self.orders)
+        place = min(range(len(orders)), key=lambda i: function(orders[i]))
+        low, high = orders[max(place - 1, 0)], orders[min(place + 1, len(orders) - 1)]
+        for _ in range(4):
+            third = (high / low) ** (1 / 3)
+            if function(low * third) < function(high / third):
+                high = high / third
+            else:
+                low = low * third
+        best = math.sqrt(low * high)
+        return function(best), best
 
 
 def add_losses(
@@ -115,22 +130,22 @@ def add_losses(
         return grid.delta(epsilon or 0.0) if delta is None else grid.epsilon(delta)
 
     rounding = _PER_RELEASE * (math.fsum(uses.values()) + 64.0)
-    plain = delta is None or rounding < delta
+    plain = delta is None or rounding < 0.1 * delta
     best = add(0.0) if plain else None
     wanted = delta if delta is not None else value(best) if best else 0.0
     if best and rounding <= _NOTICED * wanted:
         return best
-    tried = {0.0}
-    while True:
-        about = epsilon or 0.0
-        if delta is not None:
-            about = bounds.epsilon(delta) if best is None else min(value(best), bounds.epsilon(delta))
-        tilt = bounds.tilt(about)
-        if tilt in tried:
-            return best or add(0.0)
-        tried.add(tilt)
+    if not bounds.orders:
+        return best or add(0.0)
+    # Chernoff's ε at δ is far above the true one where large losses are rare: then again for the ε that was found.
+    tilt = bounds.tilt(epsilon or 0.0 if delta is None else bounds.epsilon(delta))
+    for _ in range(_TILTS):
         again = add(tilt)
         best = again if best is None else min(best, again, key=value)
+        last, tilt = tilt, bounds.tilt(min(value(best), bounds.high)) if delta is not None else tilt
+        if tilt > 0.95 * last:
+            break
+    return best or again
 
 
 def transform_error(size: int) -> float:
@@ -267,17 +282,17 @@ def chernoff(releases: Releases, grids: Grids, deviation: float, tail: float) ->
     ``deviation`` is about the standard deviation of the total loss; it only tells which orders are worth trying.
     """
 
+    @cache
     def moment(order: float) -> float:
         return log_character(releases, {leaf: grid.log_moment(order) for leaf, grid in grids.items()})
 
     need = math.log(1 / tail)
     if deviation == 0.0:  # too little noise: all losses are infinite
-        return Bounds(0.0, 0.0, need, {})
+        return Bounds(0.0, 0.0, need, (), moment)
     best = math.sqrt(2 * need) / deviation
     # Gaussian losses are best bounded near ``best``; rare large losses of tiny samples at smaller orders.
     orders = [scale * best for scale in (0.12, 0.25, 0.5, 0.8, 1.2)]
     orders += [order for order in (1.0, 3.0, 10.0, 30.0, 100.0, 300.0) if order < orders[0]]
-    above = {order: moment(order) for order in orders}
     low = -min((moment(-order) + need) / order for order in orders)
-    high = min((value + need) / order for order, value in above.items())
-    return Bounds(min(low, 0.0), max(high, 0.0), need, above)
+    high = min((moment(order) + need) / order for order in orders)
+    return Bounds(min(low, 0.0), max(high, 0.0), need, tuple(orders), moment)

@@ -103,8 +103,7 @@ def pld_profile(
     orders = [add_losses(releases, uses, grids, bounds, **asked)]
     if not all(pair.symmetric for pair in pairs.values()):
         turned = {leaf: grid.reversed() for leaf, grid in grids.items()}
-        bounds = chernoff(releases, turned, deviation, tail)
-        orders.append(add_losses(releases, uses, turned, bounds, **asked))
+        orders.append(add_losses(releases, uses, turned, chernoff(releases, turned, deviation, tail), **asked))
     return ComposedPLD(tuple(orders), _name(uses))
 
 

@@ -185,8 +185,8 @@ def _account(privacy: Privacy, file: Path | None) -> AccountTotal | None:
     from quietgrad.privacy.ledger import Ledger
 
     ledger = Ledger(file)
-    whole = ledger.verify().ok
     try:
+        whole = ledger.verify().ok
         book = ledger.book()
     except LedgerError:
         return AccountTotal(file.name, privacy.account, 0, None, None, None, False, None)

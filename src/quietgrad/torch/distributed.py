@@ -7,8 +7,8 @@ sample, and the shares are added. A sum is the same whoever computed its terms, 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+import hmac
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import Batch, Regularizer, Rule
 from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
 
 __all__ = ["one_leader"]
@@ -27,11 +29,14 @@ __all__ = ["one_leader"]
 _LEADER = 0
 
 
-def one_leader(objective: ModuleObjective, examples: Examples, lead: Callable[[Any, Examples], Result]) -> Result:
-    """``lead(objective, examples)``, on the leading process if there are several; all return its result."""
+def one_leader(objective: ModuleObjective, data: Any, lead: Callable[[Any, Examples], Result]) -> Result:
+    """Prepare ``data`` and ``lead(objective, examples)``, on the leading process if there are several.
+
+    All processes return its result. They must agree first on all that a sum depends on.
+    """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return lead(objective, examples)
-    _agree(objective, examples)
+        return lead(objective, objective.prepare(data))
+    examples = _agreed(objective, data)
     if dist.get_rank() != _LEADER:
         return _serve(objective, examples)
     shared = _Shared(objective)
@@ -66,6 +71,8 @@ class _Shared:
         return self._objective.initial(records)
 
     def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+        if batch.key is None:
+            batch = batch._replace(key=fresh_key())  # one for all processes
         _send(("add", batch.indices, batch.key, len(points), rule))
         for point in points:
             dist.broadcast(point, _LEADER)
@@ -100,20 +107,55 @@ def _serve(objective: ModuleObjective, examples: Examples) -> Result:
 
 def _shares_added(objective: ModuleObjective, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
     everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-    share = everyone[dist.get_rank() :: dist.get_world_size()]
-    total = torch.zeros_like(points[0])
-    objective.add(batch._replace(indices=share), points, rule, total)
+    # By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    mine = RecordKeys.of(batch.key, everyone).share(dist.get_rank(), dist.get_world_size())
+    total = torch.zeros_like(points[0], dtype=torch.float64)
+    objective.add(batch._replace(indices=everyone[mine]), points, rule, total)
     dist.reduce(total, _LEADER)
     return total
 
 
-def _agree(objective: ModuleObjective, examples: Examples) -> None:
-    """All processes must train the same thing; checked before anything is reserved."""
-    mine = hashlib.sha256(f"{objective!r} {len(examples)}".encode()).hexdigest()
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    if len(set(answers)) > 1:
-        raise DataError("the processes do not agree on model, loss, settings or number of records.")
+def _agreed(objective: ModuleObjective, data: Any) -> Examples:
+    """The examples, if all processes hold the same records in the same order, the same weights and settings.
+
+    A record that lies elsewhere on another process would be in two shares and contribute twice. What is compared is
+    a digest under a key of this run, so that it tells nobody else anything; nothing has been reserved yet.
+    """
+    box: list[Any] = [fresh_key()]
+    dist.broadcast_object_list(box, _LEADER)
+    mine: tuple[str, ...] = ("failed",)
+    try:
+        examples = objective.prepare(data)
+        mine = ("ready", *_digests(objective, examples, box[0]))
+    finally:  # also when this process refuses: the others wait to hear of it
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, mine)
+    if any(answer[0] == "failed" for answer in answers):
+        raise QuietgradError("another process refused its model or its data, and said why; nothing was reserved.")
+    for what, digests in zip(_COMPARED, list(zip(*answers, strict=True))[1:], strict=True):
+        if len(set(digests)) > 1:
+            raise DataError(f"the processes do not agree on {what}: every process must be given the same.")
+    return examples
+
+
+_COMPARED = (
+    "the records, their order, frozen parameters or buffers",
+    "the parameters that training begins with",
+    "model, loss or settings",
+)
+
+
+def _digests(objective: ModuleObjective, examples: Examples, key: bytes) -> tuple[str, str, str]:
+    def digest(parts: Iterable[bytes | memoryview]) -> str:
+        mac = hmac.new(key, digestmod="sha256")
+        for part in parts:
+            mac.update(part)
+        return mac.hexdigest()
+
+    modes = "".join("t" if layer.training else "e" for layer in objective.module.modules())
+    settings = f"{objective!r} {len(examples)} {modes}"
+    start = objective.initial(examples).cpu().numpy().tobytes()
+    return digest(examples.contents()), digest([start]), digest([settings.encode()])
 
 
 def _send(message: Any) -> None:

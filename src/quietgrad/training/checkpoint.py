@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +18,7 @@ import numpy as np
 
 from quietgrad.algorithms.base import State
 from quietgrad.errors import DataError
+from quietgrad.files import check_regular, parse_json, write_atomically
 from quietgrad.oracles.base import Estimate
 
 FORMAT = 2
@@ -48,16 +48,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` so that a crash leaves the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write ``checkpoint`` to ``path``."""
     from safetensors.numpy import save as to_bytes
@@ -78,8 +68,9 @@ def load(path: Path) -> Checkpoint:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         with safe_open(path, framework="numpy") as file:
-            header = json.loads(file.metadata()["quietgrad"])
+            header = parse_json(file.metadata()["quietgrad"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise DataError(f"{path}: there is no checkpoint; train with --out DIR first.") from None
@@ -87,9 +78,13 @@ def load(path: Path) -> Checkpoint:
         raise DataError(
             f"{path}: not a readable checkpoint ({type(error).__name__}); start the run again."
         ) from None
-    if header.get("format") != FORMAT:
-        raise DataError(f"{path}: checkpoint format {header.get('format')!r}; this version reads {FORMAT}.")
-    return Checkpoint(_unpack(header["state"], tensors), header["used"], header["rho_left"], header["meta"])
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else None
+        raise DataError(f"{path}: checkpoint format {found!r}; this version reads {FORMAT}.")
+    try:
+        return Checkpoint(_unpack(header["state"], tensors), header["used"], header["rho_left"], header["meta"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a checkpoint of a run ({type(error).__name__}); start it again.") from None
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
