@@ -97,9 +97,11 @@ def _profile(event: Event, relation: Relation) -> dict[float, float]:
     return {e: delta_of(event, epsilon=e, relation=relation) for e in _POINTS}
 
 
-def attack_dprime(views: tuple[Views, Views], claim: Claim, what: str, alpha: float) -> Finding:
-    """L1: d′ of the transcripts along the direction that separates them best, against μ."""
-    mu = claim.mu
+def attack_dprime(
+    views: tuple[Views, Views], claim: Claim, what: str, alpha: float, *, mu: float | None = None
+) -> Finding:
+    """L1: d′ of the transcripts along the direction that separates them best, against μ (default: the claim's)."""
+    mu = claim.mu if mu is None else mu
     if mu is None:
         raise ValueError("L1 needs un-sampled Gaussian releases; use attack_profile for others.")
     a, b = (features(view, claim.plan) for view in views)
@@ -141,9 +143,7 @@ def likelihood(view: Views, claim: Claim, signs: Callable[[int], float]) -> Floa
     image −s_t instead (replace-one). Releases that never happened say nothing.
     """
     schedule = claim.plan.schedule
-    if schedule.composition == "filter" or any(
-        not isinstance(slot.mechanism, GaussianNoise) for slot in schedule.slots
-    ):
+    if schedule.composition == "filter" or not all(isinstance(s.mechanism, GaussianNoise) for s in schedule.slots):
         return None
     width = view.model.shape[1]
     x = view.transcript[:, ::width]

@@ -29,8 +29,9 @@ class Blocks(np.ndarray[Any, Any]):
 class Listener:
     """A session that writes down every number that passes the door, in units of the query's bound."""
 
-    def __init__(self, session: Session, *, blocks: int = 1, number: int = 0) -> None:
+    def __init__(self, session: Session, *, blocks: int = 1, number: int = 0, uniform: float | None = None) -> None:
         self._session = session
+        self._uniform = uniform  # what every draw is taken to be, where the auditor fixes it
         self._number = number
         self.blocks = blocks
         self.plan = session.plan
@@ -55,6 +56,8 @@ class Listener:
         return self._session.expected_batch(slot)
 
     def uniform(self, label: str) -> float:
+        if self._uniform is not None:
+            return self._uniform
         if self.blocks > 1:
             raise NotSeparableError  # one draw would be shared by all runs
         return self._session.uniform(f"{label}/{self._number}")

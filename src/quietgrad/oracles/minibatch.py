@@ -41,4 +41,5 @@ class MiniBatch(Oracle):
         return Error(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
 
     def config(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "law"}
+        settings = {key: value for key, value in asdict(self).items() if key != "law"}
+        return {"name": type(self).__name__, **settings}
