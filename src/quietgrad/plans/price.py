@@ -68,9 +68,8 @@ def plan(
     if budget is None:
         return made(0.0)
     schedule = schedule.under(budget.relation)
-    if hasattr(algorithm, "check_budget"):
-        algorithm.check_budget(budget)
-    printed = algorithm.paper_noise(int(n), budget) if hasattr(algorithm, "paper_noise") else None
+    algorithm.check_budget(budget)
+    printed = algorithm.paper_noise(int(n), budget)
     if printed is not None:
         return made(printed, algorithm.name)
     return price(made, budget) if noise_multiplier is None else made(noise_multiplier)
