@@ -225,3 +225,13 @@ def test_importing_the_room_is_light() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_threat_model_of_many_parties_states_its_probabilities() -> None:
+    terms = Terms("masks", parties=1000, dimension=1, bound=1.0, sigma=1.0, honest=899)
+    rows = dict(threats(terms).rows)
+    assert f"probability {terms.graph.failure:.2g}" in rows["neighbours"]
+    assert "semi-honest" in rows["server"]
+    assert "nobody but the server" in rows["to see one party's vector"]
+    few = dict(threats(Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
+    assert "opens no sum of fewer than 7 honest parties" in few["server"]
