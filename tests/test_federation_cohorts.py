@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,17 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation import FederatedPlan, Party, Shape, federate
 from quietgrad.federation.cohorts import draw, invitation, invited_by
-from quietgrad.federation.simulation import assemble, simulate
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.toml_plan import parse_plan
-from quietgrad.federation.transport.in_process import Fault
+from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.secure.attendance import Witness, pack_members
+from quietgrad.secure.channel import Kind
 from quietgrad.secure.faults import DropoutError, ProtocolError
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
+from quietgrad.secure.masking_server import MaskingServer
 from tests.test_federate_plan import TEXT
 
 ALGORITHM = qg.DPGD(steps=4, learning_rate=1.0)
@@ -158,3 +163,30 @@ def test_a_server_of_shares_takes_the_same_list() -> None:
     assert reply.kind == "refused"
     with pytest.raises(ProtocolError, match="3 different parties"):
         invited_by(plan, {"cohort": [5]})
+
+
+def test_beginning_anew_does_not_hide_two_lists_of_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the parties are told another list, the round is called lost and new keys are made: it is found out."""
+    signed = MaskingServer.survivors
+    lied: list[int] = []
+
+    def equivocating(self: MaskingServer, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
+        questions = signed(self, t, frames)
+        if lied:
+            return questions
+        lied.append(t)
+        packed = pack_members(tuple(range(7)), 8)
+        other = packed + Witness.signed(self._identity, self.context, t, packed).signature
+        return {i: self._seal(i, Kind.SURVIVORS, t, other) if i < 4 else q for i, q in questions.items()}
+
+    monkeypatch.setattr(MaskingServer, "survivors", equivocating)
+    told: list[str] = []
+    settings = {"budget": BUDGET, "trust": "secure", "secure": "masks", "quorum": 6, "spare": 2}
+    plan, federation = assemble(ALGORITHM, Logistic(), twins(), **settings)
+    curator = FederatedCurator(
+        Logistic(), InProcess(federation.handlers), identity=federation.identity, roster=federation.roster,
+        tell=told.append,
+    )  # fmt: skip
+    with pytest.raises(DropoutError):
+        train(ALGORITHM, curator, plan, np.zeros(3))
+    assert any("signed two lists of survivors of round 0" in words for words in told)

@@ -175,7 +175,7 @@ def test_a_mask_that_does_not_cancel_is_refused_by_the_name_of_the_check(
         state.mask += np.uint64(1 << 61)
 
     monkeypatch.setattr(world.parties[3], "deliver", spoiled)
-    with pytest.raises(ImpossibleSum, match="^headroom check: the sum has length"):
+    with pytest.raises(ImpossibleSum, match=r"^headroom check: the sum has length"):
         opened(world)
     with pytest.raises(ProtocolError, match="has no result"):
         world.server.results(0, [0])

@@ -249,7 +249,7 @@ def test_a_neighbour_who_invents_a_second_list_convicts_herself() -> None:
     world = Large()
     world.run(0)
     liar = world.parties[7]
-    liar._witness = Witness.of(0, pack_members(tuple(range(9)), M), bytes(64))
+    liar.witness = Witness.of(liar.context, 0, pack_members(tuple(range(9)), M), bytes(64))
     with pytest.raises(ProtocolError, match="phone-7: shows survivors of round 0 that the server never signed"):
         world.prepare(1)
 
