@@ -166,7 +166,7 @@ def test_a_server_of_shares_takes_the_same_list() -> None:
 
 
 def test_beginning_anew_does_not_hide_two_lists_of_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the parties are told another list, the round is called lost and new keys are made: it is found out."""
+    """Half of the parties are told another list, the round is called lost, new keys are made: it is found out."""
     signed = MaskingServer.survivors
     lied: list[int] = []
 

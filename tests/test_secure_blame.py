@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.federation import Party, ProtocolError, SecureSession, SumServer, Terms, deal
+from quietgrad.federation import Party, ProtocolError, SecureSession, SharingParty, SumServer, Terms, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.members import SecureMember
 from quietgrad.federation.rounds import blame
@@ -292,6 +292,23 @@ def test_an_impossible_sum_updates_no_model(secure: str, monkeypatch: pytest.Mon
     plan, curator = federation({}, secure=secure)
     train(ALGORITHM, curator, plan, np.zeros(3), callback=lambda *state: steps.append(state))
     assert len(steps) >= 3
+
+
+@pytest.mark.parametrize("secure", ["servers", "mpc"])
+def test_a_made_up_share_names_the_check_and_not_the_server_that_found_it(
+    secure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = SharingParty._seal
+
+    def made_up(self: SharingParty, peer: int, kind: Kind, t: int, payload: bytes) -> bytes:
+        bad = self.name == "party-2" and len(payload) == 8 * 3
+        return seal(self, peer, kind, t, np.full(3, 1 << 61, "<u8").tobytes() if bad else payload)
+
+    monkeypatch.setattr(SharingParty, "_seal", made_up)
+    plan, curator = federation({}, secure=secure)
+    with pytest.raises(DropoutError, match="headroom check") as caught:
+        train(ALGORITHM, curator, plan, np.zeros(3))
+    assert caught.value.missing == ["headroom check"]
 
 
 def test_a_false_share_is_noted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

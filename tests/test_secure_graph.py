@@ -158,6 +158,14 @@ def test_a_lying_server_cannot_leave_out_more_than_computed(m: int, c: int, x: i
     assert best <= left_out(m, c, x, threshold)
 
 
+def test_a_lying_server_is_withstood_where_the_documentation_says_so() -> None:
+    for m in range(3, 65):
+        for c in (1, 2):
+            for x in range(1, m - c):
+                terms = Terms("masks", m, 1, bound=1.0, sigma=0.0, honest=m - c - x, colluders=c)
+                assert terms.server_may_deviate == ((x + 1) ** 2 <= m - c)
+
+
 # --- sums -------------------------------------------------------------------------------------------------------
 
 
