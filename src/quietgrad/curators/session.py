@@ -189,7 +189,7 @@ class CentralSession:
             total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
             if self._transcript is None or self._settled(drawn, (multiplier, bound), total):
                 self._sources[slot].add(total, drawn.number, multiplier, bound)
-                return total if total is out else self._narrow(out.new_tensor(total))
+                return total if isinstance(out, np.ndarray) else self._narrow(out.new_tensor(total))
 
     def _narrow(self, out: Vector) -> Vector:
         """A released vector in the precision of the parameters; sums are wider."""

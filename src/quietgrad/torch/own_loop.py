@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.base import Releases
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, ExhaustedError
@@ -39,7 +39,7 @@ __all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
 
 
 @dataclass(frozen=True)
-class OwnLoop(Algorithm):
+class OwnLoop(Releases):
     """The releases of a loop: for each stretch of equal settings its batches, expected batch size and noise.
 
     A "method" for :func:`quietgrad.plan`, whose update the user writes.
