@@ -49,8 +49,11 @@ def audit(
     audits: Iterable[AuditReport] = _audits(attacked() if everything else what or [], count)
     if everything:
         from quietgrad.audit.federated import audit_federations
+        from quietgrad.audit.own_loops import audit_networks
 
-        audits = itertools.chain(audits, audit_federations(max(1000, count // 4)))
+        audits = itertools.chain(
+            audits, audit_federations(max(1000, count // 4)), audit_networks(max(1000, count // 4))
+        )
     for report in audits:
         reports.append(report)
         if not as_json:
@@ -132,6 +135,8 @@ def _probes() -> list[Finding]:
     from quietgrad import objectives
     from quietgrad.audit.bookkeeping import probe_fresh_records, probe_lost_rounds
     from quietgrad.audit.neighbours import every_query, neighbouring_tables
+    from quietgrad.audit.networks import network_probes
+    from quietgrad.audit.own_loops import loop_probes
     from quietgrad.audit.probes import probe_ledger, probe_secure_sum, probe_sensitivity
     from quietgrad.curators.central import CentralCurator
     from quietgrad.privacy.budget import Relation
@@ -146,7 +151,7 @@ def _probes() -> list[Finding]:
     found += [probe_fresh_records(), probe_lost_rounds()]
     for mode in ("masks", "servers", "mpc"):
         found += probe_secure_sum(mode)
-    return found
+    return [*found, *network_probes(), *loop_probes()]
 
 
 def _line(report: AuditReport) -> str:
