@@ -190,3 +190,23 @@ def test_beginning_anew_does_not_hide_two_lists_of_survivors(monkeypatch: pytest
     with pytest.raises(DropoutError):
         train(ALGORITHM, curator, plan, np.zeros(3))
     assert any("signed two lists of survivors of round 0" in words for words in told)
+
+
+@pytest.mark.parametrize(("secure", "hellos"), [("servers", 2), ("mpc", 3)])
+def test_a_party_is_sent_the_servers_hellos_only(secure: Any, hellos: int) -> None:
+    plan, federation = assemble(ALGORITHM, Logistic(), twins(), budget=None, trust="secure", secure=secure)
+    sent: dict[str, int] = {}
+
+    def recorded(name: str) -> Any:
+        def handle(data: Any) -> Any:
+            message = decode(bytes(data))
+            if message.kind == "meet":
+                sent[name] = len(message.arrays)
+            return federation.handlers[name](data)
+
+        return handle
+
+    transport = InProcess({name: recorded(name) for name in federation.handlers})
+    train(ALGORITHM, FederatedCurator(Logistic(), transport), plan, np.zeros(3))
+    assert {name: sent[name] for name in plan.names} == dict.fromkeys(plan.names, hellos)
+    assert {sent[name] for name in plan.servers} == {8 + hellos}

@@ -11,6 +11,7 @@ import pytest
 
 from quietgrad.errors import DataError
 from quietgrad.federation import SecureSession, Terms, secure_sum, threats
+from quietgrad.secure import shamir
 from quietgrad.secure.channel import Endpoint, Kind
 from quietgrad.secure.encoding import encode
 from quietgrad.secure.noise_share import NoiseShare
@@ -246,3 +247,20 @@ def test_threat_model_of_many_parties_states_its_probabilities() -> None:
     assert "nobody but the server" in rows["to see one party's vector"]
     few = dict(threats(Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
     assert "opens no sum of fewer than 7 honest parties" in few["server"]
+
+
+@pytest.mark.parametrize("mode", ["servers", "mpc"])
+def test_a_party_meets_the_servers_only(mode: Mode) -> None:
+    session = SecureSession(Terms(mode, parties=20, dimension=2, bound=1.0, sigma=0.0))
+    assert {len(party._channels) for party in session._sharing_parties} == {session.terms.server_count}
+    np.testing.assert_allclose(session.sum([[0.25, 0.0]] * 20), [5.0, 0.0], atol=1e-9)
+
+
+def test_one_set_of_weights_opens_everybodys_masks() -> None:
+    """m parties cost m joins of T shares with common Lagrange weights: O(m²), not an interpolation for each."""
+    shamir._weights.cache_clear()
+    terms = Terms("masks", parties=20, dimension=2, bound=1.0, sigma=0.0, honest=16)
+    SecureSession(terms).sum([[0.25, 0.0]] * 17 + [None] * 3)
+    info = shamir._weights.cache_info()
+    assert info.hits + info.misses == 20
+    assert info.misses <= 6  # the ranks of those who stayed differ a little from dealer to dealer
