@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.listener import as_numbers
-from quietgrad.audit.mechanisms import BOUND, SCALAR, Crowd, Known, Quiet, labels_of, listener
+from quietgrad.audit.mechanisms import BOUND, SCALAR, Crowd, Known, Quiet, label_count, labels_of, listener
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.units import judge_units
 from quietgrad.objectives.queries.labels import LabelSet
@@ -112,7 +112,8 @@ def lengthened(plan: Plan) -> Plan:
         for slot, count in zip(plan.schedule.slots, counts, strict=True)
         if isinstance(slot.sampling, SinglePass)
     ]
-    n = max(plan.n_public, sum(passes))
+    looks = [WIDTH * label_count(s, plan) for s in plan.schedule.slots if isinstance(s.mechanism, FrequentLabels)]
+    n = max(plan.n_public, sum(passes), *looks, 1)
     slots = []
     for slot, count in zip(plan.schedule.slots, counts, strict=True):
         sampling = slot.sampling
