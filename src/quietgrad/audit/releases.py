@@ -178,10 +178,10 @@ def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
 
     from quietgrad.torch import make_private_with_epsilon
 
-    model = torch.nn.Linear(rows.shape[1], 1, bias=False)
+    plain = torch.nn.Linear(rows.shape[1], 1, bias=False)
     model, optimizer, loader = make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        module=plain,
+        optimizer=torch.optim.SGD(plain.parameters(), lr=0.0),
         data_loader=DataLoader(TensorDataset(torch.from_numpy(rows)), batch_size=len(rows)),
         target_epsilon=_BUDGET.epsilon,
         target_delta=_BUDGET.delta,
@@ -196,7 +196,8 @@ def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
             optimizer.zero_grad()
             (1e3 * model(x).sum()).backward()
             optimizer.step()
-            heard.append(next(model.parameters()).grad.double().numpy().ravel().copy())
+            assert plain.weight.grad is not None
+            heard.append(plain.weight.grad.double().numpy().ravel().copy())
     return np.stack(heard), loader.privacy.plan
 
 

@@ -134,7 +134,7 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
 
 def _probes() -> Iterator[Finding]:
     """The exact probes: noise over time, charges, replays, clips, bounds, bookkeeping, parties, secure sums."""
-    from quietgrad.audit import bookkeeping, clipping, parties, planting, probes, replays, series
+    from quietgrad.audit import bookkeeping, clipping, parties, planting, probes, replays, samples, series
     from quietgrad.audit.neighbours import every_query, neighbouring_tables
     from quietgrad.curators.central import CentralCurator
     from quietgrad.objectives.registry import TABLE_LOSSES
@@ -148,6 +148,7 @@ def _probes() -> Iterator[Finding]:
     yield from series.probe_charges(charging)
     yield probes.probe_ledger(charging)
     yield from replays.probe_replay()
+    yield from samples.probe_samples()
     for name, entry in TABLE_LOSSES.items():
         loss = entry.make_example()
         for r in Relation:
