@@ -94,7 +94,8 @@ class QueryGame:
         self, algorithm: Any, plan: Plan, which: int, runs: int, curator: CuratorFactory, seed: int | None
     ) -> Views:
         """What left the door in ``runs`` runs, one after the other through one door."""
-        heard, slots = [], []
+        heard: list[Floats] = []
+        slots: list[str] = []
         holder = curator(self.objective, self.data, _key(seed, which, 0))
         session = holder.open(spread(plan, self, rounds=runs))
         rho = session.rho_left

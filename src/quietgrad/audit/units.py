@@ -91,15 +91,16 @@ def _blocks(values: Floats) -> Iterator[tuple[Floats, Floats, str]]:
     """Sums over parts of the releases and coordinates, how many numbers each has, and where it is."""
     for axis, name in ((1, "release"), (0, "coordinate")):
         sums, width = values.sum(axis=axis), values.shape[axis]
-        yield sums, np.full(len(sums), width), f"{name} {{}}"
+        yield sums, np.full(len(sums), float(width)), f"{name} {{}}"
         at = np.arange(len(sums))
         for period in range(2, min(_LONGEST_PERIOD, len(sums) // 4) + 1):
-            part = np.bincount(at % period, weights=sums)
-            yield part, width * np.bincount(at % period), f"every {period}th {name}, from {{}}"
+            part = np.bincount(at % period, weights=sums).astype(np.float64)
+            count = (width * np.bincount(at % period)).astype(np.float64)
+            yield part, count, f"every {period}th {name}, from {{}}"
     rows, columns = (_halves(size) for size in values.shape)
     for r in rows:
         parts = [values[r, c] for c in columns]
-        sums, counts = np.array([p.sum() for p in parts]), np.array([p.size for p in parts])
+        sums, counts = np.array([p.sum() for p in parts]), np.array([float(p.size) for p in parts])
         yield sums, counts, f"releases {r.start} to {r.stop}, part {{}} of the coordinates"
 
 

@@ -14,7 +14,7 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.tables.glm import Huber, Squared
-from quietgrad.plans.schedule import Slot
+from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FullBatch
 
@@ -63,23 +63,28 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         refuse_weights(options)
         X, y = self._validated(X, y, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
+        plan = self._planned(X.shape[0])
         notes: tuple[str, ...] = ()
         if self.target_bounds is not None:
             centre, scale = _middle(self.target_bounds)
-            session = self._open(self._loss(), (X, _scaled(y, centre, scale)), self._plan(X.shape[0]))
+            session = self._open(self._loss(), (X, _scaled(y, centre, scale)), plan)
         else:
-            look = Slot("targets", FullBatch(), fixed=look_noise(self._budget()))
-            plan = self._plan(X.shape[0], (look,))
             session = self._open(Squared(), (X, y), plan)
             query = TargetHistogram()
             counts = session.release("targets", query)
-            centre, scale = query.centre_and_scale(np.asarray(counts), look.multiplier(plan.noise_multiplier))
+            noise = plan.schedule["targets"].multiplier(plan.noise_multiplier)
+            centre, scale = query.centre_and_scale(np.asarray(counts), noise)
             session.reread(self._loss(), (X, _scaled(y, centre, scale)))
             notes = ("the targets' centre and scale were found privately",)
         weights, bias = self._train(session, notes)
         self.coef_ = weights[:, 0] * scale
         self.intercept_ = float(bias[0] * scale + centre)
         return self
+
+    def _planned(self, n: int) -> Plan:
+        """With a look at the targets if their bounds are not declared."""
+        look = Slot("targets", FullBatch(), fixed=look_noise(self._budget()))
+        return self._plan(n, () if self.target_bounds is not None else (look,))
 
     def _loss(self) -> Any:
         raise NotImplementedError
