@@ -1,0 +1,165 @@
+"""Looking at a table before fitting it: private ranges of features and targets, as slots of the same plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from quietgrad.algorithms.base import check_range, config_of
+from quietgrad.curators.base import Session
+from quietgrad.errors import DataError, TooNoisyError
+from quietgrad.objectives.tables.frame import Frame
+from quietgrad.objectives.tables.ranges import (
+    PIECES,
+    Magnitudes,
+    MeanOctaves,
+    Pieces,
+    TargetMagnitudes,
+    TargetPieces,
+)
+from quietgrad.objectives.tables.windows import (
+    middle_octave,
+    read_magnitudes,
+    read_octaves,
+    read_pieces,
+    read_target,
+)
+from quietgrad.privacy.budget import Relation
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is known of a table's ranges and what is paid to find the rest.
+
+    Args:
+        features: public (low, high) of each feature, ``None`` where it must be found; ``None`` for all of them.
+        target: public (low, high) of the targets.
+        ranges: how each feature is given a limit: by a histogram of its own (``"each"``); by one ``"pooled"``
+            histogram for all; or by that and each feature's ``"means"`` of octaves.
+        range_share, offset_share, octave_share, target_share: parts of the squared budget μ²; 0 for no release.
+        sparse: rows whose zeros are not stored: no feature is shifted.
+
+    >>> Look(range_share=0.06).shares()
+    {'ranges': 0.06}
+    """
+
+    features: tuple[Bounds | None, ...] | None = None
+    target: Bounds | None = None
+    ranges: Literal["each", "means", "pooled"] = "each"
+    range_share: float = 0.0
+    offset_share: float = 0.0
+    octave_share: float = 0.0
+    target_share: float = 0.0
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("range_share", "offset_share", "octave_share", "target_share"):
+            check_range(name, getattr(self, name), 0.0, 0.5)
+        if self.features is not None:
+            pairs = tuple(
+                None if pair is None else checked_bounds("feature_bounds", pair) for pair in self.features
+            )
+            object.__setattr__(self, "features", pairs)
+        if self.target is not None:
+            object.__setattr__(self, "target", checked_bounds("target_bounds", self.target))
+
+    def shares(self) -> dict[str, float]:
+        """The slots this look adds, with their shares."""
+        half = self.target_share / 2.0
+        named = {"ranges": self.range_share, "offsets": self.offset_share}
+        named |= {"octaves": self.octave_share, "targets": half, "target-bins": half}
+        return {name: share for name, share in named.items() if share}
+
+    def config(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        return config_of(self)
+
+
+def checked_bounds(name: str, pair: Any) -> Bounds:
+    """(low, high) as floats, low < high, both finite and far from what float64 can hold."""
+    try:
+        low, high = (float(limit) for limit in pair)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: each must be a pair (low, high) of numbers.") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high and max(-low, high) < 1e150):
+        raise ValueError(f"{name}=({low:g}, {high:g}): must be low < high, both finite and public.")
+    return low, high
+
+
+def found_frame(look: Look, door: Session, features: int, relation: Relation) -> dict[str, Any]:
+    """Release what the look pays for; the frame's limits as plain vectors, and what could not be found."""
+    declared = look.features if look.features is not None else (None,) * features
+    if len(declared) != features:
+        raise DataError(f"feature_bounds: has {len(declared)} pairs, must have one per feature ({features}).")
+    low = np.array([-1.0 if pair is None else pair[0] for pair in declared])
+    high = np.array([1.0 if pair is None else pair[1] for pair in declared])
+    unknown = np.flatnonzero([pair is None for pair in declared])
+    hidden = 0
+    if len(unknown) and look.range_share:
+        low, high, hidden = _found_ranges(look, door, relation, unknown, low, high)
+    frame = Frame(low, high, _found_target(look, door, relation))
+    if look.sparse:
+        frame = frame.zero_kept()
+    out: dict[str, Any] = {"low": frame.low, "high": frame.high, "hidden_features": hidden}
+    if frame.target is not None:
+        out["target_low"], out["target_high"] = frame.target
+    return out
+
+
+def _found_ranges(
+    look: Look, door: Session, relation: Relation, unknown: Any, low: Any, high: Any
+) -> tuple[Any, Any, int]:
+    """Fill in the limits of the ``unknown`` features; also how many could not be told from noise."""
+    query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
+    counts = query.counts(door.release("ranges", query))
+    found = read_magnitudes(counts, _noise(door, "ranges", query.bound))
+    reach, hidden = found.reach, int((~found.seen).sum())
+    if look.ranges == "means":
+        means = MeanOctaves(unknown, middle_octave(counts))
+        n = door.expected_batch("octaves")
+        released = door.release("octaves", means) / n
+        reach = read_octaves(released, _noise(door, "octaves", means.bound) / n, means.centre)
+    elif look.ranges == "pooled":
+        hidden = len(unknown)
+    high[unknown], low[unknown] = reach, -reach
+    if look.offset_share and look.ranges == "each" and len(found.offsets) and not look.sparse:
+        chosen = unknown[found.offsets]
+        pieces = Pieces(chosen, found.low, found.high, relation)
+        inner = door.release("offsets", pieces).reshape(-1, PIECES)
+        low[chosen], high[chosen] = read_pieces(inner, _noise(door, "offsets", pieces.bound), found.low, found.high)
+    return low, high, hidden
+
+
+def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | None:
+    if look.target is not None or not look.target_share:
+        return look.target
+    query = TargetMagnitudes(relation)
+    rough = read_target(door.release("targets", query), _noise(door, "targets", query.bound))
+    if rough is None:
+        raise TooNoisyError(
+            "y: no range of the targets stands out of the noise. Declare it as public: target_bounds=(low, high)."
+        )
+    pieces = TargetPieces(*rough, relation)
+    counts = door.release("target-bins", pieces)[None]
+    low, high = read_pieces(
+        counts, _noise(door, "target-bins", pieces.bound), np.array([rough[0]]), np.array([rough[1]])
+    )
+    return float(low[0]), float(high[0])
+
+
+def frame_of(extra: Mapping[str, Any]) -> Frame | None:
+    """The frame that :func:`found_frame` found, from a run's state."""
+    if "low" not in extra:
+        return None
+    target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
+    return Frame(extra["low"], extra["high"], target)
+
+
+def _noise(door: Session, slot: str, bound: float) -> float:
+    return door.plan.noise_multiplier * door.plan.schedule[slot].noise * bound

@@ -1,0 +1,111 @@
+"""Which releases a table can repay, and how much of the budget each gets: decided from public numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from quietgrad.algorithms.table_looks import Bounds, Look
+from quietgrad.algorithms.whitened_gd import WhitenedGD
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.gaussian import gaussian_mu
+
+FREEDOM, HORIZON = 0.1, 0.6  # κ and the distance per unit of signal; settled on held-out rows of many tables
+_WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
+
+
+def strength(budget: Budget) -> float:
+    """μ of the budget, in units of a record's replacement: how many deviations a whole release moves by.
+
+    >>> round(strength(Budget(1.0, 1e-5, Relation.REPLACE_ONE)), 3)
+    0.268
+    """
+    mu = gaussian_mu(budget.epsilon, budget.delta)
+    return mu * 2.0 if budget.relation is Relation.ADD_REMOVE else mu
+
+
+def for_table(
+    n: int,
+    features: int,
+    *,
+    budget: Budget,
+    outputs: int = 1,
+    feature_bounds: Sequence[Bounds | None] | None = None,
+    row_bound: float | None = None,
+    target_bounds: Bounds | None = None,
+    regression: bool = False,
+    sparse: bool = False,
+) -> WhitenedGD:
+    """The default method for ``n`` records of ``features`` numbers within ``budget``.
+
+    A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
+    second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
+
+    >>> small = for_table(500, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
+    >>> large = for_table(50_000, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
+    >>> small.look.ranges, small.moments, large.look.ranges, large.moments
+    ('means', 'diagonal', 'each', 'full')
+    """
+    mu = strength(budget)
+    look = _look(n, features, mu, feature_bounds, row_bound, target_bounds, regression, sparse)
+    crowding = features**1.5 / (n * mu)
+    full = features <= _WIDEST and (crowding < 0.3 or (crowding < 1.0 and n >= 10_000))
+    norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
+    # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
+    ball = None if row_bound is None or feature_bounds is not None else 1.0
+    mean_share = 0.0 if sparse and not full else 0.03
+    moment_share = 0.12 if full else 0.04
+    gradients = 1.0 - sum(look.shares().values()) - norm_share - mean_share - moment_share
+    signal = n * mu * math.sqrt(gradients) / math.sqrt(max(outputs, 2) / 2.0)
+    freedom = min(float(features), max(1.0, FREEDOM * signal))
+    steps = int(min(max(HORIZON * signal / (freedom + 1.0), 8.0), 32.0))
+    return WhitenedGD(
+        steps=steps,
+        row_bound=ball,
+        mean_share=mean_share,
+        moment_share=moment_share,
+        norm_share=norm_share,
+        moments="full" if full else "diagonal",
+        look=look,
+        freedom=FREEDOM,
+        horizon=HORIZON,
+    )
+
+
+def _look(
+    n: int,
+    features: int,
+    mu: float,
+    feature_bounds: Sequence[Bounds | None] | None,
+    row_bound: float | None,
+    target_bounds: Bounds | None,
+    regression: bool,
+    sparse: bool,
+) -> Look:
+    target_share = 0.0
+    if regression and target_bounds is None:
+        target_share = min(max(2.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.2)
+    if row_bound is not None and feature_bounds is None:
+        feature_bounds = ((-row_bound, row_bound),) * features
+    unknown = features if feature_bounds is None else sum(pair is None for pair in feature_bounds)
+    declared = None if feature_bounds is None else tuple(feature_bounds)
+    if not unknown:
+        return Look(declared, target_bounds, target_share=target_share, sparse=sparse)
+    # A bin with four tenths of the records should stand eight deviations out of its noise.
+    needed = (8.0 * math.sqrt(2.0 * unknown) / (0.4 * n * mu)) ** 2
+    if needed <= 0.3:
+        share = min(max(needed, 0.01), 0.15)
+        offset = 0.0 if sparse else min(max(needed, 0.005), 0.03)
+        return Look(declared, target_bounds, "each", share, offset, 0.0, target_share, sparse)
+    share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)
+    # Mean octaves of each feature, known to one octave with the share asked for; more than four tell nothing.
+    asked = (10.0 * math.sqrt(unknown) / (n * mu)) ** 2
+    if sparse or asked / 0.15 > 16.0:
+        return Look(declared, target_bounds, "pooled", share, 0.0, 0.0, target_share, sparse)
+    return Look(declared, target_bounds, "means", share, 0.0, min(max(asked, 0.01), 0.15), target_share, sparse)
+
+
+def _repaid(relative_noise: float, *, least: float, most: float) -> float:
+    """A share with which a release of this noise at share 1 is useful; 0 if there is none up to four times most."""
+    needed = relative_noise**2
+    return 0.0 if needed > 4.0 * most else min(max(needed, least), most)
