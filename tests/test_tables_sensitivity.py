@@ -26,7 +26,7 @@ D = 5
 SCALES = np.array([1e-6, 1.0, 40.0, 1e5, 1.0])
 CASES: list[tuple[str, LinearObjective, dict[str, Any]]] = [
     ("found", Logistic(intercept=True), {}),
-    ("declared", Logistic(intercept=True), {"feature_bounds": [(-1, 1)] * (D - 1) + [(1900, 2100)]}),
+    ("declared", Logistic(intercept=True), {"feature_bounds": [(-1, 1)] * (D - 2) + [(-1e6, 1e6), (1900, 2100)]}),
     ("some declared", Logistic(intercept=True), {"feature_bounds": [(-1, 1), None, (0, 99), None, None]}),
     ("ball", Logistic(), {"row_bound": 3.0}),
     ("classes", Multinomial(3, intercept=True), {"outputs": 3}),

@@ -44,6 +44,7 @@ class Look:
             histogram for all; or by that and each feature's ``"means"`` of octaves.
         range_share, offset_share, octave_share, target_share: parts of the squared budget μ²; 0 for no release.
         sparse: rows whose zeros are not stored: no feature is shifted.
+        refine: whether wide declared ranges are looked into as well: most values may keep to a small part of one.
 
     >>> Look(range_share=0.06).shares()
     {'ranges': 0.06}
@@ -57,6 +58,7 @@ class Look:
     octave_share: float = 0.0
     target_share: float = 0.0
     sparse: bool = False
+    refine: bool = False
 
     def __post_init__(self) -> None:
         for name in ("range_share", "offset_share", "octave_share", "target_share"):
@@ -69,6 +71,12 @@ class Look:
         if self.target is not None:
             object.__setattr__(self, "target", checked_bounds("target_bounds", self.target))
 
+    def looked_at(self, features: int) -> Any:
+        """Positions of the features whose size is asked for: the undeclared, and with ``refine`` the wide ones."""
+        declared = self.features if self.features is not None else (None,) * features
+        asked = [pair is None or (self.refine and _is_wide(pair)) for pair in declared]
+        return np.flatnonzero(asked)
+
     def shares(self) -> dict[str, float]:
         """The slots this look adds, with their shares."""
         half = self.target_share / 2.0
@@ -79,6 +87,11 @@ class Look:
     def config(self) -> dict[str, Any]:
         """The settings as JSON values."""
         return config_of(self)
+
+
+def _is_wide(pair: Bounds) -> bool:
+    """Whether a declared range holds zero and more than an indicator would need."""
+    return pair[0] <= 0.0 <= pair[1] and max(-pair[0], pair[1]) > 1.0
 
 
 def checked_bounds(name: str, pair: Any) -> Bounds:
@@ -99,10 +112,13 @@ def found_frame(look: Look, door: Session, features: int, relation: Relation) ->
         raise DataError(f"feature_bounds: has {len(declared)} pairs, must have one per feature ({features}).")
     low = np.array([-1.0 if pair is None else pair[0] for pair in declared])
     high = np.array([1.0 if pair is None else pair[1] for pair in declared])
-    unknown = np.flatnonzero([pair is None for pair in declared])
+    looked_at = look.looked_at(features)
     hidden = 0
-    if len(unknown) and look.range_share:
-        low, high, hidden = _found_ranges(look, door, relation, unknown, low, high)
+    if len(looked_at) and look.range_share:
+        new_low, new_high, hidden = _found_ranges(look, door, relation, looked_at, low.copy(), high.copy())
+        known = np.array([pair is not None for pair in declared])
+        low = np.where(known, np.maximum(low, new_low), new_low)
+        high = np.where(known, np.minimum(high, new_high), new_high)
     frame = Frame(low, high, _found_target(look, door, relation))
     if look.sparse:
         frame = frame.zero_kept()
@@ -120,6 +136,8 @@ def _found_ranges(
     counts = query.counts(door.release("ranges", query))
     found = read_magnitudes(counts, _noise(door, "ranges", query.bound))
     reach, hidden = found.reach, int((~found.seen).sum())
+    if look.refine:  # what does not stand out keeps its declared range
+        reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
     if look.ranges == "means":
         means = MeanOctaves(unknown, middle_octave(counts))
         n = door.expected_batch("octaves")
@@ -128,12 +146,17 @@ def _found_ranges(
     elif look.ranges == "pooled":
         hidden = len(unknown)
     high[unknown], low[unknown] = reach, -reach
-    if look.offset_share and look.ranges == "each" and len(found.offsets) and not look.sparse:
-        chosen = unknown[found.offsets]
-        pieces = Pieces(chosen, found.low, found.high, relation)
+    free = ~np.isin(unknown[found.offsets], _declared_at(look))
+    if look.offset_share and look.ranges == "each" and free.any() and not look.sparse:
+        chosen, near, far = unknown[found.offsets][free], found.low[free], found.high[free]
+        pieces = Pieces(chosen, near, far, relation)
         inner = door.release("offsets", pieces).reshape(-1, PIECES)
-        low[chosen], high[chosen] = read_pieces(inner, _noise(door, "offsets", pieces.bound), found.low, found.high)
+        low[chosen], high[chosen] = read_pieces(inner, _noise(door, "offsets", pieces.bound), near, far)
     return low, high, hidden
+
+
+def _declared_at(look: Look) -> Any:
+    return np.flatnonzero([pair is not None for pair in look.features or ()])
 
 
 def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | None:

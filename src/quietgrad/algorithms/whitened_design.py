@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quietgrad.algorithms.table_looks import Bounds, Look
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.gaussian import gaussian_mu
 
-FREEDOM, HORIZON = 0.1, 0.6  # κ and the distance per unit of signal; settled on held-out rows of many tables
+FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
+_CHEAP = 0.02  # share at which wide declared ranges are looked into as well
 _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
 
 
@@ -55,12 +57,7 @@ def for_table(
     ball = None if row_bound is None or feature_bounds is not None else 1.0
     mean_share = 0.0 if sparse and not full else 0.03
     moment_share = 0.12 if full else 0.04
-    gradients = 1.0 - sum(look.shares().values()) - norm_share - mean_share - moment_share
-    signal = n * mu * math.sqrt(gradients) / math.sqrt(max(outputs, 2) / 2.0)
-    freedom = min(float(features), max(1.0, FREEDOM * signal))
-    steps = int(min(max(HORIZON * signal / (freedom + 1.0), 8.0), 32.0))
     return WhitenedGD(
-        steps=steps,
         row_bound=ball,
         mean_share=mean_share,
         moment_share=moment_share,
@@ -84,25 +81,34 @@ def _look(
 ) -> Look:
     target_share = 0.0
     if regression and target_bounds is None:
-        target_share = min(max(2.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.2)
+        target_share = min(max(2.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)
     if row_bound is not None and feature_bounds is None:
         feature_bounds = ((-row_bound, row_bound),) * features
-    unknown = features if feature_bounds is None else sum(pair is None for pair in feature_bounds)
     declared = None if feature_bounds is None else tuple(feature_bounds)
-    if not unknown:
-        return Look(declared, target_bounds, target_share=target_share, sparse=sparse)
-    # A bin with four tenths of the records should stand eight deviations out of its noise.
-    needed = (8.0 * math.sqrt(2.0 * unknown) / (0.4 * n * mu)) ** 2
+    known = Look(declared, target_bounds, target_share=target_share, sparse=sparse, refine=True)
+    wide = len(known.looked_at(features)) if row_bound is None else 0
+    known = replace(known, refine=False)
+    unknown = len(known.looked_at(features))
+    if not unknown and (not wide or _asked(n, wide, mu) > _CHEAP):
+        return known
+    if _asked(n, max(wide, unknown), mu) <= _CHEAP:
+        known, unknown = replace(known, refine=wide > unknown), max(wide, unknown)
+    needed = _asked(n, unknown, mu)
     if needed <= 0.3:
-        share = min(max(needed, 0.01), 0.15)
+        share = min(max(needed, 0.02), 0.15)
         offset = 0.0 if sparse else min(max(needed, 0.005), 0.03)
-        return Look(declared, target_bounds, "each", share, offset, 0.0, target_share, sparse)
-    share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)
+        return replace(known, range_share=share, offset_share=offset)
+    share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.12)
     # Mean octaves of each feature, known to one octave with the share asked for; more than four tell nothing.
     asked = (10.0 * math.sqrt(unknown) / (n * mu)) ** 2
-    if sparse or asked / 0.15 > 16.0:
-        return Look(declared, target_bounds, "pooled", share, 0.0, 0.0, target_share, sparse)
-    return Look(declared, target_bounds, "means", share, 0.0, min(max(asked, 0.01), 0.15), target_share, sparse)
+    if sparse or asked / 0.12 > 16.0:
+        return replace(known, ranges="pooled", range_share=share)
+    return replace(known, ranges="means", range_share=share, octave_share=min(max(asked, 0.01), 0.12))
+
+
+def _asked(n: int, features: int, mu: float) -> float:
+    """The share with which a bin with four tenths of the records stands eight deviations out of its noise."""
+    return (8.0 * math.sqrt(2.0 * features) / (0.4 * n * mu)) ** 2
 
 
 def _repaid(relative_noise: float, *, least: float, most: float) -> float:

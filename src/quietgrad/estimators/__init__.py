@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quietgrad.estimators.base import spent
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
 
 _HOMES = {
@@ -24,7 +25,9 @@ _HOMES = {
     "PrivateSVC": "classifiers",
     "PrivateHuberRegressor": "regressors",
     "PrivateLinearRegression": "regressors",
+    "PrivateScore": "scoring",
     "PrivateSearch": "search",
+    "private_score": "scoring",
     "spent": "base",
 }
 
@@ -33,7 +36,9 @@ __all__ = [
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
     "PrivateSVC",
+    "PrivateScore",
     "PrivateSearch",
+    "private_score",
     "spent",
 ]
 

@@ -88,7 +88,7 @@ class Found:
 def read_magnitudes(counts: Floats, sigma: float) -> Found:
     """Upper limits from counts (features, sign, octave) with noise ``sigma``.
 
-    A feature in whose histogram nothing stands out takes the limit of all features together. One octave is added
+    A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added
     when a tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit.
 
     >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 11 - LOWEST] = 900.0
@@ -101,7 +101,7 @@ def read_magnitudes(counts: Floats, sigma: float) -> Found:
     everybody = both.sum(axis=0, keepdims=True)
     shared = windows(everybody, noise * math.sqrt(len(both)))
     tail = _TAIL if len(both) > 1 else _POOLED_TAIL
-    top = np.where(mine.found, _top(both, mine, tail), shared.last[0] if shared.found[0] else everybody.argmax())
+    top = np.where(mine.found, _top(both, mine, tail), _likely(both, noise, _usual(both, mine, shared, tail)))
     mass = np.array([row[a : b + 1].sum() for row, a, b in zip(both, mine.first, mine.last, strict=True)])
     mass = np.where(mine.found, mass, 0.0)
     most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
@@ -116,6 +116,25 @@ def read_magnitudes(counts: Floats, sigma: float) -> Found:
     near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
     low, high = np.where(sign > 0, near, -far), np.where(sign > 0, far, -near)
     return Found(np.exp2(np.minimum(top + LOWEST + pad, HIGHEST + 1.0)), mine.found, offsets, low, high)
+
+
+def _usual(both: Floats, mine: Windows, shared: Windows, tail: float) -> int:
+    """The limit of a usual feature: the median of those found, else that of all features together."""
+    if mine.found.any():
+        return int(np.median(_top(both, mine, tail)[mine.found]))
+    everybody = both.sum(axis=0, keepdims=True)
+    return int(_top(everybody, shared, tail)[0]) if shared.found[0] else int(everybody.argmax())
+
+
+def _likely(counts: Floats, noise: float, usual: int) -> npt.NDArray[np.int64]:
+    """For features that do not stand out: the top of their best four octaves if those are 3.5 deviations up.
+
+    A limit that is too small is the lesser evil, because values beyond it are moved to it and keep their sign; one
+    that is too large makes the feature vanish.
+    """
+    sums = np.lib.stride_tricks.sliding_window_view(counts, 4, axis=1).sum(axis=2)
+    best = sums.argmax(axis=1)
+    return np.where(sums.max(axis=1) > 3.5 * 2.0 * noise, best + 3, usual)
 
 
 def middle_octave(counts: Floats) -> float:
