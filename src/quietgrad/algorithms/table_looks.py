@@ -44,6 +44,7 @@ class Look:
             histogram for all; or by that and each feature's ``"means"`` of octaves.
         range_share, offset_share, octave_share, target_share: parts of the squared budget μ²; 0 for no release.
         sparse: rows whose zeros are not stored: no feature is shifted.
+        whole: whether no tail may be cut off, however far: a Newton step is about the rows as they are.
         refine: whether wide declared ranges are looked into as well: most values may keep to a small part of one.
 
     >>> Look(range_share=0.06).shares()
@@ -59,6 +60,7 @@ class Look:
     target_share: float = 0.0
     sparse: bool = False
     refine: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("range_share", "offset_share", "octave_share", "target_share"):
@@ -134,7 +136,7 @@ def _found_ranges(
     """Fill in the limits of the ``unknown`` features; also how many could not be told from noise."""
     query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
     counts = query.counts(door.release("ranges", query))
-    found = read_magnitudes(counts, _noise(door, "ranges", query.bound))
+    found = read_magnitudes(counts, _noise(door, "ranges", query.bound), whole=look.whole)
     reach, hidden = found.reach, int((~found.seen).sum())
     if look.refine:  # what does not stand out keeps its declared range
         reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
@@ -170,9 +172,8 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
         )
     pieces = TargetPieces(*rough, relation)
     counts = door.release("target-bins", pieces)[None]
-    low, high = read_pieces(
-        counts, _noise(door, "target-bins", pieces.bound), np.array([rough[0]]), np.array([rough[1]])
-    )
+    noise, everyone = _noise(door, "target-bins", pieces.bound), door.expected_batch("target-bins")
+    low, high = read_pieces(counts, noise, np.array([rough[0]]), np.array([rough[1]]), everyone)
     return float(low[0]), float(high[0])
 
 

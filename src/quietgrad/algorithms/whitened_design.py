@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quietgrad.algorithms.one_step import CROWDED
 from quietgrad.algorithms.table_looks import Bounds, Look
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.privacy.budget import Budget, Relation
@@ -13,6 +14,7 @@ from quietgrad.privacy.gaussian import gaussian_mu
 
 FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
 _CHEAP = 0.02  # share at which wide declared ranges are looked into as well
+_SPACIOUS = 0.008  # p^1.5/(nμ) below which half the budget buys standard errors unasked
 _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
 
 
@@ -37,11 +39,13 @@ def for_table(
     target_bounds: Bounds | None = None,
     regression: bool = False,
     sparse: bool = False,
+    inference: bool | None = None,
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.
 
     A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
+    ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing.
 
     >>> small = for_table(500, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
     >>> large = for_table(50_000, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
@@ -49,14 +53,23 @@ def for_table(
     ('means', 'diagonal', 'each', 'full')
     """
     mu = strength(budget)
+    tightness = (features + 1) ** 1.5 / (n * mu)
+    if inference is None:
+        inference = outputs == 1 and not sparse and row_bound is None and tightness < _SPACIOUS
+    elif inference:
+        _check_inference(n, features, outputs, tightness)
     look = _look(n, features, mu, feature_bounds, row_bound, target_bounds, regression, sparse)
     crowding = features**1.5 / (n * mu)
-    full = features <= _WIDEST and (crowding < 0.3 or (crowding < 1.0 and n >= 10_000))
+    # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
+    limit = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
+    full = features <= _WIDEST and crowding < limit
     norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
     # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
     ball = None if row_bound is None or feature_bounds is not None else 1.0
     mean_share = 0.0 if sparse and not full else 0.03
     moment_share = 0.12 if full else 0.04
+    if inference:
+        full, look = True, replace(look, whole=True, refine=False)
     return WhitenedGD(
         row_bound=ball,
         mean_share=mean_share,
@@ -66,7 +79,19 @@ def for_table(
         look=look,
         freedom=FREEDOM,
         horizon=HORIZON,
+        inference_share=0.5 if inference else 0.0,
     )
+
+
+def _check_inference(n: int, features: int, outputs: int, tightness: float) -> None:
+    if outputs > 1:
+        raise ValueError("inference: standard errors are offered for two classes and for least squares only.")
+    if tightness > CROWDED:
+        more = math.ceil(n * tightness / CROWDED / 100) * 100
+        raise ValueError(
+            f"inference: {features} features are too many for standard errors at this budget. About {more} "
+            f"records, or a budget {tightness / CROWDED:.1f} times as strong, would do."
+        )
 
 
 def _look(
@@ -81,7 +106,7 @@ def _look(
 ) -> Look:
     target_share = 0.0
     if regression and target_bounds is None:
-        target_share = min(max(2.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)
+        target_share = min(max(16.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)
     if row_bound is not None and feature_bounds is None:
         feature_bounds = ((-row_bound, row_bound),) * features
     declared = None if feature_bounds is None else tuple(feature_bounds)

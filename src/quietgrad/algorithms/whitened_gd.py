@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
+from quietgrad.algorithms import one_step
 from quietgrad.algorithms.base import State, check_count, check_range, config_of
 from quietgrad.algorithms.table_looks import Bounds, Look, found_frame, frame_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Query
 from quietgrad.objectives.tables.frame import Framed
-from quietgrad.objectives.tables.glm import Huber, Squared
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
     MeanSquares,
@@ -57,6 +57,7 @@ class WhitenedGD:
         freedom: κ, the degrees of freedom that are kept per unit of signal-to-noise of all gradients together.
         horizon: the distance to go, per unit of signal-to-noise and degree of freedom; a distance longer than T
             steps is gone with momentum, a shorter one with shorter steps. ``None``: T plain steps.
+        inference_share: part of μ² spent on a Newton step at the end, which gives standard errors.
 
     >>> [(slot.name, slot.count) for slot in WhitenedGD(steps=10, row_bound=1.0).schedule(1000).slots]
     [('mean', 1), ('second-moments', 1), ('gradient', 10)]
@@ -74,6 +75,7 @@ class WhitenedGD:
     look: Look | None = None
     freedom: float | None = None
     horizon: float | None = None
+    inference_share: float = 0.0
 
     name: ClassVar[str] = "whitened-gd"
     private: ClassVar[bool] = True
@@ -82,8 +84,8 @@ class WhitenedGD:
         check_count("steps", self.steps)
         for name in ("learning_rate", "clip", "damping"):
             check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
-        for name in ("mean_share", "moment_share", "norm_share"):
-            check_range(name, getattr(self, name), 0.0, 0.5)
+        for name in ("mean_share", "moment_share", "norm_share", "inference_share"):
+            check_range(name, getattr(self, name), 0.0, 0.6)
         for name in ("row_bound", "freedom", "horizon"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
@@ -99,6 +101,8 @@ class WhitenedGD:
         if self.row_bound is None:
             shares["norms"] = self.norm_share
         shares.update({"mean": self.mean_share, "second-moments": self.moment_share})
+        regression = self.look is not None and (self.look.target is not None or self.look.target_share > 0.0)
+        shares.update(one_step.shares(self.inference_share, regression))
         return {name: share for name, share in shares.items() if share}
 
     def schedule(self, n_public: int) -> Schedule:
@@ -131,8 +135,26 @@ class WhitenedGD:
             extra["mean_inner"] = extra["mean_inner"] + (extra["inner"] - extra["mean_inner"]) / state.averaged
         state.done = state.step >= self.steps
         if state.done:
+            if self.inference_share:
+                self._infer(state, door, whitening)
             state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, door)
         return state
+
+    def _infer(self, state: State, door: Session, whitening: Whitening) -> None:
+        """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""
+        extra = state.extra
+        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
+        found = one_step.take(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
+        extra["refused_inference"] = found.refused
+        if found.refused:
+            return
+        extra["mean_inner"] = found.params
+        size = len(found.params)
+        # Raw parameters are an affine map of whitened ones; its matrix, column by column.
+        origin = self._to_raw(whitening.to_raw(np.zeros(size)), state, door)
+        columns = [self._to_raw(whitening.to_raw(unit), state, door) - origin for unit in np.eye(size)]
+        matrix = np.column_stack(columns)
+        extra["covariance"] = matrix @ found.covariance @ matrix.T
 
     def _measure(self, state: State, door: Session) -> None:
         """Release what the table looks like and keep what follows from it."""
@@ -190,8 +212,6 @@ class WhitenedGD:
             return 0.0, 1.0
         freedom = whitening.radius**2 - whitening.column**2
         reach = self.horizon * self._signal(door) / (freedom + 1.0)
-        if isinstance(door.objective, (Squared, Huber)):
-            reach *= 0.5  # curvature does not fade away from the start as a classifier's does
         reach = min(max(reach, _SHORTEST), _LONGEST)
         return (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
 

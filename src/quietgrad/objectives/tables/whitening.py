@@ -251,11 +251,16 @@ class WhitenedGradient:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += Σ clip_C(∇fᵢ(θ))."""
-        transform = self.whitening.transform
-        view = replace(objective, transform=transform, row_bound=None, rows="refuse")
-        cached = batch.records.views.get(id(transform))
-        if cached is None or cached.transform is not transform:
-            cached = view.prepare(batch.records)
-            batch.records.views.clear()
-            batch.records.views[id(transform)] = cached
-        view.add_gradients(cached, batch.indices, self.params, self.clip, out)
+        view, records = whitened_view(objective, batch, self.whitening.transform)
+        view.add_gradients(records, batch.indices, self.params, self.clip, out)
+
+
+def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any, Table]:
+    """The objective and the records in whitened coordinates; the records are laid out once for a transform."""
+    view = replace(objective, transform=transform, row_bound=None, rows="refuse")
+    cached = batch.records.views.get(id(transform))
+    if cached is None or cached.transform is not transform:
+        cached = view.prepare(batch.records)
+        batch.records.views.clear()
+        batch.records.views[id(transform)] = cached
+    return view, cached

@@ -15,10 +15,11 @@ from quietgrad.objectives.tables.table import Floats
 _FALSE_ALARM = 1e-3  # chance that noise alone opens a window anywhere in one release
 _TARGET_ALARM = 1e-5  # the same for targets: a false range there is a useless model
 _GROW = 2.5  # deviations at which the neighbour of an occupied bin counts as occupied
-_TAIL = 0.02  # of a feature's non-zero values may lie beyond its limit: a few far ones must not set the scale
+_TAIL = 0.05  # of a feature's non-zero values may lie beyond its limit: a few far ones must not set the scale
 _POOLED_TAIL = (
     0.1  # of all values, where all features share one limit: a few large features must not drown the rest
 )
+_CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
 _UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
 
 
@@ -85,11 +86,12 @@ class Found:
     high: Floats
 
 
-def read_magnitudes(counts: Floats, sigma: float) -> Found:
+def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False) -> Found:
     """Upper limits from counts (features, sign, octave) with noise ``sigma``.
 
     A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added
-    when a tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit.
+    when a tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit. With
+    ``whole`` no value that was seen may lie beyond its limit.
 
     >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 11 - LOWEST] = 900.0
     >>> found = read_magnitudes(counts, 1.0)
@@ -100,12 +102,12 @@ def read_magnitudes(counts: Floats, sigma: float) -> Found:
     mine = windows(both, noise)
     everybody = both.sum(axis=0, keepdims=True)
     shared = windows(everybody, noise * math.sqrt(len(both)))
-    tail = _TAIL if len(both) > 1 else _POOLED_TAIL
+    tail = 0.0 if whole else _TAIL if len(both) > 1 else _POOLED_TAIL
     top = np.where(mine.found, _top(both, mine, tail), _likely(both, noise, _usual(both, mine, shared, tail)))
     mass = np.array([row[a : b + 1].sum() for row, a, b in zip(both, mine.first, mine.last, strict=True)])
     mass = np.where(mine.found, mass, 0.0)
     most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
-    pad = 1 if 2.5 * noise > _UNSEEN * most else 0
+    pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
     narrow = mine.found & (mass >= 0.6 * most) & (mine.last - mine.first < 3)
     by_sign = np.stack(
         [counts[np.arange(len(both))[:, None], sign, _around(mine.first)].sum(axis=1) for sign in (0, 1)]
@@ -173,23 +175,31 @@ def _around(first: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.asarray(np.minimum(first[:, None] + np.arange(3), HIGHEST - LOWEST))
 
 
-def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tuple[Floats, Floats]:
-    """Narrower intervals from counts in equal bins of [low, high]; the whole interval where nothing stands out.
+def read_pieces(
+    counts: Floats, sigma: float, low: Floats, high: Floats, mass: float | None = None
+) -> tuple[Floats, Floats]:
+    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off.
+
+    Args:
+        mass: how much there is to be found, if that is public; else it is read off the counts.
 
     >>> counts = np.zeros((1, PIECES)); counts[0, 8:16] = 100.0
     >>> [limit.tolist() for limit in read_pieces(counts, 1.0, np.array([0.0]), np.array([32.0]))]
     [[8.0], [16.0]]
     """
-    total = counts.sum(axis=1)
+    total = np.full(len(counts), mass) if mass is not None else counts.sum(axis=1)
     new_low, new_high = low.copy(), high.copy()
-    for merged in (4, 2, 1):  # the finest bins whose average count stands out four deviations
+    for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
         pieces = PIECES // merged
         noise = sigma * math.sqrt(merged)
-        clear = total > 4.0 * pieces * noise
-        inner = windows(counts.reshape(len(counts), pieces, merged).sum(axis=2), noise)
+        coarse = counts.reshape(len(counts), pieces, merged).sum(axis=2)
+        inner = windows(coarse, noise)
+        places = np.arange(pieces)
+        inside = (places >= inner.first[:, None]) & (places <= inner.last[:, None])
+        caught = np.where(inside, coarse, 0.0).sum(axis=1) + 1.5 * noise * np.sqrt(inside.sum(axis=1))
+        use = inner.found & (caught >= _CAUGHT * total)
         pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
         width = (high - low) / pieces
-        use = clear & inner.found
         new_low = np.where(use, low + np.maximum(inner.first - pad, 0) * width, new_low)
         new_high = np.where(use, low + np.minimum(inner.last + pad + 1, pieces) * width, new_high)
     return new_low, new_high
