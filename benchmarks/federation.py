@@ -29,7 +29,7 @@ from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.transport.in_process import InProcess
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import Batch, Gradient
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.training import plan as central_plan
@@ -67,7 +67,7 @@ def overhead() -> list[dict[str, float]]:
 
         def gradients(tables: Any = tables, query: Any = query, d: int = d) -> None:
             for table in tables:
-                objective.add_gradients(table, None, query.params, 1.0, np.zeros(d))
+                Gradient(query.params, 1.0).sum_into(objective, Batch(table, None), np.zeros(d))
 
         row: dict[str, float] = {"dimension": d, "gradients_ms": milliseconds(gradients, repeats)}
         curator = CentralCurator(objective, (X, y))

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import scipy
 from sklearn.datasets import load_svmlight_file
 
+from quietgrad.objectives.base import Batch, RecursiveMomentum
 from quietgrad.objectives.tables.glm import Logistic
 
 Floats = npt.NDArray[np.float64]
@@ -71,8 +72,8 @@ def main() -> None:
 
     def kernel_calls(X: Any, indices: list[Any]) -> list[Callable[[], None]]:
         records = objective.prepare((X, y))
-        settings = (theta, previous, GAMMA, CLIP, DIFFERENCE_CLIP, out)
-        return [partial(objective.add_momentum, records, b, *settings) for b in indices]
+        query = RecursiveMomentum(theta, previous, GAMMA, CLIP, DIFFERENCE_CLIP)
+        return [partial(query.sum_into, objective, Batch(records, b), out) for b in indices]
 
     contenders: dict[str, list[Callable[[], None]]] = {
         "csr float32": kernel_calls(sparse.astype(np.float32), batches),

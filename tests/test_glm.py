@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import scipy.sparse as sparse
 
+from quietgrad.objectives.base import Batch, Gradient, GradientDifference, JointMomentum, Query, RecursiveMomentum
 from quietgrad.objectives.regularizers import L2, Nonconvex
 from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.linear import LinearObjective
@@ -112,9 +113,9 @@ def laid_out(X: Floats, layout: str, dtype: str) -> Any:
     return sparse.csr_array(X.astype(dtype)) if layout == "csr" else X.astype(dtype)
 
 
-def added(objective: LinearObjective, records: Any, indices: Any, method: str, *arguments: Any) -> Floats:
+def added(objective: LinearObjective, records: Any, indices: Any, query: Query) -> Floats:
     out = np.ones(records.dim)  # sums are added, not assigned
-    getattr(objective, method)(records, indices, *arguments, out)
+    query.sum_into(objective, Batch(records, indices), out)
     return out - 1.0
 
 
@@ -138,19 +139,19 @@ def test_every_sum_equals_the_naive_one(loss: str, shape: str) -> None:
             answer = partial(added, objective, records, indices)
             for clip in (0.0, 0.4, math.inf):
                 expected = sum((clipped(g, clip) for g in now), zero)
-                np.testing.assert_allclose(answer("add_gradients", theta, clip), expected, atol=1e-10)
+                np.testing.assert_allclose(answer(Gradient(theta, clip)), expected, atol=1e-10)
                 expected = sum((clipped(g - h, clip) for g, h in zip(now, then, strict=True)), zero)
-                np.testing.assert_allclose(answer("add_differences", theta, previous, clip), expected, atol=1e-10)
+                np.testing.assert_allclose(answer(GradientDifference(theta, previous, clip)), expected, atol=1e-10)
             expected = sum(
                 (0.8 * clipped(g - h, 0.3) + 0.2 * clipped(g, 0.5) for g, h in zip(now, then, strict=True)), zero
             )
-            got = answer("add_momentum", theta, previous, 0.2, 0.5, 0.3)
+            got = answer(RecursiveMomentum(theta, previous, 0.2, 0.5, 0.3))
             np.testing.assert_allclose(got, expected, atol=1e-10)
             expected = sum((clipped(g - 0.8 * h, 0.5) for g, h in zip(now, then, strict=True)), zero)
-            got = answer("add_joint_momentum", theta, previous, 0.2, 0.5)
+            got = answer(JointMomentum(theta, previous, 0.2, 0.5))
             np.testing.assert_allclose(got, expected, atol=1e-10)
             losses = [one_loss(loss, theta, rows[i], y[i]) for i in chosen]
-            assert objective.loss_sum(records, indices, theta, 0.9) == pytest.approx(
+            assert objective.loss_sum(Batch(records, indices), theta, 0.9) == pytest.approx(
                 sum(min(value, 0.9) for value in losses), abs=1e-10
             )
 
@@ -184,7 +185,7 @@ def test_constants_hold_and_are_nearly_attained(loss: str) -> None:
 
     def gradient(theta: Floats) -> Floats:
         out = np.zeros(records.dim)
-        objective.add_gradients(records, one, theta, math.inf, out)
+        Gradient(theta, math.inf).sum_into(objective, Batch(records, one), out)
         return out
 
     def hessian_times(theta: Floats, v: Floats) -> Floats:

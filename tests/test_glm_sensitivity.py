@@ -151,7 +151,9 @@ def test_centring_close_to_a_huge_mean_keeps_the_bound(as_batch: bool) -> None:
         for layout in (X, sparse.csr_array(X)):
             records = objective.prepare((layout, np.array([1e12])))
             out = np.zeros(records.dim)
-            objective.add_gradients(records, np.array([0]) if as_batch else None, np.zeros(D + 1), 1.0, out)
+            Gradient(np.zeros(D + 1), 1.0).sum_into(
+                objective, Batch(records, np.array([0]) if as_batch else None), out
+            )
             assert np.linalg.norm(out) <= 1 + 1e-9
 
 
@@ -214,15 +216,15 @@ def test_whitening_equals_mixed_features_and_keeps_the_bound(layout: Any) -> Non
     theta, y = rng.normal(size=D), rng.normal(size=7)
     mixed, plain = Squared().transformed(mean, S), Squared()
     got, expected = np.zeros(D), np.zeros(D)
-    mixed.add_gradients(mixed.prepare((layout(X), y)), None, theta, 0.5, got)
-    plain.add_gradients(plain.prepare(((X - mean) @ S, y)), None, theta, 0.5, expected)
+    Gradient(theta, 0.5).sum_into(mixed, Batch(mixed.prepare((layout(X), y)), None), got)
+    Gradient(theta, 0.5).sum_into(plain, Batch(plain.prepare(((X - mean) @ S, y)), None), expected)
     np.testing.assert_allclose(got, expected, atol=1e-10)
     for exponent in range(-12, 3):
         far = 1e8 * rng.normal(size=D)
         objective = Squared().transformed(far, S)
         records = objective.prepare((layout(far + 10.0**exponent * rng.normal(size=(1, D))), np.array([1e12])))
         out = np.zeros(D)
-        objective.add_gradients(records, None, np.zeros(D), 1.0, out)
+        Gradient(np.zeros(D), 1.0).sum_into(objective, Batch(records, None), out)
         assert np.linalg.norm(out) <= 1 + 1e-9
     with pytest.raises(ValueError, match="full batch only"):
-        mixed.add_gradients(mixed.prepare((layout(X), y)), np.array([0]), theta, 0.5, got)
+        Gradient(theta, 0.5).sum_into(mixed, Batch(mixed.prepare((layout(X), y)), np.array([0])), got)

@@ -12,6 +12,7 @@ import pytest
 import scipy.sparse as sparse
 
 from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, Gradient, RecursiveMomentum
 from quietgrad.objectives.regularizers import L2, Nonconvex
 from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.layout import lay_out
@@ -102,7 +103,7 @@ def test_parameters_must_fit_the_records() -> None:
     with pytest.raises(ValueError, match="params: has 3"):
         objective.risk(records, np.zeros(3))
     with pytest.raises(ValueError, match="must have 2 numbers"):
-        objective.add_gradients(records, np.array([0]), np.zeros(2), 1.0, np.zeros(3))
+        Gradient(np.zeros(2), 1.0).sum_into(objective, Batch(records, np.array([0])), np.zeros(3))
 
 
 def test_an_index_outside_the_table_is_an_error_not_a_read() -> None:
@@ -110,8 +111,8 @@ def test_an_index_outside_the_table_is_an_error_not_a_read() -> None:
         records = objective.prepare((GOOD, [0, 1]))
         for index in (-1, 2):
             with pytest.raises(IndexError):
-                objective.add_gradients(
-                    records, np.array([index]), objective.initial(records), 1.0, objective.initial(records)
+                Gradient(objective.initial(records), 1.0).sum_into(
+                    objective, Batch(records, np.array([index])), objective.initial(records)
                 )
 
 
@@ -135,7 +136,7 @@ def test_matrices_are_shared_not_copied(index_type: type) -> None:
         assert np.shares_memory(records.X.indices, X.indices)
         assert records.y is y
     out = np.zeros(7)
-    Squared(intercept=True).add_gradients(again, np.array([3]), np.ones(7), 1.0, out)
+    Gradient(np.ones(7), 1.0).sum_into(Squared(intercept=True), Batch(again, np.array([3])), out)
     assert 0 < np.linalg.norm(out) <= 1
     dense = X.toarray()
     assert np.shares_memory(Squared().prepare((dense, y)).X, dense)
@@ -157,8 +158,8 @@ def test_a_fit_adds_little_to_the_size_of_the_data() -> None:
     tracemalloc.start()
     records = objective.prepare((X, y))
     params, out = np.zeros(101), np.zeros(101)
-    objective.add_gradients(records, None, params, 1.0, out)
-    objective.add_momentum(records, None, params, out, 0.1, 1.0, 0.1, np.zeros(101))
+    Gradient(params, 1.0).sum_into(objective, Batch(records, None), out)
+    RecursiveMomentum(params, out, 0.1, 1.0, 0.1).sum_into(objective, Batch(records, None), np.zeros(101))
     objective.risk(records, params)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -169,8 +170,55 @@ def test_the_full_batch_needs_no_compiler() -> None:
     program = (
         "import sys, numpy as np\n"
         "from quietgrad.objectives import Logistic\n"
+        "from quietgrad.objectives.base import Batch, RecursiveMomentum\n"
         "o = Logistic(); r = o.prepare((np.eye(3), [0, 1, 1])); w = np.zeros(3)\n"
-        "o.add_momentum(r, None, w, w, .1, 1., 1., w.copy()); o.risk(r, w)\n"
+        "RecursiveMomentum(w, w, .1, 1., 1.).sum_into(o, Batch(r, None), w.copy()); o.risk(r, w)\n"
         "assert not {'numba', 'scipy', 'sklearn', 'torch'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+_CELL = "HIV-positive since 2019"
+
+
+def _objects(*rows: Any) -> Any:
+    return np.array(rows, dtype=object)
+
+
+def _frame(**columns: Any) -> Any:
+    return pytest.importorskip("pandas").DataFrame(columns)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: (_objects([1.0, 2.0], [3.0, _CELL]), [0, 1]), "column 1 must be numbers and 1 row is not"),
+        (lambda: ([[1.0, _CELL, _CELL], [3.0, _CELL, 2.0]], [0, 1]), r"column 1 \(and 1 more.* 2 rows are not"),
+        (lambda: (_frame(age=[1, 2], diagnosis=[_CELL, "none"]), [0, 1]), "column 'diagnosis' must be .* 2 rows"),
+        (lambda: (_frame(age=[1, _CELL], seen=[None, 2]), [0, 1]), "column 'age' must be numbers and 1 row"),
+        (lambda: ([[1.0], [2.0, _CELL]], [0, 1]), "rows of different lengths"),
+        (lambda: (GOOD, [1.0, _CELL]), "y: must be one number per record and 1 row is not"),
+        (lambda: (GOOD, np.array([_CELL, _CELL])), "y: must be one number per record and 2 rows are not"),
+        (lambda: (GOOD, _frame(y=[0, _CELL])["y"]), "y: must be one number per record and 1 row is not"),
+        (lambda: (GOOD, _objects(0, {"cell": _CELL})), "y: must be one number per record and 1 row is not"),
+        (lambda: (_objects([10**400, 1], [0, 1]), [0, 1]), "no float64"),
+    ],
+)
+def test_errors_name_columns_and_rows_and_never_a_cell(make: Any, words: str) -> None:
+    from quietgrad.estimators import PrivateHuberRegressor
+
+    X, y = make()
+    with pytest.raises(DataError, match=words) as caught:
+        Logistic().prepare((X, y))
+    with pytest.raises((TypeError, ValueError, OverflowError, DataError)) as of_estimator:
+        PrivateHuberRegressor(epsilon=1.0).fit(X, y)
+    for error in (caught.value, of_estimator.value):
+        told: BaseException | None = error
+        while told is not None:  # a traceback shows what an error was raised from, unless that is cut off
+            assert _CELL not in str(told)
+            told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
+
+
+def test_objects_that_are_all_numbers_are_numbers() -> None:
+    records = Squared().prepare((_objects([1, 2.5], [np.float32(3), True]), _objects(1, 2.0)))
+    assert records.X.tolist() == [[1.0, 2.5], [3.0, 1.0]]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import quietgrad as qg
 from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, Gradient, GradientDifference, JointMomentum, RecursiveMomentum
 from quietgrad.objectives.landscapes.base import Landscape, Sample, landscape, landscape_names
 
 Floats = npt.NDArray[np.float64]
@@ -64,9 +65,9 @@ def test_empirical_derivatives_are_exact(land: Landscape) -> None:
     hessian = matrix(lambda v: land.hessian_product(records, x, v), land.dim)
     np.testing.assert_allclose(numeric(lambda y: land.risk_gradient(records, y), x), hessian, atol=1e-7)
     total = np.zeros((land.dim, land.dim))
-    land.add_hessians(records, None, x, math.inf, total)
+    land.add_hessians(Batch(records, None), x, math.inf, total)
     np.testing.assert_allclose(total / 50, hessian, atol=1e-12)
-    assert land.loss_sum(records, None, x, math.inf) >= land.risk(records, x) * 50 - 1e-9
+    assert land.loss_sum(Batch(records, None), x, math.inf) >= land.risk(records, x) * 50 - 1e-9
 
 
 @every
@@ -143,10 +144,10 @@ def test_sums_match_clipping_record_by_record(land: Landscape) -> None:
             "joint": clipped(now - 0.7 * then, clip).sum(axis=0),
         }
         out = {name: np.zeros(land.dim) for name in expected}
-        land.add_gradients(records, indices, x, clip, out["gradients"])
-        land.add_differences(records, indices, x, y, small, out["differences"])
-        land.add_momentum(records, indices, x, y, 0.3, clip, small, out["momentum"])
-        land.add_joint_momentum(records, indices, x, y, 0.3, clip, out["joint"])
+        Gradient(x, clip).sum_into(land, Batch(records, indices), out["gradients"])
+        GradientDifference(x, y, small).sum_into(land, Batch(records, indices), out["differences"])
+        RecursiveMomentum(x, y, 0.3, clip, small).sum_into(land, Batch(records, indices), out["momentum"])
+        JointMomentum(x, y, 0.3, clip).sum_into(land, Batch(records, indices), out["joint"])
         for name, value in expected.items():
             np.testing.assert_allclose(out[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
 
@@ -161,13 +162,13 @@ def test_one_record_never_exceeds_the_clip(land: Landscape, seed: int, exponent:
     clip = 10.0**exponent
     first = np.array([0])
     sums = np.zeros((4, land.dim))
-    land.add_gradients(one, first, x, clip, sums[0])
-    land.add_differences(one, first, x, y, clip, sums[1])
-    land.add_momentum(one, first, x, y, 0.4, clip, clip, sums[2])
-    land.add_joint_momentum(one, first, x, y, 0.4, clip, sums[3])
+    Gradient(x, clip).sum_into(land, Batch(one, first), sums[0])
+    GradientDifference(x, y, clip).sum_into(land, Batch(one, first), sums[1])
+    RecursiveMomentum(x, y, 0.4, clip, clip).sum_into(land, Batch(one, first), sums[2])
+    JointMomentum(x, y, 0.4, clip).sum_into(land, Batch(one, first), sums[3])
     assert float(np.linalg.norm(sums, axis=1).max()) <= clip * (1 + 1e-9)
     hessian = np.zeros((land.dim, land.dim))
-    land.add_hessians(one, first, x, clip, hessian)
+    land.add_hessians(Batch(one, first), x, clip, hessian)
     assert float(np.abs(np.linalg.eigvalsh(hessian)).max()) <= clip * (1 + 1e-9)
 
 
@@ -180,10 +181,10 @@ def landscape_with_seed(land: Landscape, seed: int) -> Landscape:
 @every
 def test_records_that_are_not_finite_count_as_nothing(land: Landscape) -> None:
     out, records = np.zeros(land.dim), land.prepare(5)
-    land.add_gradients(records, None, np.full(land.dim, 1e200), 1.0, out)
+    Gradient(np.full(land.dim, 1e200), 1.0).sum_into(land, Batch(records, None), out)
     assert np.isfinite(out).all()
     hessian = np.zeros((land.dim, land.dim))
-    land.add_hessians(records, None, np.full(land.dim, 1e200), 1.0, hessian)
+    land.add_hessians(Batch(records, None), np.full(land.dim, 1e200), 1.0, hessian)
     assert np.isfinite(hessian).all()
 
 
@@ -192,7 +193,7 @@ def test_a_thousand_dimensions_are_cheap_in_memory() -> None:
     records = land.prepare(10_000)
     assert records["kind"].nbytes == 40_000
     out = np.zeros(1000)
-    land.add_gradients(records, np.arange(5000), land.saddle(), 10.0, out)
+    Gradient(land.saddle(), 10.0).sum_into(land, Batch(records, np.arange(5000)), out)
     assert float(np.abs(out).sum()) > 0.0
 
 

@@ -64,7 +64,7 @@ def agree(
         torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-13)
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
     if planned is not None:
-        assert [plan is not None for plan in engine._plans.values()] == [planned]
+        assert [way.units is not None for way in engine._ways.values()] == [planned]
 
 
 class Reused(nn.Module):

@@ -91,7 +91,7 @@ def recorded(engine: PerExampleEngine, point: Tensor, x: Tensor, y: Tensor) -> l
         assert grad is not None
         records.append((call.unit.module, Record(call.args[0].detach(), grad)))
 
-    units = next(iter(engine._plans.values()))
+    units = next(iter(engine._ways.values())).units
     assert units is not None
     backpropagate(engine.module, engine.loss_fn, engine.unflatten(point), x, y, units, receive)
     return records

@@ -189,7 +189,7 @@ def test_servers_tolerate_missing_parties_down_to_the_quorum() -> None:
         ([[1.0], [1.0]], {"noise_multiplier": math.nan}, ValueError, "noise_multiplier=nan"),
         ([[1.0], [1.0]], {"clip": 0.0}, ValueError, "bound=0.0"),
         ([[1.0], [1.0]], {"mode": "yao"}, ValueError, "mode='yao'"),
-        ([[1.0]], {}, ValueError, "between 2 and 1000"),
+        ([[1.0]], {}, ValueError, "between 2 and 10000"),
     ],
 )
 def test_bad_requests_are_refused(

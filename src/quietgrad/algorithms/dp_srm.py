@@ -86,15 +86,15 @@ class DPSRM(FirstOrder):
         """Theorem 4.4's settings, its unspecified absolute constants all taken as ``scale``.
 
         T = nε√(L·D_F)/(G√(d log(1/δ))), ζ = √G·(L·D_F·d log(1/δ))^¼/√(nε), b₀ = G²/(ζ²·L·D_F), b = G²/ζ, γ = ζ,
-        clips C1 = G and C2 = ζ (a step moves at most ζ/L), output a uniformly random iterate.
+        clips C1 = G and C2 = ζ (a step moves at most ζ/L), output a uniformly random iterate. These make the
+        theorem hold and are no way to a good model: steps of ζ/L are so short that on a9a at ε = 0.5 the run ends
+        near its start (``docs/algorithms.md`` has the numbers); tune the practical settings instead.
 
         Args:
             constants: G and L of the loss at its row bound.
             initial_gap: D_F ≥ F(θ⁰) − min F, a public number.
         """
-        g, smooth = constants.lipschitz, constants.smoothness
-        if g is None or smooth is None:
-            raise ValueError("theory mode needs Lipschitz and smoothness constants; this loss has none.")
+        g, smooth = constants.needed("lipschitz", "smoothness")
         check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
         smooth += constants.regularizer_smoothness
         root = math.sqrt(dim * math.log(1.0 / budget.delta))

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.algorithms.table_looks import noise_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Loss, Query
+from quietgrad.objectives.base import Loss
 from quietgrad.objectives.tables.glm import Logistic, Squared
 from quietgrad.objectives.tables.information import WhitenedInformation
 from quietgrad.objectives.tables.whitening import Floats, WhitenedGradient, Whitening
@@ -61,11 +62,11 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
     radius, n, size = whitening.radius, door.expected_batch("gradient"), len(start)
     gradient = WhitenedGradient(start, (2.0 if squares else 1.25) * radius, whitening)
     information = WhitenedInformation(start, (2.5 if squares else 0.625) * radius**2, whitening, relation)
-    slope = _asked(door, "score", seen(gradient)) / n
+    slope = door.release("score", seen(gradient)) / n
     slope += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(start)))
-    curve = information.unpack(_asked(door, "information", seen(information)) / n)
-    slope_noise = _noise(door, "score", gradient.bound) / n
-    curve_noise = _noise(door, "information", information.bound) / n
+    curve = information.unpack(door.release("information", seen(information)) / n)
+    slope_noise = noise_of(door, "score", gradient.bound) / n
+    curve_noise = noise_of(door, "information", information.bound) / n
     least = float(np.linalg.eigvalsh(curve)[0])
     spread = curve_noise * math.sqrt(2.0 * size)
     if least <= 0.0 or spread > MOST_NOISE * least:
@@ -75,7 +76,7 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
     dispersion = 1.0
     if squares:
         loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
-        total = _asked(door, "dispersion", seen(loss))
+        total = door.release("dispersion", seen(loss))
         dispersion = max(2.0 * float(total[0]) / n, 1e-12)
     middle = (
         dispersion * curve / n
@@ -83,11 +84,3 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
         + 0.5 * curve_noise**2 * np.outer(step, step)
     )
     return Step(start + step, inverse @ middle @ inverse)
-
-
-def _asked(door: Session, slot: str, query: Query) -> Any:
-    return door.release(slot, query)
-
-
-def _noise(door: Session, slot: str, bound: float) -> float:
-    return door.plan.noise_multiplier * door.plan.schedule[slot].noise * bound

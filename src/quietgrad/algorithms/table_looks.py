@@ -107,6 +107,11 @@ def checked_bounds(name: str, pair: Any) -> Bounds:
     return low, high
 
 
+def noise_of(door: Session, slot: str, bound: float) -> float:
+    """The deviation of the noise on each number of a release of ``slot``."""
+    return door.plan.schedule[slot].multiplier(door.plan.noise_multiplier) * bound
+
+
 def found_frame(look: Look, door: Session, features: int, relation: Relation) -> dict[str, Any]:
     """Release what the look pays for; the frame's limits as plain vectors, and what could not be found."""
     declared = look.features if look.features is not None else (None,) * features
@@ -136,7 +141,7 @@ def _found_ranges(
     """Fill in the limits of the ``unknown`` features; also how many could not be told from noise."""
     query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
     counts = query.counts(door.release("ranges", query))
-    found = read_magnitudes(counts, _noise(door, "ranges", query.bound), whole=look.whole)
+    found = read_magnitudes(counts, noise_of(door, "ranges", query.bound), whole=look.whole)
     reach, hidden = found.reach, int((~found.seen).sum())
     if look.refine:  # what does not stand out keeps its declared range
         reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
@@ -144,7 +149,7 @@ def _found_ranges(
         means = MeanOctaves(unknown, middle_octave(counts))
         n = door.expected_batch("octaves")
         released = door.release("octaves", means) / n
-        reach = read_octaves(released, _noise(door, "octaves", means.bound) / n, means.centre)
+        reach = read_octaves(released, noise_of(door, "octaves", means.bound) / n, means.centre)
     elif look.ranges == "pooled":
         hidden = len(unknown)
     high[unknown], low[unknown] = reach, -reach
@@ -153,7 +158,7 @@ def _found_ranges(
         chosen, near, far = unknown[found.offsets][free], found.low[free], found.high[free]
         pieces = Pieces(chosen, near, far, relation)
         inner = door.release("offsets", pieces).reshape(-1, PIECES)
-        low[chosen], high[chosen] = read_pieces(inner, _noise(door, "offsets", pieces.bound), near, far)
+        low[chosen], high[chosen] = read_pieces(inner, noise_of(door, "offsets", pieces.bound), near, far)
     return low, high, hidden
 
 
@@ -165,14 +170,14 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
     if look.target is not None or not look.target_share:
         return look.target
     query = TargetMagnitudes(relation)
-    rough = read_target(door.release("targets", query), _noise(door, "targets", query.bound))
+    rough = read_target(door.release("targets", query), noise_of(door, "targets", query.bound))
     if rough is None:
         raise TooNoisyError(
             "y: no range of the targets stands out of the noise. Declare it as public: target_bounds=(low, high)."
         )
     pieces = TargetPieces(*rough, relation)
     counts = door.release("target-bins", pieces)[None]
-    noise, everyone = _noise(door, "target-bins", pieces.bound), door.expected_batch("target-bins")
+    noise, everyone = noise_of(door, "target-bins", pieces.bound), door.expected_batch("target-bins")
     low, high = read_pieces(counts, noise, np.array([rough[0]]), np.array([rough[1]]), everyone)
     return float(low[0]), float(high[0])
 
@@ -183,7 +188,3 @@ def frame_of(extra: Mapping[str, Any]) -> Frame | None:
         return None
     target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
     return Frame(extra["low"], extra["high"], target)
-
-
-def _noise(door: Session, slot: str, bound: float) -> float:
-    return door.plan.noise_multiplier * door.plan.schedule[slot].noise * bound

@@ -6,9 +6,10 @@ So it is planned, reserved, released and stated like every run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from quietgrad.algorithms.base import State, config_of
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.algorithms.table_looks import noise_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.queries.evaluation import CellSums
 from quietgrad.plans.schedule import Schedule, Slot
@@ -18,7 +19,7 @@ from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
-class Tabulate:
+class Tabulate(Algorithm):
     """Release the sums of ``cells`` cells, of which a person has one in each of ``groups`` groups.
 
     >>> Tabulate(20, 1).schedule(1000).slots[0].name
@@ -29,7 +30,6 @@ class Tabulate:
     groups: int = 1
 
     name: ClassVar[str] = "evaluation"
-    private: ClassVar[bool] = True
 
     def schedule(self, n_public: int) -> Schedule:
         return Schedule((Slot("evaluation", FullBatch()),))
@@ -41,12 +41,9 @@ class Tabulate:
         budget = door.plan.budget
         query = CellSums(self.cells, self.groups, Relation.ADD_REMOVE if budget is None else budget.relation)
         state.params = door.release("evaluation", query)
-        state.extra["noise"] = door.plan.noise_multiplier * query.bound
+        state.extra["noise"] = noise_of(door, "evaluation", query.bound)
         state.step, state.done = 1, True
         return state
 
     def output(self, state: State) -> Vector:
         return state.params
-
-    def config(self) -> dict[str, Any]:
-        return config_of(self)

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 
 from quietgrad.algorithms import one_step
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
-from quietgrad.algorithms.table_looks import Bounds, Look, found_frame, frame_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
+from quietgrad.algorithms.table_looks import Bounds, Look, found_frame, frame_of, noise_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Query
 from quietgrad.objectives.tables.frame import Framed
@@ -36,12 +36,13 @@ from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
 _SHORTEST, _LONGEST = 6.0, 128.0  # horizons, in steps of the public size
+_WIDEST_CLIP = 1.0  # in units of the rows' length: most gradients are shorter
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
 
 @dataclass(frozen=True)
-class WhitenedGD:
+class WhitenedGD(Algorithm):
     """DP-GD in coordinates whitened by private first and second moments.
 
     Args:
@@ -78,7 +79,6 @@ class WhitenedGD:
     inference_share: float = 0.0
 
     name: ClassVar[str] = "whitened-gd"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -174,8 +174,8 @@ class WhitenedGD:
         second, floor = self._second_moments(state, door, features, bound, relation)
         extra.update(mean=mean, second=second, floor=floor)
         whitening = self._whitening(state, door)
-        extra["clip"] = self.clip * whitening.radius
-        extra["momentum"], extra["rate"] = self._pace(whitening, door)
+        extra["momentum"], extra["rate"], widened = self._pace(whitening, door)
+        extra["clip"] = self.clip * widened * whitening.radius
         for name in ("inner", "mean_inner", "velocity"):
             extra[name] = np.zeros_like(state.params)
 
@@ -202,18 +202,21 @@ class WhitenedGD:
         rest = max(0.0, float(total[~clear].mean())) if not clear.all() else 0.0
         return np.where(clear, total, rest), max(2.0 * noise, least)
 
-    def _pace(self, whitening: Whitening, door: Session) -> tuple[float, float]:
-        """Momentum and step size with which T steps go as far as the noise allows.
+    def _pace(self, whitening: Whitening, door: Session) -> tuple[float, float, float]:
+        """Momentum and step size with which T steps go as far as the noise allows, and how far to widen the clip.
 
         After a distance H the noise of a score is about .8·H·df/A, the signal about .4·H: what can be learned
-        grows with A/df, and so does the distance worth going.
+        grows with A/df, and so does the distance worth going. Where that is further than anybody needs to go, a
+        wider clip is affordable: a narrow one makes a classifier too sure of itself.
         """
         if self.horizon is None:
-            return 0.0, 1.0
+            return 0.0, 1.0, 1.0
         freedom = whitening.radius**2 - whitening.column**2
-        reach = self.horizon * self._signal(door) / (freedom + 1.0)
-        reach = min(max(reach, _SHORTEST), _LONGEST)
-        return (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
+        wanted = self.horizon * self._signal(door) / (freedom + 1.0)
+        reach = min(max(wanted, _SHORTEST), _LONGEST)
+        widened = min(max(wanted / _LONGEST, 1.0), _WIDEST_CLIP / self.clip)
+        momentum, rate = (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
+        return momentum, rate, max(widened, 1.0)
 
     def _signal(self, door: Session) -> float:
         """A: records per noise of all gradients together, of a difference of two clips; less for more classes."""
@@ -277,11 +280,6 @@ class WhitenedGD:
 
     def config(self) -> dict[str, Any]:
         return config_of(self)
-
-
-def noise_of(door: Session, slot: str, bound: float) -> float:
-    """The deviation of the noise on each number of a release of ``slot``."""
-    return door.plan.noise_multiplier * door.plan.schedule[slot].noise * bound
 
 
 __all__ = ["Bounds", "Look", "WhitenedGD"]

@@ -6,16 +6,16 @@ it is asked to sum, and how often, while the real door does its work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from quietgrad.audit.canaries import CanaryObjective, Cast
+from quietgrad.audit.canaries import CanaryObjective, Cast, Floats
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import Batch, Gradient, Rule
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
@@ -32,15 +32,8 @@ class _Register(CanaryObjective):
         super().__init__("constant")
         self.uses = np.zeros(records, np.int64)
 
-    def add_gradients(
-        self,
-        records: Cast,
-        indices: npt.NDArray[np.int64] | None,
-        params: npt.NDArray[np.float64],
-        clip: float,
-        out: npt.NDArray[np.float64],
-    ) -> None:
-        taken = np.arange(len(self.uses)) if indices is None else indices
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        taken = np.arange(len(self.uses)) if batch.indices is None else batch.indices
         np.add.at(self.uses, taken, 1)
 
 

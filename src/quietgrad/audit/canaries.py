@@ -9,14 +9,14 @@ or ``constant``. They depend on the step alone, so with full batches every relea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Constants, Indices, NoRegularizer
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]
@@ -52,6 +52,14 @@ class Cast:
         """Number of parameters of all blocks."""
         return self.runs * self.width
 
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The roles: nothing else is known of these records."""
+        yield repr(self).encode()
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The same."""
+        return self.contents()
+
 
 def shorten(rows: Floats, clip: float) -> Floats:
     """Scale each row to norm ≤ clip; the reference that every kernel's clipping is compared with.
@@ -64,7 +72,7 @@ def shorten(rows: Floats, clip: float) -> Floats:
         return np.where(lengths > clip, rows * (clip / np.maximum(lengths, 1e-300)), rows)
 
 
-class CanaryObjective:
+class CanaryObjective(BaseObjective):
     """An objective in gradient space: roles decide gradients, parameters are ignored.
 
     ``canary`` pulls along the first axis with the pattern's amplitude, ``mirror`` against it, ``against`` is a
@@ -116,53 +124,22 @@ class CanaryObjective:
                 row[-1] = _HUGE
         return rows
 
-    def add_gradients(
-        self, records: Cast, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
-        self._add(records, indices, shorten(self.gradients(records, self.step), clip), out)
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        """Add the roles' gradients of this step and the last by the rule; the points are ignored."""
+        now = self.gradients(batch.records, self.step)
+        moved = now - rule.beta * self.gradients(batch.records, self.step - 1)
+        rows = rule.alpha * shorten(moved, rule.clip) + rule.gamma * shorten(now, rule.second_clip)
+        self._add(batch.records, batch.indices, rows, out)
 
-    def add_differences(
-        self, records: Cast, indices: Indices | None, params: Floats, previous: Floats, clip: float, out: Floats
-    ) -> None:
-        self._add(records, indices, shorten(self._difference(records, 1.0), clip), out)
-
-    def add_momentum(
-        self,
-        records: Cast,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Floats,
-    ) -> None:
-        fresh = shorten(self.gradients(records, self.step), clip)
-        rows = (1.0 - gamma) * shorten(self._difference(records, 1.0), difference_clip) + gamma * fresh
-        self._add(records, indices, rows, out)
-
-    def add_joint_momentum(
-        self,
-        records: Cast,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        gamma: float,
-        clip: float,
-        out: Floats,
-    ) -> None:
-        self._add(records, indices, shorten(self._difference(records, 1.0 - gamma), clip), out)
-
-    def add_hessians(
-        self, records: Cast, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """Add nothing: these gradients are flat."""
 
-    def loss_sum(self, records: Cast, indices: Indices | None, params: Floats, bound: float) -> float:
+    def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:
         """The losses of one run's records at the next candidate, once for each block."""
         loses = self.loses(self._asked)
         self._asked += 1
         losses = {"canary": bound if loses else 0.0, "mirror": 0.0 if loses else bound}
+        records: Cast = batch.records
         return math.fsum(losses.get(role, 0.0) for role in records.roles) * records.runs
 
     def risk(self, records: Cast, params: Floats) -> float:
@@ -170,9 +147,6 @@ class CanaryObjective:
 
     def risk_gradient(self, records: Cast, params: Floats) -> Floats:
         return np.zeros_like(params)
-
-    def _difference(self, records: Cast, weight: float) -> Floats:
-        return self.gradients(records, self.step) - weight * self.gradients(records, self.step - 1)
 
     def _add(self, records: Cast, indices: Indices | None, rows: Floats, out: Floats) -> None:
         blocks = np.asarray(out).reshape(records.runs, records.width)

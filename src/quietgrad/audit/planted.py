@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Constants, Indices
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Records, Regularizer, Rule
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -19,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 class Planted:
     """Records with canaries behind them: canary j sits on coordinate ``places[j]`` and pulls with ``signs[j]``."""
 
-    inner: Any
+    inner: Records
     places: npt.NDArray[np.int64]
     signs: Floats
     canaries: int
@@ -32,8 +33,17 @@ class Planted:
         """Parameters of the model and one per canary."""
         return int(self.inner.dim) + self.canaries
 
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The records and where the canaries sit."""
+        yield from self.inner.contents()
+        yield f"{self.canaries} {self.places.tolist()} {self.signs.tolist()}".encode()
 
-class PlantedObjective:
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The people alone: canaries are nobody."""
+        return self.inner.fingerprint_parts()
+
+
+class PlantedObjective(BaseObjective):
     """An objective with one more parameter per canary; the model's own sums are the inner objective's."""
 
     def __init__(self, inner: Any, canaries: int, coins: npt.NDArray[np.bool_], relation: Relation) -> None:
@@ -50,53 +60,17 @@ class PlantedObjective:
     def initial(self, records: Planted) -> Vector:
         return _pad(self.inner.initial(records.inner), self.canaries)
 
-    def constants(self, row_bound: float | None = None) -> Constants:
-        constants: Constants = self.inner.constants(row_bound)
+    def constants(self) -> Constants:
+        constants: Constants = self.inner.constants()
         return constants
 
-    def add_gradients(
-        self, records: Planted, indices: Indices | None, params: Vector, clip: float, out: Vector
-    ) -> None:
-        own, d = self._split(records, indices, clip, out)
-        self.inner.add_gradients(records.inner, own, params[:d], clip, out[:d])
+    def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
+        d = int(batch.records.inner.dim)
+        own = self._split(batch, rule.bound, out[d:])
+        self.inner.add(own, [point[:d] for point in points], rule, out[:d])
 
-    def add_differences(
-        self, records: Planted, indices: Indices | None, params: Vector, previous: Vector, clip: float, out: Vector
-    ) -> None:
-        own, d = self._split(records, indices, clip, out)
-        self.inner.add_differences(records.inner, own, params[:d], previous[:d], clip, out[:d])
-
-    def add_momentum(
-        self,
-        records: Planted,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Vector,
-    ) -> None:
-        own, d = self._split(records, indices, (1.0 - gamma) * difference_clip + gamma * clip, out)
-        inner = self.inner
-        inner.add_momentum(records.inner, own, params[:d], previous[:d], gamma, clip, difference_clip, out[:d])
-
-    def add_joint_momentum(
-        self,
-        records: Planted,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        gamma: float,
-        clip: float,
-        out: Vector,
-    ) -> None:
-        own, d = self._split(records, indices, clip, out)
-        self.inner.add_joint_momentum(records.inner, own, params[:d], previous[:d], gamma, clip, out[:d])
-
-    def loss_sum(self, records: Planted, indices: Indices | None, params: Vector, bound: float) -> float:
-        own = indices if indices is None else indices[indices < len(records.inner)]
-        return float(self.inner.loss_sum(records.inner, own, params[: -self.canaries], bound))
+    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+        return float(self.inner.loss_sum(self._ordinary(batch), params[: -self.canaries], bound))
 
     def risk(self, records: Planted, params: Vector) -> float:
         return float(self.inner.risk(records.inner, params[: -self.canaries]))
@@ -104,24 +78,38 @@ class PlantedObjective:
     def risk_gradient(self, records: Planted, params: Vector) -> Vector:
         return _pad(self.inner.risk_gradient(records.inner, params[: -self.canaries]), self.canaries)
 
-    def _split(
-        self, records: Planted, indices: Indices | None, pull: float, out: Vector
-    ) -> tuple[Indices | None, int]:
-        """Add the canaries' pulls; return the indices of ordinary records and the model's dimension."""
-        d, n = int(records.inner.dim), len(records.inner)
-        present = np.arange(len(records.places)) if indices is None else indices[indices >= n] - n
+    def _split(self, batch: Batch, pull: float, out: Vector) -> Batch:
+        """Add the canaries' pulls; return the batch of ordinary records."""
+        records, n = batch.records, len(batch.records.inner)
+        present = np.arange(len(records.places)) if batch.indices is None else batch.indices[batch.indices >= n] - n
         pulls = np.zeros(self.canaries)
         pulls[records.places[present]] = pull * records.signs[present]
-        out[d:] += pulls if isinstance(out, np.ndarray) else out.new_tensor(pulls)
-        return (None if indices is None else indices[indices < n]), d
+        out += pulls if isinstance(out, np.ndarray) else out.new_tensor(pulls)
+        return self._ordinary(batch)
+
+    def _ordinary(self, batch: Batch) -> Batch:
+        inner, indices = batch.records.inner, batch.indices
+        return Batch(inner, indices if indices is None else indices[indices < len(inner)], batch.key)
 
 
 @dataclass(frozen=True)
 class _Padded:
     """The model's regulariser; canaries' coordinates have none."""
 
-    inner: Any
+    inner: Regularizer
     canaries: int
+
+    @property
+    def strong_convexity(self) -> float:
+        return 0.0  # in the canaries' coordinates
+
+    @property
+    def smoothness(self) -> float:
+        return self.inner.smoothness
+
+    @property
+    def convex(self) -> bool:
+        return self.inner.convex
 
     def value(self, params: Vector) -> float:
         return float(self.inner.value(params[: -self.canaries]))
@@ -129,8 +117,8 @@ class _Padded:
     def gradient(self, params: Vector) -> Vector:
         return _pad(self.inner.gradient(params[: -self.canaries]), self.canaries)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def curvature(self, params: Vector) -> Vector:
+        return _pad(self.inner.curvature(params[: -self.canaries]), self.canaries)
 
 
 def _pad(vector: Vector, count: int) -> Vector:

@@ -22,6 +22,7 @@ from quietgrad.audit.listener import Listener
 from quietgrad.audit.planted import PlantedObjective
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.report import AuditReport
+from quietgrad.objectives.base import Batch
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.gaussian import gaussian_epsilon
 from quietgrad.privacy.rng import fresh_key, seed_key
@@ -142,7 +143,7 @@ def _mixed(
 
     def losses(params: Vector) -> Floats:
         at = range(len(coins))
-        return np.array([objective.loss_sum(records, np.array([i]), params, 1e300) for i in at])
+        return np.array([objective.loss_sum(Batch(records, np.array([i])), params, 1e300) for i in at])
 
     return losses(start) - losses(final), plan
 

@@ -40,13 +40,13 @@ def audit(
     A pass means that these attacks found nothing, not that there is nothing. The nearer the lower bound is to the
     claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything.
     """
-    from quietgrad.audit.attacks import ATTACKS
+    from quietgrad.audit.attacks import attacked
 
     if bool(what) == everything:
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
     count = runs if runs is not None else _QUICK if quick else _FULL
     reports: list[AuditReport] = []
-    audits: Iterable[AuditReport] = _audits(list(ATTACKS) if everything else what or [], count)
+    audits: Iterable[AuditReport] = _audits(attacked() if everything else what or [], count)
     if everything:
         from quietgrad.audit.federated import audit_federations
 
@@ -70,15 +70,16 @@ def audit(
 def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
     from dataclasses import replace
 
-    from quietgrad.audit.attacks import ATTACKS, attacks_on
+    from quietgrad.audit.attacks import attacked, attacks_on
     from quietgrad.audit.running import CURATORS, run
 
+    registered = attacked()
     for name in names:
-        if name not in ATTACKS and not Path(name).is_dir():
-            known = ", ".join(ATTACKS)
+        if name not in registered and not Path(name).is_dir():
+            known = ", ".join(registered)
             raise typer.BadParameter(f"{name!r}: must be a folder of a run, or one of {known}.", param_hint="WHAT")
     for name in names:
-        if name not in ATTACKS:
+        if name not in registered:
             yield audit_folder(Path(name), runs)
             continue
         for attack in attacks_on(name):
@@ -121,15 +122,9 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
     >>> rebuild("dp-gd", {"steps": 5, "learning_rate": {"schedule": "Linear", "start": 1.0, "end": 0.1}})
     DPGD(steps=5, learning_rate=Linear(start=1.0, end=0.1), clip=1.0, momentum=0.0, returns='last')
     """
-    from quietgrad.algorithms import by_name, rates
+    from quietgrad.algorithms.registry import entry
 
-    values = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and "schedule" in value:
-            numbers = {k: v for k, v in value.items() if k != "schedule"}
-            value = getattr(rates, value["schedule"])(**numbers)
-        values[key] = value
-    return by_name(name)(**values)
+    return entry(name).make(config)
 
 
 def _probes() -> list[Finding]:

@@ -113,11 +113,11 @@ def brief(sampling: dict[str, Any]) -> str:
 def _list(as_json: bool) -> None:
     import dataclasses
 
-    from quietgrad.algorithms import HOMES, __getattr__
+    from quietgrad.algorithms.registry import ALGORITHMS
 
     rows = []
-    for name in HOMES:
-        kind = __getattr__(name)
+    for entry in ALGORITHMS.values():
+        kind = entry.kind
         settings = {
             f.name: "required" if f.default is dataclasses.MISSING else str(f.default)
             for f in dataclasses.fields(kind)

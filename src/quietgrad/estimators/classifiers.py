@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,14 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.labels import LabelDiscovery
 from quietgrad.errors import DataError
-from quietgrad.estimators.base import LOOK_SHARE, PrivateLinearModel, refuse_weights
+from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
+from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
+from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.mechanisms import FrequentLabels
+from quietgrad.sampling import FullBatch
 
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
 
@@ -29,40 +31,35 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         refuse_weights(options)
         X, y = self._validated(X, y)
         check_classification_targets(y)
-        budget = self._budget()
-        key = self._key()
-        discovery = None if self.classes is not None else self._discovery(budget)
-        plan = self._plans(X.shape[0], () if discovery is None else (discovery.event,))
-        if self.classes is not None:
-            self.classes_ = _declared(self.classes, y)
-            close = self._reserve(plan)
+        declared = None if self.classes is None else _declared(self.classes, y)
+        plan = self._planned(X.shape[0])
+        notes: tuple[str, ...] = ()
+        if declared is not None:
+            self.classes_ = declared
+            session = self._open(self._loss(len(declared)), (X, np.searchsorted(declared, y)), plan)
         else:
-            assert discovery is not None
-            close = self._reserve(plan)
-            self.classes_ = discovery.run(y, key)
-            if len(self.classes_) < 2:
-                raise DataError(
-                    "y: at most one class is frequent enough to be found privately. "
-                    "Declare them as public: classes=[...]."
-                )
-        codes = np.searchsorted(self.classes_, y)
-        codes[codes == len(self.classes_)] = 0
-        # A label too rare to be found counts as the first class: a public rule, the same for every record.
-        codes[self.classes_[codes] != y] = 0
-        found = () if discovery is None else ("classes were found privately; rarer labels count as the first",)
-        weights, bias = self._train(self._loss(len(self.classes_)), X, codes, plan, key, found)
-        close()
+            session = self._open(LabelSet(), (X, y), plan)
+            self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
+            notes = ("classes were found privately; rarer labels count as the first",)
+            try:
+                session.reread(self._loss(_two_or_more(self.classes_)), (X, _codes(self.classes_, y)))
+            except DataError:
+                session.close("refused after looking at the labels", data_dependent=True)
+                raise
+        weights, bias = self._train(session, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
         self.intercept_ = bias
         return self
 
-    def _discovery(self, budget: Budget) -> LabelDiscovery:
-        from quietgrad.privacy.calibrate import calibrate
+    def _planned(self, n: int) -> Plan:
+        """With a look at the labels if they are not declared."""
+        return self._plan(n, () if self.classes is not None else (self._look(),))
 
-        whole = calibrate(
-            epsilon=budget.epsilon, delta=budget.delta, steps=1, sampling="full", relation=budget.relation
-        )
-        return LabelDiscovery(whole / math.sqrt(LOOK_SHARE), budget.relation, _FAILURE_PART * budget.delta)
+    def _look(self) -> Slot:
+        """The private look at the labels: a share of the budget, and of δ for a rare label that passes."""
+        budget = self._budget()
+        failure = FrequentLabels(_FAILURE_PART * budget.delta)
+        return Slot("labels", FullBatch(), mechanism=failure, fixed=look_noise(budget))
 
     def _loss(self, classes: int) -> Any:
         raise NotImplementedError
@@ -78,6 +75,22 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         scores = self.decision_function(X)
         codes = (scores > 0.0).astype(np.int64) if scores.ndim == 1 else scores.argmax(axis=1)
         return self.classes_[codes]
+
+
+def _two_or_more(classes: Any) -> int:
+    if len(classes) < 2:
+        raise DataError(
+            "y: at most one class is frequent enough to be found privately. Declare them as public: classes=[...]."
+        )
+    return len(classes)
+
+
+def _codes(classes: Any, y: Any) -> Any:
+    codes = np.searchsorted(classes, y)
+    codes[codes == len(classes)] = 0
+    # A label too rare to be found counts as the first class: a public rule, the same for every record.
+    codes[classes[codes] != y] = 0
+    return codes
 
 
 def _declared(classes: Sequence[Any], y: Any) -> Any:

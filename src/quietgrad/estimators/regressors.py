@@ -11,11 +11,10 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.central import CentralCurator
-from quietgrad.estimators.base import LOOK_SHARE, PrivateLinearModel, refuse_weights
+from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.tables.glm import Huber, Squared
-from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FullBatch
 
@@ -56,26 +55,6 @@ class TargetHistogram:
         return float(0.5 * (edges[max(index - 1, 0)] + edges[min(index, len(edges) - 1)]))
 
 
-class _Look:
-    """The one-release plan that finds the targets' centre and scale."""
-
-    def __init__(self, budget: Budget, n: int) -> None:
-        from quietgrad.privacy.calibrate import calibrate
-
-        whole = calibrate(
-            epsilon=budget.epsilon, delta=budget.delta, steps=1, sampling="full", relation=budget.relation
-        )
-        schedule = Schedule((Slot("targets", FullBatch()),))
-        self.plan = Plan("targets", {}, schedule, n, budget, whole / math.sqrt(LOOK_SHARE))
-
-    def run(self, X: Any, y: Any, key: bytes) -> tuple[float, float]:
-        session = CentralCurator(Squared(), (X, y), key=key).open(self.plan)
-        query = TargetHistogram()
-        counts = session.release("targets", query)
-        session.close("looked")
-        return query.centre_and_scale(counts, self.plan.noise_multiplier)
-
-
 class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
     target_bounds: tuple[float, float] | None
 
@@ -84,18 +63,20 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         refuse_weights(options)
         X, y = self._validated(X, y, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
-        budget, key = self._budget(), self._key()
-        look = None if self.target_bounds is not None else _Look(budget, self._public_n(X.shape[0], budget))
-        plan = self._plans(X.shape[0], () if look is None else (look.plan.event,))
-        centre, scale = (0.0, 1.0) if look is not None else _middle(self.target_bounds)
-        close = self._reserve(plan)
-        if look is not None:
-            centre, scale = look.run(X, y, key)
-        with np.errstate(over="ignore"):  # a warning would tell that some target is that far out
-            scaled = np.clip((y - centre) / scale, -_REACH, _REACH)
-        notes = () if look is None else ("the targets' centre and scale were found privately",)
-        weights, bias = self._train(self._loss(), X, scaled, plan, key, notes)
-        close()
+        notes: tuple[str, ...] = ()
+        if self.target_bounds is not None:
+            centre, scale = _middle(self.target_bounds)
+            session = self._open(self._loss(), (X, _scaled(y, centre, scale)), self._plan(X.shape[0]))
+        else:
+            look = Slot("targets", FullBatch(), fixed=look_noise(self._budget()))
+            plan = self._plan(X.shape[0], (look,))
+            session = self._open(Squared(), (X, y), plan)
+            query = TargetHistogram()
+            counts = session.release("targets", query)
+            centre, scale = query.centre_and_scale(np.asarray(counts), look.multiplier(plan.noise_multiplier))
+            session.reread(self._loss(), (X, _scaled(y, centre, scale)))
+            notes = ("the targets' centre and scale were found privately",)
+        weights, bias = self._train(session, notes)
         self.coef_ = weights[:, 0] * scale
         self.intercept_ = float(bias[0] * scale + centre)
         return self
@@ -107,6 +88,11 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         """The predicted target of each record."""
         check_is_fitted(self)
         return self._features(X) @ self.coef_ + self.intercept_
+
+
+def _scaled(y: Any, centre: float, scale: float) -> Any:
+    with np.errstate(over="ignore"):  # a warning would tell that some target is that far out
+        return np.clip((y - centre) / scale, -_REACH, _REACH)
 
 
 def _middle(bounds: tuple[float, float] | None) -> tuple[float, float]:

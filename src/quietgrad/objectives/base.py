@@ -1,4 +1,4 @@
-"""What a curator is asked: queries, the objectives that answer them, and the regularisers that need no privacy.
+"""What a curator is asked: queries, the rule they sum by, the objectives that answer, and the public regularisers.
 
 A *query* is public and frozen. It says what one record contributes to a sum and bounds that contribution:
 ``bound`` is C, the L2 norm no record exceeds. It does its work by one call into the objective, which knows the
@@ -7,15 +7,18 @@ loss and how to sum clipped per-example gradients without ever storing them.
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import math
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 from quietgrad.vectors import Vector, zeros_like
 
-Indices = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
 
 
 class Records(Sized, Protocol):
@@ -26,12 +29,95 @@ class Records(Sized, Protocol):
         """Number of parameters a model for these records has."""
         ...
 
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """All that a sum over these records depends on, as bytes: a resumed run checks that nothing changed."""
+        ...
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The people as bytes, whatever an objective makes of them: a ledger knows the table by it."""
+        ...
+
 
 class Batch(NamedTuple):
-    """Some records, by position; ``indices=None`` means all of them."""
+    """Some records, by position; ``indices=None`` means all of them.
 
-    records: Any
+    ``key`` is a secret of this one release for queries that draw randomness (dropout): record i's is PRF(key, i).
+    It must not depend on the record's place in the batch or on public values alone: given the key, what a record
+    contributes is a function of that record, and that is the whole proof of the sensitivity.
+    """
+
+    records: Any  # what this objective's own ``prepare`` returned
     indices: Indices | None
+    key: bytes | None = None
+
+
+def tightened(clip: float) -> float:
+    """The clip that float64 arithmetic works with: after rounding, what was cut to it is still no longer than C."""
+    return clip / (1.0 + 1e-12)
+
+
+Numbers = tuple[float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One record contributes α·clip_A(g − βg′) + γ·clip_B(g), g and g′ its gradients at the two points of a query.
+
+    Every sum of gradients in this library is one of these; build them by name. Where β = 0 the second point is
+    never looked at. Rules are few and are made once: :attr:`numbers` is what compiled kernels read.
+
+    >>> Rule.momentum(0.25, 1.0, 0.5).bound
+    0.625
+    >>> Rule.momentum(0.25, 1.0, 0.0) == Rule(0.25, 0.0, 1.0)  # no difference is left: one point is enough
+    True
+    """
+
+    alpha: float
+    beta: float
+    clip: float
+    gamma: float = 0.0
+    second_clip: float = 0.0
+    numbers: Numbers = field(init=False, repr=False, compare=False)
+    """(α, β, A, γ, B) with both clips :func:`tightened`."""
+    bound: float = field(init=False, repr=False, compare=False)
+    """αA + γB, the L2 norm that no record's contribution exceeds."""
+
+    def __post_init__(self) -> None:
+        weights = (self.alpha, self.beta, self.gamma)
+        if not all(0.0 <= weight <= 1.0 for weight in weights):
+            raise ValueError(f"alpha, beta, gamma = {weights}: each must be in [0, 1].")
+        if not (self.clip >= 0.0 and self.second_clip >= 0.0):  # refuses NaN, which no contribution would exceed
+            raise ValueError(f"clips {self.clip!r} and {self.second_clip!r}: must be ≥ 0.")
+        first, second = tightened(float(self.clip)), tightened(float(self.second_clip))
+        numbers = (float(self.alpha), float(self.beta), first, float(self.gamma), second)
+        object.__setattr__(self, "numbers", numbers)
+        object.__setattr__(self, "bound", self.alpha * self.clip + self.gamma * self.second_clip)
+
+    @staticmethod
+    @lru_cache
+    def gradient(clip: float) -> Rule:
+        """clip_C(g)."""
+        return Rule(1.0, 0.0, clip)
+
+    @staticmethod
+    @lru_cache
+    def difference(clip: float) -> Rule:
+        """clip_C(g − g′)."""
+        return Rule(1.0, 1.0, clip)
+
+    @staticmethod
+    @lru_cache
+    def momentum(gamma: float, clip: float, difference_clip: float) -> Rule:
+        """(1−γ)·clip_C2(g − g′) + γ·clip_C1(g)."""
+        if gamma == 1.0 or difference_clip == 0.0:
+            return Rule(gamma, 0.0, clip)
+        return Rule(1.0 - gamma, 1.0, difference_clip, gamma, clip)
+
+    @staticmethod
+    @lru_cache
+    def joint(gamma: float, clip: float) -> Rule:
+        """clip_C(g − (1−γ)g′)."""
+        return Rule(1.0, 1.0 - gamma, clip)
 
 
 @dataclass(frozen=True)
@@ -51,6 +137,14 @@ class Constants:
     regularizer_smoothness: float
     convex: bool
 
+    def needed(self, *names: str) -> tuple[float, ...]:
+        """The constants of these names, for settings that a theorem makes of them; raise if one is not finite."""
+        values = [(name, getattr(self, name)) for name in names]
+        for name, value in values:
+            if value is None or not 0.0 < value < float("inf"):
+                raise ValueError(f"theory mode needs a finite {name} constant > 0; this loss states {value!r}.")
+        return tuple(float(value) for _, value in values)
+
 
 @runtime_checkable
 class Regularizer(Protocol):
@@ -64,6 +158,9 @@ class Regularizer(Protocol):
     def convex(self) -> bool: ...
     def value(self, params: Vector) -> float: ...
     def gradient(self, params: Vector) -> Vector: ...
+    def curvature(self, params: Vector) -> Vector:
+        """The diagonal of the Hessian; a term whose Hessian is not diagonal does not fit here."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -82,17 +179,22 @@ class NoRegularizer:
         """Return the zero vector."""
         return zeros_like(params)
 
+    def curvature(self, params: Vector) -> Vector:
+        """Return the zero vector."""
+        return zeros_like(params)
 
-class Objective(Protocol):
-    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums.
 
-    Every ``add_*`` method adds to ``out``. No record's contribution is longer than the clip, whatever its values:
-    kernels clip to C/(1+2e-5) in float32 and C/(1+1e-12) in float64, and a non-finite contribution counts as zero.
-    """
+class Reading(Protocol):
+    """How a curator reads data: all it needs to know to hold records that queries are asked about."""
 
     @property
     def regularizer(self) -> Regularizer:
         """The public term r."""
+        ...
+
+    @property
+    def silent_batches(self) -> bool:
+        """Whether sums over index batches raise no floating-point warning, whatever the records hold."""
         ...
 
     def prepare(self, data: Any) -> Records:
@@ -103,53 +205,28 @@ class Objective(Protocol):
         """The starting point, which depends on no record."""
         ...
 
-    def add_gradients(
-        self, records: Any, indices: Indices | None, params: Vector, clip: float, out: Vector
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
+
+class Objective(Reading, Protocol):
+    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums; defaults: :class:`BaseObjective`."""
+
+    def constants(self) -> Constants:
+        """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
         ...
 
-    def add_differences(
-        self,
-        records: Any,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        clip: float,
-        out: Vector,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′))."""
+    def check_domain(self, params: Vector) -> None:
+        """Raise :class:`~quietgrad.errors.DataError` at a point where the constants do not hold."""
         ...
 
-    def add_momentum(
-        self,
-        records: Any,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Vector,
-    ) -> None:
-        """out += Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]."""
+    def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
+        """out += Σ over the batch of what the rule makes of each record's gradients at the points (θ, or θ and θ′).
+
+        No record's contribution is longer than ``rule.bound``, whatever its values: kernels clip to C/(1+2e-5) in
+        float32 and C/(1+1e-12) in float64, and a contribution that is not finite counts as zero.
+        """
         ...
 
-    def add_joint_momentum(
-        self,
-        records: Any,
-        indices: Indices | None,
-        params: Vector,
-        previous: Vector,
-        gamma: float,
-        clip: float,
-        out: Vector,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′))."""
-        ...
-
-    def loss_sum(self, records: Any, indices: Indices | None, params: Vector, bound: float) -> float:
-        """Σ min(fᵢ(θ), bound), each term in [0, bound]."""
+    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
         ...
 
     def risk(self, records: Any, params: Vector) -> float:
@@ -158,6 +235,28 @@ class Objective(Protocol):
 
     def risk_gradient(self, records: Any, params: Vector) -> Vector:
         """∇F(θ) without clipping: an evaluation, not private."""
+        ...
+
+
+class BaseObjective:
+    """What an objective says of itself unless it knows better."""
+
+    silent_batches: ClassVar[bool] = False
+
+    def constants(self) -> Constants:
+        """None: nothing is known of the losses."""
+        return Constants(math.inf, None, None, None, 0.0, 0.0, False)
+
+    def check_domain(self, params: Vector) -> None:
+        """Do nothing: constants, if any, hold everywhere."""
+
+
+@runtime_checkable
+class Curved(Protocol):
+    """An objective that can also sum its records' Hessians."""
+
+    def add_hessians(self, batch: Batch, params: Vector, clip: float, out: npt.NDArray[np.float64]) -> None:
+        """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; out is (d, d)."""
         ...
 
 
@@ -178,92 +277,85 @@ class Query(Protocol):
         ...
 
 
-class _ParameterQuery:
-    """A query whose answer is as long as the parameters."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _RuledQuery:
+    """A sum of gradients at θ: its :class:`Rule` follows from the fields and is looked up once."""
 
-    def dim(self, records: Any) -> int:
+    params: Vector
+    rule: Rule = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", self._rule())
+
+    def _rule(self) -> Rule:
+        raise NotImplementedError
+
+    @property
+    def bound(self) -> float:
+        return self.rule.bound
+
+    def dim(self, records: Records) -> int:
         return int(records.dim)
 
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+        objective.add(batch, (self.params,), self.rule, out)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradient(_ParameterQuery):
+class _TwoPointQuery(_RuledQuery):
+    """The same at θ and θ′."""
+
+    previous: Vector
+
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+        objective.add(batch, (self.params, self.previous), self.rule, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradient(_RuledQuery):
     """Σ clip_C(∇fᵢ(θ)): DP-SGD, DP-GD, the first step of DP-SRM, SPIDER's O1."""
 
-    params: Vector
     clip: float
 
-    @property
-    def bound(self) -> float:
-        return self.clip
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_gradients(batch.records, batch.indices, self.params, self.clip, out)
+    def _rule(self) -> Rule:
+        return Rule.gradient(self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradientDifference(_ParameterQuery):
+class GradientDifference(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′)): SPIDER's O2."""
 
-    params: Vector
-    previous: Vector
     clip: float
 
-    @property
-    def bound(self) -> float:
-        return self.clip
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_differences(batch.records, batch.indices, self.params, self.previous, self.clip, out)
+    def _rule(self) -> Rule:
+        return Rule.difference(self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecursiveMomentum(_ParameterQuery):
+class RecursiveMomentum(_TwoPointQuery):
     """Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]: DP-SRM with its two clips (Remark 4.3).
 
     Clipping ∇fᵢ(θ) and ∇fᵢ(θ′) apart and subtracting would not bound the difference: one record could then
     contribute γC1 + (1−γ)·2C1.
     """
 
-    params: Vector
-    previous: Vector
     gamma: float
     clip: float
     difference_clip: float
 
-    @property
-    def bound(self) -> float:
-        return (1.0 - self.gamma) * self.difference_clip + self.gamma * self.clip
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_momentum(
-            batch.records,
-            batch.indices,
-            self.params,
-            self.previous,
-            self.gamma,
-            self.clip,
-            self.difference_clip,
-            out,
-        )
+    def _rule(self) -> Rule:
+        return Rule.momentum(self.gamma, self.clip, self.difference_clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JointMomentum(_ParameterQuery):
+class JointMomentum(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′)): recursive momentum with one clip, never looser than two."""
 
-    params: Vector
-    previous: Vector
     gamma: float
     clip: float
 
-    @property
-    def bound(self) -> float:
-        return self.clip
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add_joint_momentum(
-            batch.records, batch.indices, self.params, self.previous, self.gamma, self.clip, out
-        )
+    def _rule(self) -> Rule:
+        return Rule.joint(self.gamma, self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,8 +369,8 @@ class Loss:
     def bound(self) -> float:
         return self.clip
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: Records) -> int:
         return 1
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        out += objective.loss_sum(batch.records, batch.indices, self.params, self.clip)
+        out += objective.loss_sum(batch, self.params, self.clip)

@@ -185,13 +185,13 @@ def _account(privacy: Privacy, file: Path | None) -> AccountTotal | None:
     from quietgrad.privacy.ledger import Ledger
 
     ledger = Ledger(file)
-    whole = ledger.verify().ok
     try:
+        whole = ledger.verify().ok
         book = ledger.book()
     except LedgerError:
         return AccountTotal(file.name, privacy.account, 0, None, None, None, False, None)
     held = book.of(privacy.account)
-    cap = book.caps.get(privacy.account)
+    cap = book.cap(privacy.account)
     epsilon, accountant = None, None
     try:
         proof = ledger.spent(privacy.account, delta=privacy.delta, relation=privacy.relation or "add-remove")

@@ -7,8 +7,8 @@ sample, and the shares are added. A sum is the same whoever computed its terms, 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+import hmac
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.objectives.base import Indices, Regularizer
+from quietgrad.objectives.base import BaseObjective, Batch, Regularizer, Rule
 from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
 
 __all__ = ["one_leader"]
@@ -27,11 +29,14 @@ __all__ = ["one_leader"]
 _LEADER = 0
 
 
-def one_leader(objective: ModuleObjective, examples: Examples, lead: Callable[[Any, Examples], Result]) -> Result:
-    """``lead(objective, examples)``, on the leading process if there are several; all return its result."""
+def one_leader(objective: ModuleObjective, data: Any, lead: Callable[[Any, Examples], Result]) -> Result:
+    """Prepare ``data`` and ``lead(objective, examples)``, on the leading process if there are several.
+
+    All processes return its result. They must agree first on all that a sum depends on.
+    """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return lead(objective, examples)
-    _agree(objective, examples)
+        return lead(objective, objective.prepare(data))
+    examples = _agreed(objective, data)
     if dist.get_rank() != _LEADER:
         return _serve(objective, examples)
     shared = _Shared(objective)
@@ -44,7 +49,7 @@ def one_leader(objective: ModuleObjective, examples: Examples, lead: Callable[[A
     return result
 
 
-class _Shared:
+class _Shared(BaseObjective):
     """A :class:`ModuleObjective` whose sums are computed by all processes together."""
 
     def __init__(self, objective: ModuleObjective) -> None:
@@ -63,63 +68,22 @@ class _Shared:
     def initial(self, records: Examples) -> Tensor:
         return self._objective.initial(records)
 
-    def add_gradients(
-        self, records: Examples, indices: Indices | None, params: Tensor, clip: float, out: Tensor
-    ) -> None:
-        self._ask("add_gradients", records, indices, (params,), (clip,), out)
+    def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+        if batch.key is None:
+            batch = batch._replace(key=fresh_key())  # one for all processes
+        _send(("add", batch.indices, batch.key, len(points), rule))
+        for point in points:
+            dist.broadcast(point, _LEADER)
+        out += _shares_added(self._objective, batch, points, rule)
 
-    def add_differences(
-        self, records: Examples, indices: Indices | None, params: Tensor, previous: Tensor, clip: float, out: Tensor
-    ) -> None:
-        self._ask("add_differences", records, indices, (params, previous), (clip,), out)
-
-    def add_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Tensor,
-    ) -> None:
-        self._ask("add_momentum", records, indices, (params, previous), (gamma, clip, difference_clip), out)
-
-    def add_joint_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        out: Tensor,
-    ) -> None:
-        self._ask("add_joint_momentum", records, indices, (params, previous), (gamma, clip), out)
-
-    def loss_sum(self, records: Examples, indices: Indices | None, params: Tensor, bound: float) -> float:
-        return self._objective.loss_sum(records, indices, params, bound)
+    def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
+        return self._objective.loss_sum(batch, params, bound)
 
     def risk(self, records: Examples, params: Tensor) -> float:
         return self._objective.risk(records, params)
 
     def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
         return self._objective.risk_gradient(records, params)
-
-    def _ask(
-        self,
-        method: str,
-        records: Examples,
-        indices: Indices | None,
-        points: tuple[Tensor, ...],
-        numbers: tuple[float, ...],
-        out: Tensor,
-    ) -> None:
-        _send((method, indices, len(points), numbers))
-        for point in points:
-            dist.broadcast(point, _LEADER)
-        out += _shares_added(self._objective, records, method, indices, points, numbers)
 
 
 def _serve(objective: ModuleObjective, examples: Examples) -> Result:
@@ -132,36 +96,64 @@ def _serve(objective: ModuleObjective, examples: Examples) -> Result:
             return result
         if word == "failed":
             raise QuietgradError(f"the leading process stopped: {rest[0]}")
-        indices, count, numbers = rest
+        indices, key, count, rule = rest
         points = tuple(torch.empty_like(like) for _ in range(count))
         for point in points:
             dist.broadcast(point, _LEADER)
-        _shares_added(objective, examples, word, indices, points, numbers)
+        _shares_added(objective, Batch(examples, indices, key), points, rule)
 
 
-def _shares_added(
-    objective: ModuleObjective,
-    examples: Examples,
-    method: str,
-    indices: Indices | None,
-    points: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-) -> Tensor:
-    everyone = np.arange(len(examples)) if indices is None else indices
-    share = everyone[dist.get_rank() :: dist.get_world_size()]
-    total = torch.zeros_like(points[0])
-    getattr(objective, method)(examples, share, *points, *numbers, total)
+def _shares_added(objective: ModuleObjective, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+    everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
+    # By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    mine = RecordKeys.of(batch.key, everyone).share(dist.get_rank(), dist.get_world_size())
+    total = torch.zeros_like(points[0], dtype=torch.float64)
+    objective.add(batch._replace(indices=everyone[mine]), points, rule, total)
     dist.reduce(total, _LEADER)
     return total
 
 
-def _agree(objective: ModuleObjective, examples: Examples) -> None:
-    """All processes must train the same thing; checked before anything is reserved."""
-    mine = hashlib.sha256(f"{objective!r} {len(examples)}".encode()).hexdigest()
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    if len(set(answers)) > 1:
-        raise DataError("the processes do not agree on model, loss, settings or number of records.")
+def _agreed(objective: ModuleObjective, data: Any) -> Examples:
+    """The examples, if all processes hold the same records in the same order, the same weights and settings.
+
+    A record that lies elsewhere on another process would be in two shares and contribute twice. What is compared is
+    a digest under a key of this run, so that it tells nobody else anything; nothing has been reserved yet.
+    """
+    box: list[Any] = [fresh_key()]
+    dist.broadcast_object_list(box, _LEADER)
+    mine: tuple[str, ...] = ("failed",)
+    try:
+        examples = objective.prepare(data)
+        mine = ("ready", *_digests(objective, examples, box[0]))
+    finally:  # also when this process refuses: the others wait to hear of it
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, mine)
+    if any(answer[0] == "failed" for answer in answers):
+        raise QuietgradError("another process refused its model or its data, and said why; nothing was reserved.")
+    for what, digests in zip(_COMPARED, list(zip(*answers, strict=True))[1:], strict=True):
+        if len(set(digests)) > 1:
+            raise DataError(f"the processes do not agree on {what}: every process must be given the same.")
+    return examples
+
+
+_COMPARED = (
+    "the records, their order, frozen parameters or buffers",
+    "the parameters that training begins with",
+    "model, loss or settings",
+)
+
+
+def _digests(objective: ModuleObjective, examples: Examples, key: bytes) -> tuple[str, str, str]:
+    def digest(parts: Iterable[bytes | memoryview]) -> str:
+        mac = hmac.new(key, digestmod="sha256")
+        for part in parts:
+            mac.update(part)
+        return mac.hexdigest()
+
+    modes = "".join("t" if layer.training else "e" for layer in objective.module.modules())
+    settings = f"{objective!r} {len(examples)} {modes}"
+    start = objective.initial(examples).cpu().numpy().tobytes()
+    return digest(examples.contents()), digest([start]), digest([settings.encode()])
 
 
 def _send(message: Any) -> None:

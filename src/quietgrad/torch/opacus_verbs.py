@@ -8,6 +8,7 @@ accounted for, noise is always cryptographic, and a loop that would exceed its b
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sized
 from itertools import groupby
 from typing import Any
@@ -20,8 +21,8 @@ from quietgrad import training
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
 from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.examples import refuse_mixing_collate, refuse_own_generators
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.torch.affording import affordable
 from quietgrad.torch.own_loop import OutputGradients, OwnLoop, PrivateLoop, pairing
 from quietgrad.torch.poisson_loader import PoissonLoader
@@ -63,7 +64,7 @@ def make_private_with_epsilon(
         module: its examples must not mix; BatchNorm is refused.
         optimizer: any torch optimizer of the module's parameters; the same object is returned.
         data_loader: of a map-style data set; its batch_size is the expected size of a sample. Shuffled or not, an
-            epoch becomes ⌈n / batch_size⌉ Poisson samples; any other sampler is refused.
+            epoch becomes ⌈n / batch_size⌉ Poisson samples (⌊…⌋ with drop_last); any other sampler is refused.
         max_grad_norm: C, the L2 bound on one record's gradient.
         noise_schedule: noise of epoch e relative to the calibrated one, such as ``lambda e: 0.95**e``.
         batch_schedule: expected sample size of epoch e, instead of the loader's.
@@ -136,7 +137,7 @@ def make_private(
                 epsilon=target_epsilon, delta=target_delta, noise_multiplier=noise_multiplier, n=n, batch_size=size,
                 relation=relation,
             )  # fmt: skip
-        loop: _Shape = ((steps, size, 1.0),), (math.ceil(n / size),)
+        loop: _Shape = ((steps, size, 1.0),), (_batches(data_loader, n, size),)
     else:
         loop = _epochs(data_loader, epochs, noise_schedule, batch_schedule)
     promise = _NO_PROMISE if target_epsilon is None else target_epsilon
@@ -150,11 +151,12 @@ def make_private(
 class PrivacyEngine:
     """Opacus's entry point by name, so that a script is ported by changing its import.
 
-    ``secure_mode`` is accepted and changes nothing: noise and samples are cryptographic in any case.
+    ``secure_mode`` is accepted and changes nothing: noise and samples are cryptographic in any case. The engine
+    remembers every loop it made private, and :meth:`get_epsilon` is what all of them cost together.
     """
 
     def __init__(self, *, secure_mode: bool = True) -> None:
-        self._loop: PrivateLoop | None = None
+        self._loops: list[PrivateLoop] = []
 
     def make_private(self, **settings: Any) -> Private:
         """See :func:`make_private`."""
@@ -165,13 +167,29 @@ class PrivacyEngine:
         return self._keep(make_private_with_epsilon(**settings))
 
     def get_epsilon(self, delta: float) -> float:
-        """ε of the steps so far."""
-        if self._loop is None:
+        """ε of all samples that loops of this engine have had so far, as if all were of the same people.
+
+        For loops on other people's records use another engine.
+        """
+        from quietgrad.privacy.accounting import account
+        from quietgrad.privacy.events import composed
+
+        if not self._loops:
             raise RuntimeError("get_epsilon: nothing was made private yet; call make_private first.")
-        return self._loop.epsilon(delta)
+        if not all(loop.is_private for loop in self._loops):
+            return math.inf
+        budgets = [loop.plan.budget for loop in self._loops]
+        relations = {budget.relation for budget in budgets if budget is not None}
+        if len(relations) > 1:
+            raise ValueError(
+                "get_epsilon: loops of this engine were made for different relations, which do not add up. Use one "
+                "relation for all loops on the same records."
+            )
+        events = [event for event in (loop.event() for loop in self._loops) if event is not None]
+        return account(composed(events), delta=delta, relation=relations.pop()) if events else 0.0
 
     def _keep(self, made: Private) -> Private:
-        self._loop = made[2].privacy
+        self._loops.append(made[2].privacy)
         return made
 
 
@@ -201,22 +219,21 @@ def _private(
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
     if not 0.0 < max_grad_norm < math.inf:
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: must be a finite number > 0.")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "DistributedDataParallel sums gradients before they are clipped: use qt.fit under torchrun."
-        )
     stretches, lengths = shape
     n, _ = _checked(data_loader)
+    refuse_own_generators(data_loader.dataset)
+    refuse_mixing_collate(data_loader.dataset, data_loader.collate_fn)
     engine = PerExampleEngine(module, pairing, micro_batch=micro_batch, memory_budget=memory_budget)
     _check_optimizer(optimizer, module)
     method: Any = OwnLoop(stretches, max_grad_norm)
     plan = training.plan(method, n=n, budget=budget, noise_multiplier=noise_multiplier)
     if noise_multiplier is not None and budget.epsilon < _NO_PROMISE:
         plan = affordable(plan)
-    key = fresh_key() if seed is None else seed_key(seed)
-    objective: Any = OutputGradients(engine)
-    curator = CentralCurator(objective, data_loader.dataset, ledger=ledger, account=account, cap=cap, key=key)
-    loop = PrivateLoop(plan, curator, key, engine, max_grad_norm, loss_reduction == "mean")
+    if seed is not None:
+        warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
+    objective: Any = OutputGradients(engine, data_loader.collate_fn)
+    curator = CentralCurator(objective, data_loader.dataset, ledger=ledger, account=account, cap=cap, seed=seed)
+    loop = PrivateLoop(plan, curator, engine, max_grad_norm, loss_reduction == "mean")
     _attach(optimizer, loop)
     return PrivateModule(module, loop), optimizer, PoissonLoader(data_loader, loop, lengths)
 
@@ -253,13 +270,18 @@ def _epochs(
     if not all(1 <= each <= n for each in sizes):
         raise ValueError(f"batch_schedule: gives sizes {min(sizes)} … {max(sizes)}; must be between 1 and n={n}.")
     noises = [1.0 if noise_schedule is None else float(noise_schedule(epoch)) for epoch in range(epochs)]
-    lengths = [math.ceil(n / each) for each in sizes]
+    lengths = [_batches(loader, n, each) for each in sizes]
     stretches = [
         (lengths[run[0]] * len(run), each, noise)
         for (each, noise), group in groupby(range(epochs), key=lambda epoch: (sizes[epoch], noises[epoch]))
         for run in [list(group)]
     ]
     return tuple(stretches), tuple(lengths)
+
+
+def _batches(loader: DataLoader[Any], n: int, size: int) -> int:
+    """Batches of an epoch: as many as the loader would make, with ``drop_last`` without the short one."""
+    return n // size if loader.drop_last else math.ceil(n / size)
 
 
 def _checked(loader: DataLoader[Any]) -> tuple[int, int]:

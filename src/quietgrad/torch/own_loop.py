@@ -8,22 +8,31 @@ to θ is that of ⟨b_i, output_i(θ)⟩. The session adds noise, counts, and re
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, ExhaustedError
-from quietgrad.objectives.base import Batch, NoRegularizer
+from quietgrad.objectives.base import Batch, NoRegularizer, Rule
+from quietgrad.objectives.networks.checks import made_up
 from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.examples import Collate, Examples, examples_of
 from quietgrad.objectives.networks.module import private_log
-from quietgrad.objectives.networks.tape import batch_length, tensors_of
+from quietgrad.objectives.networks.randomness import RecordKeys, preserved
+from quietgrad.objectives.networks.tape import select, tensors_of
+from quietgrad.objectives.networks.ways import joined
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.rng import SecureStream
+from quietgrad.privacy.events import Event
 from quietgrad.sampling import Poisson
 from quietgrad.torch.private_module import mapped
+from quietgrad.torch.rows import Owners, plain
 
 __all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
 
@@ -59,13 +68,15 @@ class OwnLoop:
 
 
 class PrivateLoop:
-    """What model, loader and optimizer of one loop share: the open session and the outputs since the last step."""
+    """What model, loader and optimizer of one loop share: the open session and the outputs since the last step.
+
+    ``is_private`` is false if the loop's randomness was seeded: its noise can then be subtracted.
+    """
 
     def __init__(
         self,
         plan: Plan,
         curator: CentralCurator,
-        key: bytes,
         engine: PerExampleEngine,
         clip: float,
         mean_reduced: bool,
@@ -74,88 +85,116 @@ class PrivateLoop:
         self.engine = engine
         self.clip = clip
         self.mean_reduced = mean_reduced
-        self.drawn = 0  # samples handed out
-        self.stepped = 0  # of these, how many a step has used or skipped
-        self._records = curator.records
+        self.is_private = not curator.seeded
+        self.handed_out = 0  # samples that the loop has seen
         self._session = curator.open(plan)
-        self._samplers = [
-            slot.sampling.sampler(len(self._records), SecureStream(key, f"sample/{slot.name}"))
-            for slot in plan.schedule.slots
-        ]
+        self._records = len(curator.records)
+        self._ahead: deque[Drawn] = deque()  # drawn for a loader that reads ahead, and not yet handed out
+        self._now: Drawn | None = None  # the sample a step may use; None once it has been used
         self._pieces: list[_Piece] = []
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
+    def __str__(self) -> str:
+        assert self.plan.budget is not None
+        told = f"{self.handed_out} steps"
+        if not self.is_private:
+            return f"NOT PRIVATE (seeded), {told}"
+        return f"({self.epsilon():.4g}, {self.plan.budget.delta:g})-DP, {self.plan.budget.relation}, {told}"
+
     def epsilon(self, delta: float | None = None) -> float:
-        """ε of the samples used so far, at ``delta`` (default: the plan's)."""
+        """ε of the samples handed out so far, at ``delta`` (default: the plan's); infinite if the loop was seeded.
+
+        A sample counts once the loop has it, stepped on or not: whether to skip it may have depended on it.
+        """
         from quietgrad.privacy.accounting import account
 
-        assert self.plan.budget is not None
-        used = self._session.used
-        if not any(used.values()):
+        if not self.is_private:
+            return math.inf
+        event = self.event()
+        if event is None:
             return 0.0
         budget = self.plan.budget
-        event = self.plan.event_of(used)
+        assert budget is not None
         return account(event, delta=budget.delta if delta is None else delta, relation=budget.relation)
+
+    def event(self) -> Event | None:
+        """What the samples handed out so far are accounted as; ``None`` before the first."""
+        if not self.handed_out:
+            return None
+        left, counts = self.handed_out, {}
+        for slot in self.plan.schedule.slots:
+            counts[slot.name] = min(left, slot.count)
+            left -= counts[slot.name]
+        return self.plan.event_of(counts)
 
     @property
     def total(self) -> int:
         """Samples the plan allows."""
         return self.plan.schedule.releases
 
-    def indices(self, number: int) -> list[int]:
-        """Records of sample ``number``: what the session will draw for it, from the same stream."""
-        slot, within = self._place(number)
-        chosen = self._samplers[slot].batch(within)
-        return list(range(len(self._records))) if chosen is None else chosen.tolist()
+    def keys(self, number: int) -> RecordKeys:
+        """Records of sample ``number``, drawn once, and the secrets they draw random numbers by."""
+        while self.handed_out + len(self._ahead) <= number:
+            self._ahead.append(self._session.draw(self._slot(self.handed_out + len(self._ahead))))
+        return self._keys(self._ahead[number - self.handed_out])
 
-    def handed_out(self, count: int) -> None:
-        """The loader gave a sample of ``count`` records to the loop."""
-        self.drawn += 1
-        self._count = count
+    def _keys(self, drawn: Drawn) -> RecordKeys:
+        _, indices, key = self._session.batch(drawn)
+        return RecordKeys.of(key, np.arange(self._records) if indices is None else indices)
+
+    def hand_out(self) -> int:
+        """The next sample goes to the loop; returns how many records it has."""
+        count = len(self.keys(self.handed_out).indices)
+        self._now = self._ahead.popleft()
+        self.handed_out += 1
         # A forward pass nobody differentiated was an evaluation.
         self._pieces = [piece for piece in self._pieces if piece.has_gradient]
+        return count
 
     def clear(self) -> None:
         """Forget the outputs: ``zero_grad()``."""
         self._pieces = []
 
-    def record(self, args: tuple[Any, ...], output: Any, rng: Tensor) -> Any:
-        """Remember a forward pass; returns its output with leaves in place of tensors."""
-        length = batch_length(args)
+    def forward(self, args: tuple[Tensor, ...], owners: Owners) -> Any:
+        """The module's output for some rows of the current sample, as leaves that are remembered for the step."""
+        if self._now is None or owners.draw != self.handed_out - 1:
+            raise BudgetError(
+                "the private model was given rows of another sample than the loader's last, or of one that a step "
+                "was made on: each step must use one fresh sample of the private loader, and only that."
+            )
+        self._refuse_other_parameters()
+        keys = self._keys(self._now).rows(owners.places.numpy())
+        with torch.no_grad():
+            output = outputs_of(self.engine, args, keys)
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
             if not value.is_floating_point():
                 return value
-            if value.dim() < 1 or len(value) != length:
+            if value.dim() < 1 or len(value) != len(keys.indices):
                 raise ValueError(
-                    f"the model returned shape {tuple(value.shape)} for {length} examples: they must come first."
+                    f"the model returned shape {tuple(value.shape)} for a batch of examples: they must come first."
                 )
             leaves.append(value.detach().requires_grad_())
             return leaves[-1]
 
         wrapped = mapped(output, leaf)
-        self._pieces.append(_Piece(args, leaves, length, rng, self.drawn - 1))
+        self._pieces.append(_Piece(args, leaves, owners, keys))
         return wrapped
 
     def write_gradients(self) -> None:
         """Release the noisy clipped sum of the current sample and make it the parameters' gradients."""
         pieces = [piece for piece in self._pieces if piece.has_gradient]
         self._check(pieces)
-        number = self.drawn - 1
-        slot, within = self._place(number)
-        slots = self.plan.schedule.slots
-        # Samples that no step was taken on count as used: whether to skip may have depended on them.
-        self._session.advance({**{s.name: s.count for s in slots[:slot]}, slots[slot].name: within}, None)
+        assert self._now is not None
+        drawn, self._now, self._pieces = self._now, None, []
         theta = self.engine.flatten(self._params())
-        total = self._session.release(slots[slot].name, _FromOutputs(self, theta, pieces))
-        self.stepped = self.drawn
-        self._pieces = []
-        if self.stepped == self.total:
+        total = self._session.release_drawn(drawn, _FromOutputs(self, theta, pieces))
+        if self.handed_out == self.total:
             self._session.close("steps")
         if self.mean_reduced:
             # By the public expected size: the size of the sample itself is private.
-            total = total / self._session.expected_batch(slots[slot].name)
+            total = total / self._session.expected_batch(drawn.slot)
         params = self._params()
         for name, value in self.engine.unflatten(total).items():
             gradient = value.clone()
@@ -169,18 +208,19 @@ class PrivateLoop:
     def _params(self) -> dict[str, nn.Parameter]:
         return dict(self.engine.module.named_parameters())
 
-    def _place(self, number: int) -> tuple[int, int]:
-        for position, slot in enumerate(self.plan.schedule.slots):
+    def _slot(self, number: int) -> str:
+        for slot in self.plan.schedule.slots:
             if number < slot.count:
-                return position, number
+                return slot.name
             number -= slot.count
         raise ExhaustedError(self.refusal())
 
     def refusal(self) -> str:
         """Why there is no further sample."""
+        spent = f"ε = {self.epsilon():.4g} is spent" if self.is_private else "the loop, seeded, is not private"
         return (
-            f"the {self.total} steps that were planned are made, and ε = {self.epsilon():.4g} is spent. Stop here, "
-            "or plan a longer loop from the start."
+            f"the {self.total} steps that were planned are made, and {spent}. Stop here, or plan a longer loop "
+            "from the start."
         )
 
     def _check(self, pieces: list[_Piece]) -> None:
@@ -189,17 +229,19 @@ class PrivateLoop:
                 "optimizer.step(): no loss.backward() has reached an output of the private model since the last "
                 "step. Call the model that make_private returned, in training mode, on a batch of its loader."
             )
-        if self.drawn == self.stepped or any(piece.draw != self.drawn - 1 for piece in pieces):
+        if self._now is None or any(piece.owners.draw != self.handed_out - 1 for piece in pieces):
             raise BudgetError(
                 "optimizer.step(): each step must use one fresh sample of the private loader, and only that. A "
                 "second step on a sample, or a step on two samples, is not what was accounted for; for larger "
                 "batches raise the loader's batch_size and set micro_batch."
             )
-        if sum(piece.length for piece in pieces) > self._count:
+        places = torch.cat([piece.owners.places for piece in pieces])
+        if len(places.unique()) < len(places):
             raise BudgetError(
-                "optimizer.step(): more examples went through the model than the sample holds, so some contribute "
+                "optimizer.step(): a record went through the model twice since the last step and would contribute "
                 "twice. Call the model once per example and step."
             )
+        self._refuse_other_parameters()
         for name, param in self._params().items():
             if param.requires_grad and param.grad is not None:
                 known = self._released.get(param)
@@ -209,16 +251,30 @@ class PrivateLoop:
                         "penalty in the loss (use the optimizer's weight_decay), or of unprotected data."
                     )
 
+    def _refuse_other_parameters(self) -> None:
+        """The engine trains the parameters it was made for, and no others would get a gradient."""
+        now = {name: param for name, param in self._params().items() if param.requires_grad}
+        if list(now) != self.engine.names:
+            changed = sorted(set(now) ^ set(self.engine.names))[0]
+            raise BudgetError(
+                f"parameter {changed!r} was frozen or unfrozen after make_private, which planned for the others: "
+                "set requires_grad first, then call make_private."
+            )
+        if any(param is not self.engine._params[name] for name, param in now.items()):
+            raise BudgetError(
+                "the module's parameters were replaced after make_private (load_state_dict(assign=True), or a new "
+                "layer): neither the optimizer nor the private loop knows them. Call make_private afterwards."
+            )
+
 
 @dataclass(eq=False)
 class _Piece:
-    """One forward pass: inputs, output leaves, and the generator's state its dropout masks came from."""
+    """One forward pass: inputs, output leaves, whose rows they are, and the secrets its dropout masks came from."""
 
-    args: tuple[Any, ...]
+    args: tuple[Tensor, ...]
     leaves: list[Tensor]
-    length: int
-    rng: Tensor
-    draw: int
+    owners: Owners
+    keys: RecordKeys
 
     @property
     def has_gradient(self) -> bool:
@@ -241,18 +297,35 @@ class _FromOutputs:
         return self.loop.engine.dim
 
     def sum_into(self, objective: Any, batch: Batch, out: Tensor) -> None:
-        loop, now = self.loop, torch.get_rng_state()
+        loop = self.loop
         for piece in self.pieces:
             # A mean over the piece's examples is undone by its own length, whatever that is.
-            scale = float(piece.length) if loop.mean_reduced else 1.0
+            scale = float(len(piece.owners.places)) if loop.mean_reduced else 1.0
             grads = tuple(
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale for leaf in piece.leaves
+                torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
             )
-            torch.set_rng_state(piece.rng)
-            norms = loop.engine.add_clipped_gradients(self.theta, piece.args, grads, loop.clip, out)
+            rule = Rule.gradient(loop.clip)
+            norms = loop.engine.add((self.theta,), piece.args, grads, rule, out, piece.keys)
             if not norms.isfinite().all():
                 private_log.info("contributions of a release were not finite and counted as zero")
-        torch.set_rng_state(now)
+
+
+def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:
+    """The module's output, drawn as the gradient will be; in passes of the engine's micro-batch."""
+    count = len(keys.indices)
+    if count == 0:
+        return engine.module(*args)
+    made, _ = made_up(args, args, 0)
+    with preserved():
+        tried = [engine.module(*select(made, slice(0, k))) for k in (4, 3)] if not engine.planned else []
+    for number, output in zip((4, 3), tried, strict=False):
+        if any(t.dim() < 1 or len(t) != number for t in tensors_of(output) if t.is_floating_point()):
+            raise ValueError("the model's outputs must have examples first (batch_first), one row per example.")
+    shapes = tuple(t for t in tensors_of(tried[0]) if t.is_floating_point()) if tried else ()
+    way = engine.way(made, shapes)
+    size = engine.micro_batch or count
+    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    return joined([way.outputs(select(args, part), keys.rows(part)) for part in parts])
 
 
 def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
@@ -265,13 +338,14 @@ def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
 class OutputGradients:
     """The objective of a loop: its records are counted here and read by the loader."""
 
-    def __init__(self, engine: PerExampleEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: PerExampleEngine, collate_fn: Collate | None = None) -> None:
+        self.engine, self.collate_fn = engine, collate_fn
         self.regularizer = NoRegularizer()
+        self.silent_batches = False
 
-    def prepare(self, data: Any) -> Any:
-        """The data set itself; the loader has been checked."""
-        return data
+    def prepare(self, data: Any) -> Examples:
+        """The data set as the loader reads it, which has been checked."""
+        return examples_of(data, self.engine.dim, self.collate_fn)
 
     def initial(self, records: Any) -> Tensor:
         """The module's parameters."""

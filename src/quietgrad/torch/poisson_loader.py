@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from quietgrad.errors import BudgetError
+from quietgrad.errors import BudgetError, DataError
+from quietgrad.objectives.networks.examples import draws_nothing, read_record
+from quietgrad.objectives.networks.randomness import preserved
 from quietgrad.torch.own_loop import PrivateLoop
 from quietgrad.torch.private_module import mapped
+from quietgrad.torch.rows import Owners, Rows
 
 __all__ = ["PoissonLoader"]
 
@@ -17,7 +21,8 @@ __all__ = ["PoissonLoader"]
 class PoissonLoader:
     """Poisson samples of a loader's data set, an epoch being as many as the loader had batches.
 
-    ``privacy`` is the :class:`PrivateLoop` that knows what was spent.
+    ``privacy`` is the :class:`PrivateLoop` that knows what was spent. Every sample is handed out once: a new
+    iterator goes on where the last one stopped, and ends it.
     """
 
     def __init__(self, loader: DataLoader[Any], loop: PrivateLoop, lengths: tuple[int, ...]) -> None:
@@ -25,9 +30,10 @@ class PoissonLoader:
         self.dataset: Any = loader.dataset
         self._lengths = lengths  # batches of each epoch; the last one's for all that follow
         self._epoch = 0
+        self._iterators = 0
         workers: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
         self._loader = DataLoader(
-            loader.dataset,
+            _Records(loader.dataset),
             batch_sampler=_Samples(self),
             collate_fn=_Collate(loader.collate_fn, self.dataset),
             num_workers=loader.num_workers,
@@ -43,25 +49,64 @@ class PoissonLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loop, length = self.privacy, len(self)
-        first = loop.drawn
-        for batch in self._loader:
-            loop.handed_out(len(loop.indices(loop.drawn)))
-            yield batch
+        self._iterators += 1
+        mine, first = self._iterators, loop.handed_out
+        batches = iter(self._loader)
+        while True:
+            if self._iterators != mine:
+                raise BudgetError(
+                    "this iterator ended when a newer one was made on the same private loader: a sample is handed "
+                    "out once. Use one iterator at a time."
+                )
+            batch = next(batches, None)
+            if batch is None:
+                break
+            count = loop.hand_out()
+            owners = Owners(loop.handed_out - 1, torch.arange(count))
+            yield mapped(batch, lambda tensor, owners=owners, count=count: _marked(tensor, owners, count))  # type: ignore[misc]
         self._epoch += 1
-        if loop.drawn - first < length:
+        if loop.handed_out - first < length:
             raise BudgetError(loop.refusal())
 
 
+def _marked(tensor: torch.Tensor, owners: Owners, count: int) -> torch.Tensor:
+    if tensor.dim() < 1 or len(tensor) != count:
+        raise DataError(
+            f"the loader made a tensor of {tensor.dim()} axes whose first is not the examples: batches must be "
+            "batch-first, so that it is known which row is whose. Change its collate_fn."
+        )
+    return Rows.mark(tensor, owners)
+
+
+class _Records:
+    """The data set, read by (record, secret word): what augmentation draws for a record is that record's own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._quiet = draws_nothing(dataset)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, asked: tuple[int, int]) -> Any:
+        if self._quiet:
+            return self._dataset[asked[0]]
+        with preserved():
+            return read_record(self._dataset, *asked)
+
+
 class _Samples:
-    """Record numbers of the samples of an epoch; the plan's end ends it early."""
+    """Record numbers and words of the samples of an epoch; the plan's end ends it early."""
 
     def __init__(self, loader: PoissonLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         loop = self._loader.privacy
-        for number in range(loop.drawn, min(loop.drawn + len(self._loader), loop.total)):
-            yield loop.indices(number)
+        first = loop.handed_out
+        for number in range(first, min(first + len(self._loader), loop.total)):
+            keys = loop.keys(number)
+            yield list(zip(keys.indices.tolist(), keys.reads.tolist(), strict=True))
 
     def __len__(self) -> int:
         return len(self._loader)

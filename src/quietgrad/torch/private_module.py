@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.networks.tape import batch_length, select, tensors_of
+from quietgrad.errors import BudgetError
+from quietgrad.torch.rows import owners_of, plain
 
 if TYPE_CHECKING:
     from quietgrad.torch.own_loop import PrivateLoop
@@ -27,19 +28,20 @@ class PrivateModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; recorded for the next step when training."""
         if not (self.training and torch.is_grad_enabled()):
-            return self._module(*args, **kwargs)
+            return self._module(*plain(args), **plain(kwargs))
         if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
             raise TypeError(
-                "a private model takes positional tensors only: model(x) or model(x1, x2), examples first."
+                "a private model takes positional tensors only: model(x) or model(x1, x2), examples first. For a "
+                "model of dictionaries or keywords write a module around it that takes tensors."
             )
-        rng = torch.get_rng_state()
-        size = self._loop.engine.micro_batch or max(1, batch_length(args))
-        with torch.no_grad():
-            parts = [
-                self._module(*select(args, slice(start, start + size)))
-                for start in range(0, max(1, batch_length(args)), size)
-            ]
-        return self._loop.record(args, parts[0] if len(parts) == 1 else _joined(parts), rng)
+        owners = owners_of(args)
+        if isinstance(owners, str):
+            raise BudgetError(
+                f"the private model was given {owners}: each row must be one record of the loader's batch, whole "
+                "or in pieces. Augment records in the data set or in the model, where their random numbers are "
+                "their own; wrap evaluations in model.eval() or torch.no_grad()."
+            )
+        return self._loop.forward(plain(args), owners)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,6 +55,11 @@ class PrivateModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the module's own state."""
+        if kwargs.get("assign") or (len(args) > 2 and args[2]):
+            raise ValueError(
+                "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
+                "the private loop would know: nothing would train. Load without assign."
+            )
         return self._module.load_state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -71,9 +78,3 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         items = [mapped(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
-
-
-def _joined(parts: list[Any]) -> Any:
-    """One output of the outputs of consecutive parts."""
-    tensors = iter([torch.cat(pieces) for pieces in zip(*(tensors_of(part) for part in parts), strict=True)])
-    return mapped(parts[0], lambda _: next(tensors))

@@ -178,13 +178,15 @@ def resume(
 def _train(
     objective: ModuleObjective, train_set: Any, lead: Callable[[Any, Examples], Result], watch: _Watch
 ) -> Result:
-    training_before = objective.module.training
-    objective.module.train()
+    module = objective.module
+    modes = {layer: layer.training for layer in module.modules()}
+    if not module.training:
+        module.train()  # else each layer stays as it is: a BatchNorm in evaluation mode is frozen on purpose
     try:
-        examples = objective.prepare(train_set)
-        result = one_leader(objective, examples, lead)
+        result = one_leader(objective, train_set, lead)
     finally:
-        objective.module.train(training_before)
+        for layer, mode in modes.items():
+            layer.training = mode
     objective.write_back(result.params)
     if watch.scores:
         metrics = {**watch.scores, "private": False, "computed_by": "evaluate, without noise"}

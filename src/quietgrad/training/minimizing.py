@@ -6,15 +6,16 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.central import CentralCurator
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError
 from quietgrad.plans.price import plan
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result
 from quietgrad.training.running import Callback, run
-from quietgrad.training.saving import Saver, discard, finished_result, identity_of, json_values, make_key
+from quietgrad.training.saving import Saver, discard, finished_result, json_values
 from quietgrad.vectors import Vector, all_finite, copy
 
 
@@ -73,17 +74,16 @@ def minimize(
     try:
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            identity = identity_of(curator, make_key(name, curator))
-            saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity, curator.seeded)
+            key = None if seed is not None else KeyFile.create(name)
+            saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
             saver.write(algorithm.init(x0), {}, None)
-        session = curator.open(the_plan)
+        session = curator.open(the_plan, transcript=None if saver is None else saver.transcript)
     except Exception:
+        if saver is not None:
+            saver.close()
         discard(name, folder)
         raise
-    result = run(
-        algorithm, session, x0, callback=callback, saver=saver, account=account, seeded=curator.seeded, notes=notes
-    )
-    return result if saver is None else saver.finish(result)
+    return _run(algorithm, session, x0, saver, account, notes, callback)
 
 
 def resume(
@@ -100,12 +100,11 @@ def resume(
 ) -> Result:
     """Continue an interrupted :func:`minimize` with the same arguments and ``folder``.
 
-    In an unchanged environment the run replays the same samples and noise from its last checkpoint, so the model is
-    bit for bit that of an undisturbed run and nothing is spent twice. If versions, threads or kernels changed,
-    fresh noise is drawn and the plan is charged again.
+    The run replays what it had released since its last checkpoint: where the sums are bit for bit those of before,
+    with the same noise, so that the model is that of an undisturbed run and nothing is spent twice. Where they are
+    not (other data, an edited loss, other versions or threads), fresh noise is drawn and the plan is charged again,
+    and the result says so. Settings that differ publicly are refused.
     """
-    from quietgrad.privacy.keys import KeyFile
-
     saved = checkpoints.load(Path(folder) / Saver.FILE)
     meta = saved.meta
     if (result := finished_result(Path(folder), meta["run"])) is not None:
@@ -119,29 +118,36 @@ def resume(
     if meta["seeded"]:
         raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
-    same = meta["environment"] == checkpoints.environment()
-    name = meta["run"] if same else uuid.uuid4().hex
-    key = KeyFile.load(meta["run"]) if same else KeyFile.create(name)
-    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, key=key)
-    if same and meta["identity"] != identity_of(curator, key):
-        raise DataError(
-            f"{folder}: the data or the objective are not those that the run was interrupted on; its noise on "
-            "others would expose them. Resume with the same, or start a new run in another folder."
-        )
-    notes = tuple(meta["notes"])
-    if not same:
-        notes = (*notes, "resumed in another environment: fresh noise was drawn and charged again")
-    session = curator.open(the_plan, used=saved.used if same else None, rho_left=saved.rho_left if same else None)
-    if not same:
-        KeyFile.destroy(meta["run"])
-        session.advance(saved.used, saved.rho_left)
-    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity_of(curator, key))
+    name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
+    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
+    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
     saver.history, saver.seconds_before = meta["history"], meta["seconds"]
-    result = run(
-        algorithm, session, curator.initial(), state=saved.state, callback=callback, saver=saver, account=account,
-        notes=notes,
-    )  # fmt: skip
-    return saver.finish(result)
+    try:
+        session = curator.open(the_plan, transcript=saver.transcript, used=saved.used, rho_left=saved.rho_left)
+    except Exception:
+        saver.close()
+        raise
+    return _run(algorithm, session, curator.initial(), saver, account, notes, callback, saved.state)
+
+
+def _run(
+    algorithm: Algorithm,
+    session: CentralSession,
+    x0: Vector,
+    saver: Saver | None,
+    account: str,
+    notes: tuple[str, ...],
+    callback: Callback | None,
+    state: State | None = None,
+) -> Result:
+    try:
+        result = run(
+            algorithm, session, x0, state=state, callback=callback, saver=saver, account=account, notes=notes
+        )
+        return result if saver is None else saver.finish(result)
+    finally:
+        if saver is not None:
+            saver.close()
 
 
 def _check_start(start: Vector, like: Vector) -> Vector:

@@ -13,8 +13,8 @@ stationary point takes: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα).
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,12 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Constants, Indices, NoRegularizer
-from quietgrad.objectives.rules import Rule, RuledSums
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule, tightened
 
 Floats = npt.NDArray[np.float64]
 
-_SLACK = 1.0 + 1e-12
 _BLOCK = 2**18  # numbers of per-example gradients held at a time
 
 
@@ -49,13 +47,19 @@ class Sample:
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self.columns[name]
 
-    def fingerprint_parts(self) -> list[npt.NDArray[Any]]:
-        """The arrays a keyed fingerprint is made of."""
-        return list(self.columns.values())
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The columns as bytes."""
+        for name, column in self.columns.items():
+            yield f"{name} {column.dtype} {column.shape}".encode()
+            yield np.ascontiguousarray(column).data.cast("B")
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The same: a sample is made for one landscape."""
+        return self.contents()
 
 
 @dataclass(frozen=True)
-class Landscape(RuledSums):
+class Landscape(BaseObjective, ABC):
     """What all landscapes share; subclasses give the population risk, the records and one record's gradient.
 
     Args:
@@ -166,34 +170,25 @@ class Landscape(RuledSums):
 
     # --- clipped sums -------------------------------------------------------------------------------------------
 
-    def _add(
-        self,
-        records: Sample,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        rule: Rule,
-        out: Floats,
-    ) -> None:
-        alpha, beta, first, gamma, second = rule
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        """out += Σ over the batch of what the rule makes of each record's gradients."""
+        alpha, beta, first, gamma, second = rule.numbers
         with np.errstate(over="ignore", invalid="ignore"):
-            for which in self._blocks(records, indices, self.dim):
-                now = self._gradients(records, which, params)
-                moved = now - beta * self._gradients(records, which, previous) if beta else now
+            for which in self._blocks(batch.records, batch.indices, self.dim):
+                now = self._gradients(batch.records, which, points[0])
+                moved = now - beta * self._gradients(batch.records, which, points[1]) if beta else now
                 out += alpha * clipped_sum(moved, first)
                 if gamma:
                     out += gamma * clipped_sum(now, second)
 
-    def add_hessians(
-        self, records: Sample, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; out is (d, d)."""
         with np.errstate(over="ignore", invalid="ignore"):
-            for which in self._blocks(records, indices, self.dim**2):
-                each = self._hessians(records, which, params)
+            for which in self._blocks(batch.records, batch.indices, self.dim**2):
+                each = self._hessians(batch.records, which, params)
                 each[~np.isfinite(each).all(axis=(1, 2))] = 0.0
                 lengths = np.abs(np.linalg.eigvalsh(each)).max(axis=1)
-                out += np.einsum("n,nij->ij", _shortening(lengths, clip), each)
+                out += np.einsum("n,nij->ij", _shortening(lengths, tightened(clip)), each)
 
     def _blocks(self, records: Sample, indices: Indices | None, width: int) -> Iterator[Any]:
         size = max(1, _BLOCK // width)
@@ -202,11 +197,11 @@ class Landscape(RuledSums):
             last = min(first + size, total)
             yield slice(first, last) if indices is None else indices[first:last]
 
-    def loss_sum(self, records: Sample, indices: Indices | None, params: Floats, bound: float) -> float:
-        """Σ min(max(fᵢ(θ), 0), bound); a loss that is not a number counts as zero."""
+    def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:
+        """Σ min(max(fᵢ(θ), 0), bound); a loss that is not a number counts as the bound."""
         return math.fsum(
-            float(np.clip(np.nan_to_num(self._losses(records, which, params), nan=0.0), 0.0, bound).sum())
-            for which in self._blocks(records, indices, self.dim)
+            float(np.fmin(np.maximum(self._losses(batch.records, which, params), 0.0), bound).sum())
+            for which in self._blocks(batch.records, batch.indices, self.dim)
         )
 
     # --- evaluations, not private -------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ class Landscape(RuledSums):
     def risk_gradient(self, records: Sample, params: Floats) -> Floats:
         """The gradient of the empirical risk, unclipped."""
         out = np.zeros(self.dim)
-        self.add_gradients(records, None, params, math.inf, out)
+        self.add(Batch(records, None), (params,), Rule.gradient(math.inf), out)
         return out / len(records)
 
     def hessian_product(self, records: Sample, params: Floats, vector: Floats) -> Floats:
@@ -231,7 +226,7 @@ class Landscape(RuledSums):
 
 
 def clipped_sum(rows: Floats, clip: float) -> Floats:
-    """Σ clip_C(row); a row that is not finite counts as zero.
+    """Σ clip_C(row), C as :func:`~quietgrad.objectives.base.tightened`; a row that is not finite counts as zero.
 
     >>> clipped_sum(np.array([[3.0, 4.0], [0.0, 0.5], [np.nan, 1.0]]), 1.0).round(9)
     array([0.6, 1.3])
@@ -243,9 +238,8 @@ def clipped_sum(rows: Floats, clip: float) -> Floats:
     return total
 
 
-def _shortening(lengths: Floats, clip: float) -> Floats:
-    """min(1, clip/length), a rounding error below it."""
-    limit = clip / _SLACK
+def _shortening(lengths: Floats, limit: float) -> Floats:
+    """min(1, limit/length)."""
     return np.divide(limit, lengths, out=np.ones_like(lengths), where=lengths > limit)
 
 

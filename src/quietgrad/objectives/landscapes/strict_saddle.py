@@ -11,15 +11,15 @@ so records are of 4d kinds: a batch is counted by kind and summed over kinds in 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Indices
+from quietgrad.objectives.base import Batch, Indices, Rule, tightened
 from quietgrad.objectives.landscapes.base import Floats, Landscape, Sample, _shortening
-from quietgrad.objectives.rules import Rule
 
 _SIGNS = np.array([-1.0, 1.0])
 _REACH = 1.15  # the domain goes this much beyond the minima, and half as far as they lie in the flat directions
@@ -147,21 +147,13 @@ class StrictSaddle(Landscape):
         counts = np.bincount(records["kind"][indices], minlength=4 * self.d)
         return counts.reshape(2, 2, self.d).astype(np.float64)
 
-    def _add(
-        self,
-        records: Sample,
-        indices: Indices | None,
-        params: Floats,
-        previous: Floats,
-        rule: Rule,
-        out: Floats,
-    ) -> None:
-        alpha, beta, first, gamma, second = rule
-        counts = self._counts(records, indices)
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        alpha, beta, first, gamma, second = rule.numbers
+        counts = self._counts(batch.records, batch.indices)
         with np.errstate(over="ignore", invalid="ignore"):
-            slope, push = self._slope(params), self._push(params)
+            slope, push = self._slope(points[0]), self._push(points[0])
             if beta:
-                moved = slope - beta * self._slope(previous), push - beta * self._push(previous)
+                moved = slope - beta * self._slope(points[1]), push - beta * self._push(points[1])
             else:
                 moved = slope, push
             out += alpha * self._sum(counts, *moved, (1.0 - beta) * self.slope_noise, first)
@@ -205,14 +197,13 @@ class StrictSaddle(Landscape):
         both = np.stack([np.diag(self._curve(params, sign)) for sign in _SIGNS])
         return both[s]
 
-    def add_hessians(
-        self, records: Sample, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
-        for sign, count in zip(_SIGNS, self._counts(records, indices).sum(axis=(1, 2)), strict=True):
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
+        counts = self._counts(batch.records, batch.indices).sum(axis=(1, 2))
+        for sign, count in zip(_SIGNS, counts, strict=True):
             with np.errstate(over="ignore"):
                 diagonal = self._curve(params, sign)
             if np.isfinite(diagonal).all():
-                factor = _shortening(np.abs(diagonal).max(keepdims=True), clip)[0]
+                factor = _shortening(np.abs(diagonal).max(keepdims=True), tightened(clip))[0]
                 out[np.diag_indices(self.d)] += count * factor * diagonal
 
     def risk(self, records: Sample, params: Floats) -> float:

@@ -7,71 +7,21 @@ whole model falls back. Layers that mix examples have no per-example gradient an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from quietgrad.objectives.networks.layers import Kernel, kernel_for
 from quietgrad.objectives.networks.tape import Batch, Unit, hooked, select, tensors_of
 
-__all__ = ["plan_units", "refuse_mixing_layers", "refuse_mixing_losses"]
+__all__ = ["plan_units"]
 
 Axes = tuple[int | None, ...]
 Trace = tuple[Unit, list[torch.Size], list[torch.Size]]  # input and output shapes of a call
-
-
-def refuse_mixing_layers(module: nn.Module) -> None:
-    """Raise ValueError for a layer whose output for one example depends on the others."""
-    for name, layer in module.named_modules():
-        where = f"layer {name!r} ({type(layer).__name__})"
-        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            raise ValueError(
-                f"{where} stores statistics of the data in its buffers, unprotected. "
-                "Build it with track_running_stats=False."
-            )
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, _InstanceNorm):
-            raise ValueError(
-                f"{where} mixes the examples of a batch, so no example has a gradient of its own. "
-                f"Use torch.nn.GroupNorm(num_groups, {layer.num_features}) or LayerNorm instead."
-            )
-        if isinstance(layer, nn.Embedding) and layer.scale_grad_by_freq:
-            raise ValueError(
-                f"{where} scales gradients by how often a token occurs in the whole batch, which mixes "
-                "examples. Build it with scale_grad_by_freq=False."
-            )
-        if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
-            raise ValueError(
-                f"{where} rescales its weights during the forward pass (max_norm). Build it with "
-                "max_norm=None and bound the rows in your optimiser if you need to."
-            )
-
-
-def refuse_mixing_losses(module: nn.Module, losses: Callable[[Batch, Batch], Tensor], x: Batch, y: Batch) -> None:
-    """Raise ValueError if an example's loss changes when another example joins the batch."""
-    pair = select(x, slice(0, 2)), select(y, slice(0, 2))
-    training = [m for m in module.modules() if m.training]
-    together = losses(*pair)
-    try:
-        if not torch.allclose(together, losses(*pair), equal_nan=True):
-            module.eval()  # dropout: compare without it
-            together = losses(*pair)
-        alone = torch.cat([losses(select(x, part), select(y, part)) for part in (slice(0, 1), slice(1, 2))])
-    finally:
-        for layer in training:
-            layer.training = True
-    tolerance = 0.05 if together.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    if not torch.allclose(together, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
-        raise ValueError(
-            "the loss of an example changes when another example joins the batch: the module or loss_fn mixes "
-            "examples (batch statistics, a division by the batch size, a comparison between examples), so no "
-            "example has a gradient of its own. Make each example's loss depend on that example alone."
-        )
 
 
 def plan_units(
@@ -131,11 +81,22 @@ def _units(module: nn.Module, slots: Mapping[nn.Parameter, slice]) -> list[Unit]
             # Its output projection is a submodule that is used by weight, never called.
             inside.update(layer.modules())
             units.append(Unit(name, layer, below, None))
-        elif own and own != set(below):
+        elif own and (own != set(below) or _owners_below(layer, slots)):
             return None
         elif own:
             units.append(Unit(name, layer, below, kernel_for(layer)))
     return units
+
+
+def _owners_below(layer: nn.Module, slots: Mapping[nn.Parameter, slice]) -> bool:
+    """Whether a layer inside this one has parameters too: its own, or this one's under another name."""
+    return any(
+        p in slots
+        for part in layer.modules()
+        if part is not layer
+        for p in part._parameters.values()
+        if p is not None
+    )
 
 
 def _trace(

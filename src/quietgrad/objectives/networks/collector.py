@@ -8,7 +8,8 @@ output gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from quietgrad.objectives.networks.tape import (
     LossFunction,
     Unit,
     backpropagate,
-    replayed_randomness,
     tensors_of,
 )
 
@@ -51,8 +51,16 @@ class Network(NamedTuple):
 class Collector:
     """Runs one or two points and gathers the contributions of all layers."""
 
-    def __init__(self, network: Network, units: Sequence[Unit], mix: Combination, space: Workspace) -> None:
+    def __init__(
+        self,
+        network: Network,
+        units: Sequence[Unit],
+        mix: Combination,
+        space: Workspace,
+        drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.network = network
+        self.drawing = drawing  # entered anew at each point: both draw the same
         self.units = units
         self.mix = mix
         self.space = space
@@ -66,11 +74,9 @@ class Collector:
     def collect(self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch) -> list[Piece]:
         """Contributions of all parameters to the combination of g_i(θ) and g_i(θ′)."""
         self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
-        with replayed_randomness(theta.device) as rewind:
-            if previous is not None:
-                self._run(previous, x, y, self._remember)
-                rewind()
-            self._run(theta, x, y, self._receive)
+        if previous is not None:
+            self._run(previous, x, y, self._remember)
+        self._run(theta, x, y, self._receive)
         if self.before:
             unit, _ = next(iter(self.before))
             raise RuntimeError(
@@ -85,7 +91,7 @@ class Collector:
         params = self.network.unflatten(point.detach())
         backpropagate(
             self.network.module, self.network.loss_fn, params, x, y, self.units,
-            lambda call: receive(call, params), self._count,
+            lambda call: receive(call, params), self._count, self.drawing,
         )  # fmt: skip
 
     def _count(self, numbers: Mapping[Unit, int]) -> None:

@@ -24,7 +24,7 @@ def hessian_product(objective: ModuleObjective, records: Examples, params: Tenso
     total = torch.zeros_like(params)
     theta = params.detach().clone().requires_grad_()
     with torch.enable_grad(), evaluating(objective.module):
-        for x, y in records.parts(None, objective.micro_batch):
+        for x, y, _ in records.parts(None, objective.micro_batch):
             inputs, targets = objective._on_device(x), objective._on_device(y)
             arguments = inputs if isinstance(inputs, tuple) else (inputs,)
             output = functional_call(objective.module, engine.unflatten(theta), arguments)

@@ -13,26 +13,20 @@ and each layer's norms and clipped sums are computed from its input and output g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from quietgrad.objectives.networks.anatomy import plan_units, refuse_mixing_layers, refuse_mixing_losses
-from quietgrad.objectives.networks.collector import Collector, Network, Piece
+from quietgrad.objectives.base import Rule
+from quietgrad.objectives.networks.checks import refuse_mixing_layers, refuse_unusable_modules
+from quietgrad.objectives.networks.collector import Network
 from quietgrad.objectives.networks.contributions import Combination, Workspace
-from quietgrad.objectives.networks.fallback import model_gradients
-from quietgrad.objectives.networks.tape import (
-    Batch,
-    LossFunction,
-    Unit,
-    batch_length,
-    per_example_losses,
-    replayed_randomness,
-    select,
-)
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
+from quietgrad.objectives.networks.ways import Way, choose_way
 
 __all__ = ["PerExampleEngine", "Strategy", "clip_weights"]
 
@@ -67,7 +61,8 @@ class PerExampleEngine:
 
     θ holds the trainable parameters in the order of `named_parameters`; frozen ones stay in the module.
     Half-precision modules get a float32 θ, and their norms are computed in float32.
-    An example whose norm is not finite counts as zero. Both points of a difference see the same dropout mask.
+    An example whose norm is not finite counts as zero. Each example draws its own random numbers (dropout), the
+    same at both points of a difference.
 
     >>> from torch import nn
     >>> model = nn.Linear(2, 1, bias=False).double()
@@ -93,6 +88,7 @@ class PerExampleEngine:
             raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None for the whole batch at once.")
         if strategy not in ("auto", "factored", "functional"):
             raise ValueError(f"strategy={strategy!r}: choose 'auto', 'factored' or 'functional'.")
+        refuse_unusable_modules(module)
         refuse_mixing_layers(module)
         self.module = module
         self.loss_fn = loss_fn
@@ -112,8 +108,7 @@ class PerExampleEngine:
         dtypes = [p.dtype for p in trainable.values()]
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = next(iter(trainable.values())).device
-        self._plans: dict[tuple[bool, ...], list[Unit] | None] = {}
-        self._vectorised = True
+        self._ways: dict[tuple[bool, ...], Way] = {}
         self._network = Network(module, loss_fn, self._laid_out, self._slices)
         self._space = Workspace(self.memory_budget, torch.empty(0, dtype=self.dtype, device=self.device))
 
@@ -141,31 +136,32 @@ class PerExampleEngine:
                 params[name] = strided.copy_(params[name])
         return params
 
-    def losses(self, theta: Tensor, x: Batch, y: Batch) -> Tensor:
+    def losses(self, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys | None = None) -> Tensor:
         """The loss of each example at θ, in whatever mode (train or eval) the module is."""
+        if batch_length(x) == 0:
+            return theta.new_zeros(0)
+        keys = keys or RecordKeys.of(None, np.arange(batch_length(x)))
+        way = self.way(x, y)
         with torch.no_grad():
-            args = (x,) if isinstance(x, Tensor) else x
-            output = functional_call(self.module, self.unflatten(theta.detach()), args)
-            return per_example_losses(self.loss_fn, output, x, y)
+            return way.losses(self.unflatten(theta.detach()), x, y, keys)
 
-    def add_clipped_gradients(self, theta: Tensor, x: Batch, y: Batch, clip: float, out: Tensor) -> Tensor:
+    def add_clipped_gradients(
+        self, theta: Tensor, x: Batch, y: Batch, clip: float, out: Tensor, keys: RecordKeys | None = None
+    ) -> Tensor:
         """out += Σ clip_C(g_i(θ)); returns the norms ‖g_i(θ)‖ before clipping."""
-        mix = Combination(gradient=True, change=False)
-        return self._add(theta, None, x, y, mix, lambda norms: clip_weights(norms, clip), out)[:, 0]
+        return self.add((theta,), x, y, _positive(Rule.gradient(clip)), out, keys)[:, 0]
 
     def add_clipped_differences(
         self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, clip: float, out: Tensor
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ) − g_i(θ′)); returns the norms of the differences before clipping."""
-        mix = Combination(gradient=False, change=True)
-        return self._add(theta, previous, x, y, mix, lambda norms: clip_weights(norms, clip), out)[:, 0]
+        return self.add((theta, previous), x, y, _positive(Rule.difference(clip)), out)[:, 0]
 
     def add_joint_momentum(
         self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, gamma: float, clip: float, out: Tensor
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ) − (1−γ) g_i(θ′)); returns the norms before clipping."""
-        mix = Combination(gradient=False, change=True, scale=1 - gamma)
-        return self._add(theta, previous, x, y, mix, lambda norms: clip_weights(norms, clip), out)[:, 0]
+        return self.add((theta, previous), x, y, _positive(Rule.joint(gamma, clip)), out)[:, 0]
 
     def add_recursive_momentum(
         self,
@@ -182,43 +178,48 @@ class PerExampleEngine:
 
         One record contributes at most γ·C₁ + (1−γ)·C₂ (DP-SRM, Algorithm 1, line 6).
         """
-        mix = Combination(gradient=True, change=True)
-
-        def weigh(norms: Tensor) -> Tensor:
-            gradient, change = norms.unbind(1)
-            return torch.stack(
-                [gamma * clip_weights(gradient, clip), (1 - gamma) * clip_weights(change, difference_clip)], 1
-            )
-
-        return self._add(theta, previous, x, y, mix, weigh, out)
+        return self.add((theta, previous), x, y, Rule.momentum(gamma, clip, difference_clip), out)
 
     @torch.no_grad()
-    def _add(
+    def add(
         self,
-        theta: Tensor,
-        previous: Tensor | None,
+        points: Sequence[Tensor],
         x: Batch,
         y: Batch,
-        mix: Combination,
-        weigh: Callable[[Tensor], Tensor],
+        rule: Rule,
         out: Tensor,
+        keys: RecordKeys | None = None,
     ) -> Tensor:
-        """out += Σ_i Σ_f weigh(norms)[i, f] · v_{i,f}; returns the norms (examples, families)."""
+        """out += Σ of what the rule makes of each example's gradients; returns their norms, (examples, families).
+
+        ``keys`` are the secrets by which the examples draw random numbers; without them they are fresh.
+        """
+        theta, previous = points[0], points[1] if rule.beta else None
         self._check(theta, previous, out)
+        mix = Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
         examples = batch_length(x)
         if examples == 0:
             return theta.new_zeros((0, mix.families))
-        units = self._plan(theta, x, y)
-        norms = []
-        size = self._pass_size(units, mix) or examples
-        for start in range(0, examples, size):
-            part = slice(start, start + size)
-            norms.append(self._add_pass(units, theta, previous, select(x, part), select(y, part), mix, weigh, out))
-        return torch.cat(norms)
+        if torch.is_autocast_enabled(theta.device.type):
+            raise ValueError(
+                "autocast would compute the norms that decide the clipping in half precision: leave it, or give "
+                "a module in bfloat16."
+            )
+        keys = keys or RecordKeys.of(None, np.arange(examples))
+        way = self.way(x, y)
+        weigh = _weighing(rule, mix)
+        norms = theta.new_empty((examples, mix.families))
+        for rows in keys.passes(self._pass_size(way, mix) or examples):
+            where: slice | Tensor = slice(None)
+            if len(rows) < examples:
+                where = torch.from_numpy(rows).to(theta.device)
+            part = select(x, where), select(y, where)
+            norms[where] = self._add_pass(way, theta, previous, *part, mix, weigh, out, keys.rows(rows))
+        return norms
 
     def _add_pass(
         self,
-        units: list[Unit] | None,
+        way: Way,
         theta: Tensor,
         previous: Tensor | None,
         x: Batch,
@@ -226,11 +227,9 @@ class PerExampleEngine:
         mix: Combination,
         weigh: Callable[[Tensor], Tensor],
         out: Tensor,
+        keys: RecordKeys,
     ) -> Tensor:
-        if units is None:
-            pieces = self._model_pieces(theta, previous, x, y, mix)
-        else:
-            pieces = Collector(self._network, units, mix, self._space).collect(theta, previous, x, y)
+        pieces = way.pieces(theta, previous, x, y, mix, keys)
         squares = theta.new_zeros((batch_length(x), mix.families))
         for _, piece in pieces:
             squares += piece.squared_norms()
@@ -238,75 +237,75 @@ class PerExampleEngine:
         norms = squares.sqrt()
         finite = norms.isfinite().all(1)
         if not finite.all():
-            # 0 · inf is not 0, so the sum is formed again without these examples.
+            # 0 · inf is not 0, so the sum is formed again without these examples; the others draw as before.
             del pieces
             good = finite.nonzero().flatten()
             if len(good):
-                self._add_pass(units, theta, previous, select(x, good), select(y, good), mix, weigh, out)
+                rest = select(x, good), select(y, good)
+                self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(good.cpu().numpy()))
             return norms
         weights = weigh(norms).to(theta.dtype)
+        total = out if out.dtype == torch.float64 else torch.zeros_like(theta, dtype=torch.float64)
         while pieces:
             where, piece = pieces.pop()
-            piece.add_weighted(weights, out[where])
+            piece.add_weighted(weights, total[where])
+        if total is not out:
+            out += total
         return norms
 
-    def _model_pieces(
-        self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination
-    ) -> list[Piece]:
-        def rows(point: Tensor) -> Tensor:
-            return model_gradients(self.module, self.loss_fn, self.unflatten, point, x, y, self._vectorised)
+    @property
+    def planned(self) -> bool:
+        """Whether it is known how the module is differentiated in its present mode."""
+        return tuple(layer.training for layer in self.module.modules()) in self._ways
 
-        with replayed_randomness(theta.device) as rewind:
-            change = None
-            if previous is not None:
-                change = rows(previous).mul_(-mix.scale)
-                rewind()
-            now = rows(theta)
-            if change is not None:
-                change += now
-        return [(slice(0, self.dim), mix.stored(now, change))]
+    def way(self, x: Batch, y: Batch) -> Way:
+        """How the module is differentiated; decided anew when a layer changes between train and eval mode.
 
-    def _plan(self, theta: Tensor, x: Batch, y: Batch) -> list[Unit] | None:
-        """How to take the module apart; planned anew when a layer changes between train and eval mode."""
+        On made-up examples of the shapes given and the module's own parameters, so that nothing depends on records.
+        """
         key = tuple(layer.training for layer in self.module.modules())
-        if key not in self._plans:
-            ends = torch.tensor([0, batch_length(x) - 1], device=self.device)
-            pair_x, pair_y = select(x, ends), select(y, ends)
-            with replayed_randomness(self.device) as rewind:
-                refuse_mixing_losses(self.module, lambda a, b: self.losses(theta, a, b), pair_x, pair_y)
-                self._plans[key] = self._try_plan(theta.detach(), pair_x, pair_y)
-                rewind()
-        return self._plans[key]
+        if key not in self._ways:
+            own = dict(self.module.named_parameters())
+            slots = {self._params[name]: self._slices[name] for name in self.names}
+            self._ways[key] = choose_way(
+                self._network, self._space, slots, self.flatten(own), x, y, by_layers=not self._functional
+            )
+        return self._ways[key]
 
-    def _try_plan(self, theta: Tensor, x: Batch, y: Batch) -> list[Unit] | None:
-        mix = Combination(gradient=True, change=False)
-        params = self.unflatten(theta)
-        slots = {self._params[name]: self._slices[name] for name in self.names}
-        units = None if self._functional else plan_units(self.module, slots, params, self._slices, x)
-        if units is not None and all(unit.kernel is not None for unit in units):
-            return units
-        if units is not None:
-            try:
-                Collector(self._network, units, mix, self._space).collect(theta, None, x, y)
-                return units
-            except (RuntimeError, NotImplementedError):
-                units = None  # vmap has no rule for something in the module
-        try:
-            self._model_pieces(theta, None, x, y, mix)
-        except (RuntimeError, NotImplementedError):
-            self._vectorised = False
-        return None
-
-    def _pass_size(self, units: list[Unit] | None, mix: Combination) -> int | None:
-        if self.micro_batch is not None or units is not None:
+    def _pass_size(self, way: Way, mix: Combination) -> int | None:
+        if self.micro_batch is not None or way.units is not None:
             return self.micro_batch
         row = (mix.families + 1) * self.dim * torch.finfo(self.dtype).bits // 8
         return max(1, int(self.memory_budget // row))
 
     def _check(self, theta: Tensor, previous: Tensor | None, out: Tensor) -> None:
         for name, vector in (("theta", theta), ("previous", previous), ("out", out)):
-            if vector is not None and (vector.shape != (self.dim,) or vector.dtype != self.dtype):
+            wide = name == "out" and vector is not None and vector.dtype == torch.float64
+            if vector is not None and (vector.shape != (self.dim,) or not (wide or vector.dtype == self.dtype)):
                 raise ValueError(
                     f"{name} has shape {tuple(vector.shape)} and {vector.dtype}: it must be the flat vector of "
                     f"{self.dim} parameters in {self.dtype}, e.g. engine.flatten(dict(module.named_parameters()))."
                 )
+
+
+def _positive(rule: Rule) -> Rule:
+    if not rule.clip > 0:
+        raise ValueError(f"clip={rule.clip}: must be > 0.")
+    return rule
+
+
+def _weighing(rule: Rule, mix: Combination) -> Callable[[Tensor], Tensor]:
+    """The weights of each example's vectors, by their norms."""
+
+    def weigh(norms: Tensor) -> Tensor:
+        if mix.families == 2:
+            gradient, change = norms.unbind(1)
+            parts = (
+                rule.gamma * clip_weights(gradient, rule.second_clip),
+                rule.alpha * clip_weights(change, rule.clip),
+            )
+            return torch.stack(parts, 1)
+        weights = rule.alpha * clip_weights(norms, rule.clip)
+        return weights + rule.gamma * clip_weights(norms, rule.second_clip) if rule.gamma else weights
+
+    return weigh

@@ -5,9 +5,7 @@ An example is (x, y): x is what the module is called with (one tensor or several
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.networks.tape import Batch, batch_length, tensors_of
+from quietgrad.objectives.networks.randomness import RecordKeys, preserved, seed_generators
+from quietgrad.objectives.networks.tape import Batch, tensors_of
 
-__all__ = ["Collate", "Examples", "examples_of", "replayable_randomness"]
+__all__ = ["Collate", "Examples", "draws_nothing", "examples_of", "read_record", "refuse_mixing_collate",
+           "refuse_own_generators"]  # fmt: skip
 
 Collate = Callable[[list[Any]], Any]
-Reader = Callable[[Sequence[int]], tuple[Batch, Batch]]
+Reader = Callable[[RecordKeys], tuple[Batch, Batch]]
 
 _READ = 512  # examples read at a time where all of them are
+_PUBLIC = bytes(32)  # augmentation of an evaluation, or of a digest: the same every time
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,30 +44,37 @@ class Examples:
     def __len__(self) -> int:
         return self.length
 
-    def parts(self, indices: npt.NDArray[Any] | None, most: int) -> Iterator[tuple[Batch, Batch]]:
-        """The examples at ``indices`` (None: all), in equal parts of at most ``most``."""
-        total = self.length if indices is None else len(indices)
-        pieces = -(-total // most)
-        for k in range(pieces):
-            where = range(total * k // pieces, total * (k + 1) // pieces)
-            yield self.read(where if indices is None else indices[where.start : where.stop].tolist())
+    def parts(
+        self, indices: npt.NDArray[Any] | None, most: int, key: bytes | None = _PUBLIC
+    ) -> Iterator[tuple[Batch, Batch, RecordKeys]]:
+        """The examples at ``indices`` (None: all) with their keys, in passes of at most ``most``."""
+        keys = RecordKeys.of(key, np.arange(self.length) if indices is None else indices)
+        if not len(keys.indices):
+            return
+        for rows in keys.passes(most):
+            part = keys.rows(rows)
+            yield *self.read(part), part
 
     def contents(self) -> Iterator[bytes | memoryview]:
-        """Everything a sum over these examples depends on, as bytes: a resumed run checks that nothing changed."""
-        with replayable_randomness(b"contents"):
-            for batch in self.parts(None, _READ):
-                for tensor in tensors_of(batch):
-                    yield from _bytes_of(tensor)
+        """Everything a sum over these examples depends on, as bytes, in the order of the records."""
+        yield from self.fingerprint_parts()
         for tensor in self.fixed:
             yield from _bytes_of(tensor)
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The records as bytes, whatever a module makes of them."""
+        for start in range(0, self.length, _READ):
+            part = RecordKeys(_PUBLIC, np.arange(start, min(start + _READ, self.length)))
+            for tensor in tensors_of(self.read(part)):
+                yield from _bytes_of(tensor)
 
 
 def examples_of(data: Any, dim: int, collate: Collate | None = None, fixed: tuple[Tensor, ...] = ()) -> Examples:
     """``data`` made ready: (X, y) of tensors or arrays, a ``TensorDataset``, or any map-style data set.
 
     >>> examples = examples_of((torch.zeros(3, 2), torch.tensor([0, 1, 1])), dim=4)
-    >>> len(examples), [y.tolist() for x, y in examples.parts(None, most=2)]
-    (3, [[0], [1, 1]])
+    >>> len(examples), [y.tolist() for _, y, _ in examples.parts(None, most=3)]
+    (3, [[0, 1, 1]])
     """
     if isinstance(data, Examples):
         return data
@@ -82,8 +90,11 @@ def examples_of(data: Any, dim: int, collate: Collate | None = None, fixed: tupl
     length = len(data)
     if length < 1:
         raise DataError("the data set is empty: there is nothing to train on.")
-    read = _reader(data, collate or default_collate)
-    read([0, length - 1])
+    collate = collate or default_collate
+    read = _reader(data, collate)
+    read(RecordKeys(_PUBLIC, np.array([0, length - 1])))
+    refuse_own_generators(data)
+    refuse_mixing_collate(data, collate)
     return Examples(read, length, dim, fixed)
 
 
@@ -98,35 +109,134 @@ def _in_memory(data: Sequence[Any], dim: int, fixed: tuple[Tensor, ...]) -> Exam
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise DataError("the data hold a number that is not finite; clean them first. Nothing was reserved.")
 
-    def read(indices: Sequence[int]) -> tuple[Batch, Batch]:
-        if isinstance(indices, range):
-            return _take(x, slice(indices.start, indices.stop)), _take(y, slice(indices.start, indices.stop))
-        where = torch.tensor(indices, dtype=torch.int64, device=tensors_of(x)[0].device)
+    def read(keys: RecordKeys) -> tuple[Batch, Batch]:
+        indices = keys.indices
+        if len(indices) and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all()):
+            where: slice | Tensor = slice(int(indices[0]), int(indices[-1]) + 1)
+        else:
+            where = torch.tensor(indices, dtype=torch.int64, device=tensors_of(x)[0].device)
         return _take(x, where), _take(y, where)
 
     return Examples(read, lengths.pop(), dim, fixed)
 
 
 def _reader(data: Any, collate: Collate) -> Reader:
-    def read(indices: Sequence[int]) -> tuple[Batch, Batch]:
-        whole = getattr(data, "__getitems__", None)
-        samples = [data[i] for i in indices] if whole is None else whole(list(indices))
+    quiet = draws_nothing(data)
+
+    def read(keys: RecordKeys) -> tuple[Batch, Batch]:
+        count = len(keys.indices)
+        if quiet:
+            samples = [data[int(i)] for i in keys.indices]
+        else:
+            with preserved():
+                samples = [read_record(data, int(i), int(w)) for i, w in zip(keys.indices, keys.reads, strict=True)]
         try:
-            parts = collate(samples)
+            with preserved():
+                parts = collate(samples)
         except (TypeError, RuntimeError) as error:
             raise DataError(
-                f"samples of type {type(samples[0]).__name__} cannot be put into one batch ({error}). Each must be "
-                "(x, y) of tensors, arrays or numbers of equal shapes; else pass collate_fn."
+                f"samples of type {type(samples[0]).__name__} cannot be put into one batch "
+                f"({type(error).__name__}). Each must be (x, y) of tensors, arrays or numbers of equal shapes; "
+                "else pass collate_fn."
             ) from None
         if not isinstance(parts, tuple | list) or len(parts) < 2:
-            raise DataError("a sample must be (x, y), with several inputs (x1, x2, y).")
+            raise DataError(
+                f"a batch of type {type(parts).__name__}: a sample must be (x, y), with several inputs (x1, x2, y)."
+                " For dictionaries pass a collate_fn that returns them in this order."
+            )
         x, y = _split(parts)
         x, y = _tensors(x), _tensors(y)
-        if any(tensor.dim() < 1 or len(tensor) != len(indices) for tensor in tensors_of((x, y))):
-            raise DataError(f"a batch of {len(indices)} samples must be tensors of that length; see collate_fn.")
+        if any(tensor.dim() < 1 or len(tensor) != count for tensor in tensors_of((x, y))):
+            raise DataError(
+                f"a batch of {count} samples must be tensors of that length, examples first; see collate_fn."
+            )
         return x, y
 
     return read
+
+
+def draws_nothing(data: Any) -> bool:
+    """Whether reading a record is known to draw no random numbers: tensors in memory, and parts of them."""
+    while type(data) is Subset:
+        data = data.dataset
+    return type(data) is TensorDataset
+
+
+def read_record(data: Any, index: int, word: int) -> Any:
+    """Record ``index``, whose augmentation draws from generators seeded for it alone."""
+    seed_generators(word)
+    return data[index]
+
+
+def refuse_own_generators(data: Any) -> None:
+    """Raise DataError if a record read twice with the same seed is not the same."""
+    if draws_nothing(data):
+        return
+    for index in (0, len(data) - 1):
+        with preserved():
+            twice = [list(_leaves(read_record(data, index, 1))) for _ in range(2)]
+        if not all(_equal(a, b) for a, b in zip(*twice, strict=True)):
+            raise DataError(
+                "the data set gives another sample when a record is read again with the same seed: it draws from a "
+                "generator of its own, or keeps a state. Draw from the generators of torch, numpy or random; they "
+                "are seeded per record."
+            )
+
+
+def refuse_mixing_collate(data: Any, collate: Collate) -> None:
+    """Raise DataError if ``collate`` makes a record's row depend on the others of its batch (mixup, cutmix)."""
+    if collate is default_collate:
+        return
+    last = len(data) - 1
+    places = [0, last, last // 2]
+    for seed in range(3):
+        with preserved():
+            samples = [read_record(data, place, seed) for place in places]
+            seed_generators(seed)
+            together = tensors_of(collate(samples))
+            apart = []
+            for sample in samples:
+                seed_generators(seed)
+                apart.append(tensors_of(collate([sample])))
+        for place, tensor in enumerate(together):
+            ones = [one[place] for one in apart]
+            if tensor.dim() < 1 or len(tensor) != len(places) or any(o.dim() < 1 or len(o) != 1 for o in ones):
+                raise DataError(
+                    f"collate_fn made a tensor of shape {tuple(tensor.shape)} of {len(places)} samples: examples "
+                    "must be its first dimension (batch_first), so that it is known which row is whose."
+                )
+            if not all(_begins_alike(row, one[0]) for row, one in zip(tensor, ones, strict=True)):
+                raise DataError(
+                    "collate_fn makes a record's row depend on the other records of its batch, or draws random "
+                    "numbers for it (mixup, cutmix): one record would then be in many contributions. Augment each "
+                    "record in __getitem__, where its random numbers are its own."
+                )
+
+
+def _begins_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two rows agree where both have entries: a batch may pad its records to the longest."""
+    if a.dim() != b.dim():
+        return False
+    common = tuple(slice(0, min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+    return _equal(a[common], b[common])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) if a.shape == b.shape else False
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+    return isinstance(a, int | float | str | bool | bytes) is False or a == b or a != a
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def _split(parts: Sequence[Any]) -> tuple[Any, Any]:
@@ -161,47 +271,7 @@ def _bytes_of(tensor: Tensor) -> Iterator[bytes | memoryview]:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-@contextmanager
-def replayable_randomness(*causes: bytes) -> Iterator[None]:
-    """Random numbers of torch, numpy and Python that follow from ``causes`` alone; afterwards as if unused.
-
-    Dropout and augmentation are part of what is asked of the data. A resumed run draws the same noise again, which
-    is safe only if it asks the same thing again, so they must not depend on how often the program was started.
-    """
-    from hashlib import blake2b
-
-    digest = blake2b(digest_size=8)
-    for cause in causes:
-        digest.update(cause)
-    seed = int.from_bytes(digest.digest(), "little")
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    # Not torch.manual_seed: for accelerators that are not in use it files a stack trace, 3 ms a step.
-    torch.default_generator.manual_seed(seed)
-    if cuda:
-        torch.cuda.manual_seed_all(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-        np.random.set_state(before[1])  # noqa: NPY002
-        random.setstate(before[2])
-
-
 def probe(examples: Examples) -> tuple[Batch, Batch]:
-    """Two made-up examples of the right shapes, to try a module on before any budget is touched.
-
-    Floats are uniform in [0, 1); whole numbers (tokens, classes) cannot be made up and are those of two records.
-    """
-    x, y = examples.read([0, len(examples) - 1])
-    with replayable_randomness(b"probe"):
-        made = [torch.rand_like(t) if t.is_floating_point() else t for t in tensors_of((x, y))]
-    count = len(tensors_of(x))
-    first = made[0] if isinstance(x, Tensor) else tuple(made[:count])
-    last = made[-1] if isinstance(y, Tensor) else tuple(made[count:])
-    assert batch_length(first) == 2
-    return first, last
+    """A few records, for the shapes of what a module is tried on before any budget is touched."""
+    last = len(examples) - 1
+    return examples.read(RecordKeys(_PUBLIC, np.array([0, last, last // 2, 0])))

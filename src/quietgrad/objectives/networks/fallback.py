@@ -1,14 +1,15 @@
 """Per-example gradients of anything: slower than the kernels, with nothing to assume.
 
 `module_gradients`: one module without a kernel (attention, recurrent cells, your own layers) by
-vmap(vjp) over its recorded inputs and output gradients. `model_gradients`: the whole model by vmap(grad), or
-example by example where vmap has no rule. Both are the definition of a per-example gradient; the kernels are
-tested against them.
+vmap(vjp) over its recorded inputs and output gradients. `model_gradients`: the whole model by vmap(grad). Where
+vmap has no rule, examples are taken one by one (:func:`quietgrad.objectives.networks.checks.alone`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, batch_length, select, tensors_of
+from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, tensors_of
 
-__all__ = ["model_gradients", "module_gradients"]
+__all__ = ["model_gradients", "module_gradients", "refilled"]
 
 
 def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -39,7 +40,7 @@ def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tens
             value if dim is None else value.unsqueeze(dim)
             for value, dim in zip(inputs, unit.input_dims, strict=True)
         )
-        args, kwargs = _refill((call.args, call.kwargs), alone)
+        args, kwargs = refilled((call.args, call.kwargs), alone)
 
         def outputs(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
             result = tensors_of(functional_call(unit.module, own, args, kwargs))
@@ -48,7 +49,7 @@ def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tens
         gradients: dict[str, Tensor] = vjp(outputs, dict(params))[1](tuple(output_grads))[0]
         return gradients
 
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused attention has no vmap rule
+    with torch.enable_grad(), _vmapping():
         result: dict[str, Tensor] = vmap(
             one, in_dims=(list(unit.input_dims), [grads[p][1] for p in present]), randomness="error"
         )(tensors, [grads[p][0] for p in present])
@@ -62,28 +63,25 @@ def model_gradients(
     theta: Tensor,
     x: Batch,
     y: Batch,
-    vectorised: bool,
 ) -> Tensor:
-    """Per-example gradients of the whole model as rows of a matrix (examples, dim)."""
+    """Per-example gradients of the whole model as rows of a matrix (examples, dim), by vmap(grad)."""
 
-    def loss(flat: Tensor, xs: Batch, ys: Batch) -> Tensor:
+    def loss(flat: Tensor, xi: Batch, yi: Batch) -> Tensor:
+        xs = _unsqueezed(xi)
         args = (xs,) if isinstance(xs, Tensor) else xs
-        return loss_fn(functional_call(module, unflatten(flat), args), ys).sum()
+        return loss_fn(functional_call(module, unflatten(flat), args), _unsqueezed(yi)).sum()
 
-    def alone(flat: Tensor, xi: Batch, yi: Batch) -> Tensor:
-        return loss(flat, _unsqueezed(xi), _unsqueezed(yi))
+    with _vmapping():
+        # "different": a draw then has one row per example, in front.
+        rows: Tensor = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(theta, x, y)
+    return rows.detach()
 
-    if vectorised:
-        with sdpa_kernel(SDPBackend.MATH):
-            rows: Tensor = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(theta, x, y)
-        return rows.detach()
-    leaf = theta.detach().requires_grad_()
-    gradients: list[Tensor] = []
-    for i in range(batch_length(x)):
-        part = slice(i, i + 1)
-        with torch.enable_grad():
-            gradients += torch.autograd.grad(loss(leaf, select(x, part), select(y, part)), leaf)
-    return torch.stack(gradients)
+
+@contextmanager
+def _vmapping() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # the fused attention has no vmap rule
+        warnings.filterwarnings("ignore", "There is a performance drop")  # what has none is slower, and right
+        yield
 
 
 def _unsqueezed(value: Batch) -> Batch:
@@ -94,12 +92,13 @@ def _squeezed(value: Tensor, dim: int | None) -> Tensor:
     return value if dim is None else value.squeeze(dim)
 
 
-def _refill(value: Any, tensors: Any) -> Any:
+def refilled(value: Any, tensors: Any) -> Any:
     """The same nested structure with its tensors replaced in order."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, dict):
-        return {key: _refill(item, tensors) for key, item in value.items()}
+        return {key: refilled(item, tensors) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_refill(item, tensors) for item in value)
+        items = [refilled(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

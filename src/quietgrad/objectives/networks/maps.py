@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 __all__ = ["Convolution", "LinearMap"]
 
+_FEW = 32  # examples whose convolutions are added up in float32
 _CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
 
 
@@ -31,7 +32,7 @@ class LinearMap:
         torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        return (grads.flatten(0, -2).T @ inputs.flatten(0, -2)).flatten()
+        return (grads.flatten(0, -2).double().T @ inputs.flatten(0, -2).double()).flatten()
 
     def block(self, inputs: Tensor, families: int) -> int:
         return max(1, 4 * _CACHE // (families * prod(self.shape) * inputs.element_size()))
@@ -100,7 +101,13 @@ class Convolution:
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
         weight = inputs.new_empty((self.shape[0], inputs.shape[1] // self.groups, *self.kernel))
-        return self._backward(grads, inputs, weight, self.groups).flatten()
+        total = torch.zeros_like(weight, dtype=torch.float64)
+        # A convolution in float64 is many times slower; of a few examples float32 is exact enough.
+        size = len(inputs) if inputs.dtype == torch.float64 else _FEW
+        for start in range(0, len(inputs), size):
+            part = slice(start, start + size)
+            total += self._backward(grads[part], inputs[part], weight, self.groups)
+        return total.flatten()
 
     def _backward(self, grads: Tensor, inputs: Tensor, weight: Tensor, groups: int) -> Tensor:
         none = (0,) * len(self.kernel)

@@ -6,18 +6,20 @@ The parameters are one flat vector θ; fᵢ(θ) is the loss of example i. Clippe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Indices, NoRegularizer, Regularizer
+from quietgrad.objectives.base import BaseObjective, Indices, NoRegularizer, Regularizer, Rule
+from quietgrad.objectives.base import Batch as ReleaseBatch
+from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
-from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe, replayable_randomness
+from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe
+from quietgrad.objectives.networks.randomness import preserved
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length
 
 __all__ = ["ModuleObjective"]
@@ -31,7 +33,7 @@ private_log.addHandler(logging.NullHandler())
 private_log.propagate = False
 
 
-class ModuleObjective:
+class ModuleObjective(BaseObjective):
     """F(θ) = (1/n) Σᵢ loss_fn(module_θ(xᵢ), yᵢ) + r(θ).
 
     Args:
@@ -74,25 +76,25 @@ class ModuleObjective:
         return self.engine.module
 
     def __repr__(self) -> str:
-        # A resumed run compares this: all that a clipped sum depends on besides θ and the examples.
+        # A hint for messages and for comparing processes. What a loss or a forward does is not in its name:
+        # whether a replayed release is the same is decided by its sum.
         engine = self.engine
         loss = getattr(engine.loss_fn, "__qualname__", None) or repr(engine.loss_fn)
         return (
             f"ModuleObjective({engine.module}, {loss}, {self.regularizer}, {engine.names}, {engine.dtype}, "
-            f"{engine.device}, micro_batch={self.micro_batch}, memory_budget={engine.memory_budget}, "
-            f"threads={torch.get_num_threads()}, training={engine.module.training})"
+            f"micro_batch={self.micro_batch}, memory_budget={engine.memory_budget})"
         )
 
     def prepare(self, data: Any) -> Examples:
-        """Check examples, module and loss on two made-up examples, before anything is reserved."""
+        """Check examples, module and loss on made-up examples, before anything is reserved."""
         module = self.module
         fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
         examples = examples_of(data, self.engine.dim, self.collate_fn, (*fixed, *module.buffers()))
         x, y = (self._on_device(part) for part in probe(examples))
-        with replayable_randomness(b"prepare"):
-            self._refuse_unused_parameters(x, y)
+        with preserved():
+            refuse_changed_buffers(module, lambda: self._refuse_unused_parameters(*made_up(x, y, 0)))
             theta = self.initial(examples)
-            self.engine.add_clipped_gradients(theta, x, y, 1.0, torch.zeros_like(theta))
+            self.engine.add((theta,), *made_up(x, y, 1), Rule.gradient(1.0), torch.zeros_like(theta))
         return examples
 
     def initial(self, records: Examples) -> Tensor:
@@ -106,75 +108,29 @@ class ModuleObjective:
             for name, value in self.engine.unflatten(params.to(self.engine.device)).items():
                 own[name].copy_(value)
 
-    def add_gradients(
-        self, records: Examples, indices: Indices | None, params: Tensor, clip: float, out: Tensor
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
-        engine = self.engine
-        self._sum(records, indices, (params,), lambda x, y: engine.add_clipped_gradients(params, x, y, clip, out))
+    def add(self, batch: ReleaseBatch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+        """out += Σ over the batch of what the rule makes of each example's gradients.
 
-    def add_differences(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        clip: float,
-        out: Tensor,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′))."""
-        if clip == 0.0:
+        Contributions are computed in the module's precision and added up in float64, passes with compensation. With
+        ``out`` in float64 one record moves the sum by its own contribution and by what it changes in the roundings
+        of one pass, however many passes there are.
+        """
+        if rule.bound == 0.0:
             return
-        engine = self.engine
-        self._sum(
-            records, indices, (params, previous),
-            lambda x, y: engine.add_clipped_differences(params, previous, x, y, clip, out),
-        )  # fmt: skip
+        broken, total = 0, CompensatedSum(points[0])
+        for x, y, keys in batch.records.parts(batch.indices, self.micro_batch, batch.key):
+            part = torch.zeros_like(points[0], dtype=torch.float64)
+            norms = self.engine.add(points, self._on_device(x), self._on_device(y), rule, part, keys)
+            broken += int((~norms.isfinite()).any(1).sum())
+            total.add(part)
+        out += total.value.to(out.dtype)
+        if broken:
+            private_log.info("%d contributions of a release were not finite and counted as zero", broken)
 
-    def add_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Tensor,
-    ) -> None:
-        """out += Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]."""
-        if difference_clip == 0.0:
-            total = torch.zeros_like(out)
-            self.add_gradients(records, indices, params, clip, total)
-            out.add_(total, alpha=gamma)
-            return
-        engine = self.engine
-        self._sum(
-            records, indices, (params, previous),
-            lambda x, y: engine.add_recursive_momentum(params, previous, x, y, gamma, clip, difference_clip, out),
-        )  # fmt: skip
-
-    def add_joint_momentum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        params: Tensor,
-        previous: Tensor,
-        gamma: float,
-        clip: float,
-        out: Tensor,
-    ) -> None:
-        """out += Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′))."""
-        engine = self.engine
-        self._sum(
-            records, indices, (params, previous),
-            lambda x, y: engine.add_joint_momentum(params, previous, x, y, gamma, clip, out),
-        )  # fmt: skip
-
-    def loss_sum(self, records: Examples, indices: Indices | None, params: Tensor, bound: float) -> float:
+    def loss_sum(self, batch: ReleaseBatch, params: Tensor, bound: float) -> float:
         """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
         total = 0.0
-        for losses in self._losses(records, indices, params):
+        for losses in self._losses(batch.records, batch.indices, params, batch.key):
             total += float(losses.double().nan_to_num(nan=bound).clamp(0.0, bound).sum())
         return total
 
@@ -188,30 +144,16 @@ class ModuleObjective:
         """∇F(θ) without clipping, in evaluation mode: not private."""
         total = torch.zeros_like(params)
         with evaluating(self.module):
-            self.add_gradients(records, None, params, float("inf"), total)
+            self.add(ReleaseBatch(records, None), (params,), Rule.gradient(float("inf")), total)
         total /= len(records)
         total += self.regularizer.gradient(params)
         return total
 
-    def _sum(
-        self,
-        records: Examples,
-        indices: Indices | None,
-        points: tuple[Tensor, ...],
-        add: Callable[[Batch, Batch], Tensor],
-    ) -> None:
-        broken = 0
-        with replayable_randomness(*_causes(indices, points)):
-            for x, y in records.parts(indices, self.micro_batch):
-                norms = add(self._on_device(x), self._on_device(y))
-                broken += int((~norms.isfinite()).reshape(len(norms), -1).any(1).sum())
-        if broken:
-            private_log.info("%d contributions of a release were not finite and counted as zero", broken)
-
-    def _losses(self, records: Examples, indices: Indices | None, params: Tensor) -> Iterator[Tensor]:
-        with replayable_randomness(*_causes(indices, (params,))):
-            for x, y in records.parts(indices, self.micro_batch):
-                yield self.engine.losses(params, self._on_device(x), self._on_device(y))
+    def _losses(
+        self, records: Examples, indices: Indices | None, params: Tensor, key: bytes | None = bytes(32)
+    ) -> Iterator[Tensor]:
+        for x, y, keys in records.parts(indices, self.micro_batch, key):
+            yield self.engine.losses(params, self._on_device(x), self._on_device(y), keys)
 
     def _on_device(self, batch: Batch) -> Batch:
         device = self.engine.device
@@ -250,6 +192,31 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-def _causes(indices: Indices | None, points: tuple[Tensor, ...]) -> list[bytes]:
-    chosen = b"all" if indices is None else np.ascontiguousarray(indices).tobytes()
-    return [chosen, *(point.detach().cpu().numpy().tobytes() for point in points)]
+class CompensatedSum:
+    """A sum of vectors in float64 that keeps what each addition rounds away (Neumaier 1974).
+
+    Its error is one rounding of the result, however many terms there are.
+
+    >>> total = CompensatedSum(torch.zeros(1))
+    >>> for term in (1e20, 1.0, -1e20):
+    ...     total.add(torch.tensor([term], dtype=torch.float64))
+    >>> total.value
+    tensor([1.], dtype=torch.float64)
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._high = torch.zeros_like(like, dtype=torch.float64)
+        self._low = torch.zeros_like(self._high)
+
+    def add(self, term: Tensor) -> None:
+        """Add one vector."""
+        term = term.double()
+        total = self._high + term
+        part = total - self._high
+        self._low += (self._high - (total - part)) + (term - part)
+        self._high = total
+
+    @property
+    def value(self) -> Tensor:
+        """The sum."""
+        return self._high + self._low

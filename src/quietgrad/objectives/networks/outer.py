@@ -41,7 +41,7 @@ class OuterLayer(Protocol):
         ...
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        """Σ_i Σ_t b_t ⊗ a_t, the ordinary weight gradient, flat."""
+        """Σ_i Σ_t b_t ⊗ a_t, the ordinary weight gradient, flat, in float64."""
         ...
 
     def block(self, inputs: Tensor, families: int) -> int:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
 
 __all__ = ["Batch", "Call", "LossFunction", "Unit", "backpropagate", "batch_length", "hooked", "per_example_losses",
-           "replayed_randomness", "select", "tensors_of"]  # fmt: skip
+           "select", "tensors_of", "with_parameters"]  # fmt: skip
 
 Batch = Tensor | tuple[Tensor, ...]
 LossFunction = Callable[[Any, Any], Tensor]
@@ -95,22 +95,29 @@ def backpropagate(
     units: Sequence[Unit],
     receive: Callable[[Call], None],
     counted: Callable[[Mapping[Unit, int]], None] | None = None,
+    drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Tensor:
     """Run the module and give `receive` every call of a kernel unit once its output gradient is known.
 
     Calls of units without a kernel are received after the backward pass, when all their outputs' gradients
-    have arrived. `counted` is told between the passes how often each unit was called.
-    Returns the losses, one per example.
+    have arrived. `counted` is told between the passes how often each unit was called. `drawing` is the context in
+    which the forward pass draws random numbers. Returns the losses, one per example.
     """
     first = next(iter(params.values()))
     anchor = torch.zeros((), device=first.device, dtype=first.dtype, requires_grad=True)
     numbers: Counter[Unit] = Counter()
     calls: list[Call] = []
+    forward = True
 
     root: Callable[[Tensor, Tensor], Tensor] = _Root.apply
 
     def leave(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         outputs: list[Any] = tensors_of(output)
+        if not forward:  # a checkpointed layer runs again on the way back: its gradients come to the first call
+            for tensor in outputs:
+                if tensor.is_floating_point() and not tensor.requires_grad and torch.is_grad_enabled():
+                    root(tensor, anchor)
+            return None
         call = Call(unit, numbers[unit], args, kwargs, len(outputs))
         numbers[unit] += 1
         calls.append(call)
@@ -122,8 +129,10 @@ def backpropagate(
             tensor.register_hook(_arrival(call, place, receive))
         return None
 
-    with torch.enable_grad(), hooked(units, None, leave):
-        losses = per_example_losses(loss_fn, functional_call(module, dict(params), _args(x)), x, y)
+    with torch.enable_grad(), hooked(units, None, leave), with_parameters(module, params):
+        with drawing():
+            losses = per_example_losses(loss_fn, module(*_args(x)), x, y)
+        forward = False
         if counted is not None:
             counted(numbers)
         late = [call for call in calls if call.unit.kernel is None]
@@ -166,17 +175,10 @@ def per_example_losses(loss_fn: LossFunction, output: Any, x: Batch, y: Batch) -
 
 
 @contextmanager
-def replayed_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yield a function that rewinds torch's generators to where they were: the same dropout masks again."""
-    cpu = torch.get_rng_state()
-    other = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def rewind() -> None:
-        torch.set_rng_state(cpu)
-        if other is not None:
-            torch.cuda.set_rng_state(other, device)
-
-    yield rewind
+def with_parameters(module: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """The module with other parameters, also while gradients flow back: a checkpointed layer runs again then."""
+    with _reparametrize_module(module, dict(params), tie_weights=True):
+        yield
 
 
 def tensors_of(value: Any) -> list[Tensor]:

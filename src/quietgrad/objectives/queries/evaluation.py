@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,10 +54,8 @@ class Tabulation:
     3
     """
 
-    @property
-    def regularizer(self) -> Regularizer:
-        """None."""
-        return NoRegularizer()
+    regularizer: Regularizer = field(default_factory=NoRegularizer)
+    silent_batches: ClassVar[bool] = False
 
     def prepare(self, data: Any) -> Places:
         """(cells, weights), weights ``None`` for ones."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quietgrad.objectives.base import Indices
-from quietgrad.objectives.rules import Rule
+from quietgrad.objectives.base import Indices, Rule
 from quietgrad.objectives.tables.table import Floats, Table
 
 
@@ -88,7 +87,7 @@ class RowSum:
 
 def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: Rule) -> Floats:
     """α·clip_A(r − βr′) + γ·clip_B(r), the clips acting on ‖r‖‖x̃‖; ``before`` is r′, ``None`` if β = 0."""
-    alpha, beta, first, gamma, second = rule
+    alpha, beta, first, gamma, second = rule.numbers
     moved = residuals if before is None else residuals - beta * before
     combined = alpha * _clipped(moved, norms, first)
     if gamma:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch
+from quietgrad.objectives.base import Batch, Rule
 from quietgrad.objectives.tables.features import FeatureMean, SecondMoments
 from quietgrad.objectives.tables.table import Affine, Floats, Table
 from quietgrad.privacy.budget import Relation
@@ -252,7 +252,7 @@ class WhitenedGradient:
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += Σ clip_C(∇fᵢ(θ))."""
         view, records = whitened_view(objective, batch, self.whitening.transform)
-        view.add_gradients(records, batch.indices, self.params, self.clip, out)
+        view.add(batch._replace(records=records), (self.params,), Rule.gradient(self.clip), out)
 
 
 def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any, Table]:

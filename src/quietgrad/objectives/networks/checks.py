@@ -1,0 +1,249 @@
+"""What is refused before a budget is touched: tried out on made-up examples, by the definition.
+
+An example's gradient must be its own. Three questions are asked of a module and its loss, in the mode (training or
+not) that it will be asked in: does an example's loss or gradient move when *another* example is exchanged (mixing)?
+does a forward pass write into a buffer? are the engine's sums those of autograd, one example at a time? What cannot
+be seen is what happens on real records only: docs/torch.md says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from quietgrad.objectives.networks.randomness import RecordDraws, UnplannedDraw, preserved, seed_generators
+from quietgrad.objectives.networks.tape import (
+    Batch,
+    LossFunction,
+    batch_length,
+    per_example_losses,
+    select,
+    with_parameters,
+)
+
+__all__ = ["alone", "made_up", "refuse_changed_buffers", "refuse_mixing", "refuse_mixing_layers",
+           "refuse_unusable_modules"]  # fmt: skip
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+_BATCHES = 3
+
+
+def refuse_unusable_modules(module: nn.Module) -> None:
+    """Raise ValueError for a module whose layers cannot be reached or have no values."""
+    for name, layer in module.named_modules():
+        where = f"layer {name!r}" if name else "the module"
+        if hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None:
+            raise ValueError(
+                f"{where} was compiled by torch.compile, which fuses the layers whose inputs and gradients are "
+                "needed here. Give the module it was made of (compiled._orig_mod)."
+            )
+        if isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{where} is {type(layer).__name__}, which sums gradients before they are clipped: give the module "
+                "inside it, and use qt.fit under torchrun for several processes."
+            )
+    spans: list[tuple[int, int, str]] = []
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run the module once on an example first.")
+        if param.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values: load the module first.")
+        if param.is_complex():
+            raise ValueError(f"parameter {name!r} is complex: hold its real and imaginary part as two parameters.")
+        if param.is_contiguous() and param.numel():
+            start = param.data_ptr()
+            spans.append((start, start + param.numel() * param.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"parameters {first!r} and {second!r} share memory without being one parameter: each would be "
+                "trained as if the other stood still. Register one nn.Parameter under both names."
+            )
+
+
+def refuse_mixing_layers(module: nn.Module) -> None:
+    """Raise ValueError for a layer whose output for one example depends on the others."""
+    for name, layer in module.named_modules():
+        where = f"layer {name!r} ({type(layer).__name__})"
+        if isinstance(layer, _InstanceNorm) and layer.track_running_stats and layer.training:
+            raise ValueError(
+                f"{where} stores statistics of the data in its buffers, unprotected. "
+                "Build it with track_running_stats=False."
+            )
+        # In evaluation mode it is a fixed affine map of each example: a frozen backbone may keep it.
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ValueError(
+                f"{where} mixes the examples of a batch, so no example has a gradient of its own. "
+                f"Use torch.nn.GroupNorm(num_groups, {layer.num_features}) or LayerNorm instead; with fixed "
+                "statistics put this layer into evaluation mode after model.train()."
+            )
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
+            raise ValueError(
+                f"{where} scales gradients by how often a token occurs in the whole batch, which mixes "
+                "examples. Build it with scale_grad_by_freq=False."
+            )
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ValueError(
+                f"{where} rescales its weights during the forward pass (max_norm). Build it with "
+                "max_norm=None and bound the rows in your optimiser if you need to."
+            )
+
+
+def made_up(x: Batch, y: Batch, seed: int) -> tuple[Batch, Batch]:
+    """Four examples of the shapes of ``x`` and ``y``: floats uniform in [0, 1).
+
+    Whole numbers (tokens, classes) cannot be made up and are those of the first, last and middle example.
+    """
+    count = batch_length(x)
+    places = torch.tensor([0, count - 1, count // 2, 0])
+
+    def make(value: Tensor) -> Tensor:
+        rows = value.detach()[places.to(value.device)]
+        return torch.rand_like(rows) if rows.is_floating_point() else rows
+
+    with preserved():
+        seed_generators(seed)
+        return _mapped(x, make), _mapped(y, make)
+
+
+def alone(
+    module: nn.Module,
+    loss_fn: LossFunction,
+    params: Mapping[str, Tensor],
+    x: Batch,
+    y: Batch,
+    drawing: Callable[[int], AbstractContextManager[Any]],
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """Losses and gradients, one example at a time by plain autograd: the definition.
+
+    ``drawing(i)`` is the context in which example i draws its random numbers.
+    """
+    losses, gradients = [], []
+    for i in range(batch_length(x)):
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+        part = slice(i, i + 1)
+        with torch.enable_grad(), with_parameters(module, leaves), drawing(i) as draws:
+            loss = per_example_losses(loss_fn, module(*_args(select(x, part))), select(x, part), select(y, part))
+            made = draws.number if isinstance(draws, RecordDraws) else 0
+            if loss.requires_grad:
+                loss.sum().backward()  # not autograd.grad: a re-entrant checkpoint does not stand it
+            if isinstance(draws, RecordDraws) and draws.number != made:
+                raise UnplannedDraw("a checkpointed layer draws again on the way back.")
+        losses.append(loss.detach())
+        gradients.append({k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items()})
+    return torch.cat(losses), gradients
+
+
+def refuse_mixing(
+    module: nn.Module, loss_fn: LossFunction, params: Mapping[str, Tensor], x: Batch, y: Batch
+) -> None:
+    """Raise ValueError if the loss or gradient of an example moves when another example is exchanged.
+
+    Both sides draw the same random numbers, so a difference is one in the examples. It is compared with the size of
+    what moves, however small losses are.
+    """
+    for number in range(_BATCHES):
+        first, other = made_up(x, y, 2 * number), made_up(x, y, 2 * number + 1)
+        for kept in (0, 1):
+            rest = [i for i in range(4) if i != kept]
+            exchanged = tuple(_exchanged(a, b, rest) for a, b in zip(first, other, strict=True))
+            with preserved():
+                here = _one_of(module, loss_fn, params, *first, kept, number)
+                there = _one_of(module, loss_fn, params, *exchanged, kept, number)
+            if not all(_same(a, b) for a, b in zip(here, there, strict=True)):
+                raise ValueError(
+                    "the loss or gradient of an example changes when another example of the batch is exchanged: "
+                    "the module or loss_fn mixes examples (batch statistics, a comparison between examples, "
+                    "mixup), so no example has a gradient of its own. Make each example's loss depend on that "
+                    "example alone."
+                )
+
+
+def _one_of(
+    module: nn.Module,
+    loss_fn: LossFunction,
+    params: Mapping[str, Tensor],
+    x: Batch,
+    y: Batch,
+    which: int,
+    seed: int,
+) -> list[Tensor]:
+    """The loss and gradient of one example of a batch."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+    seed_generators(seed)
+    # The whole batch as if it were one record: what is drawn depends on nothing but its place.
+    drawing = RecordDraws(np.array([seed], np.uint64), None, next(iter(leaves.values())).device)
+    with torch.enable_grad(), with_parameters(module, leaves), drawing:
+        losses = per_example_losses(loss_fn, module(*_args(x)), x, y)
+        if losses.requires_grad:
+            losses[which].backward()
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
+    return [losses[which].detach().reshape(1), torch.cat([g.flatten().to(losses.dtype) for g in grads])]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return False
+    tolerance = _TOLERANCE.get(a.dtype, 1e-2)
+    a, b = (t.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for t in (a, b))
+    scale = max(float(a.norm()), float(b.norm()))
+    return float((a - b).norm()) <= tolerance * scale
+
+
+def refuse_changed_buffers(module: nn.Module, run: Callable[[], Any]) -> None:
+    """Run something; raise ValueError, with everything put back, if a buffer or frozen parameter has changed."""
+    held = {**dict(module.named_buffers()), **{k: p for k, p in module.named_parameters() if not p.requires_grad}}
+    before = {name: (value, value.detach().clone()) for name, value in held.items()}
+    try:
+        run()
+        now = dict(module.named_buffers())
+        changed = [
+            name
+            for name, (tensor, value) in before.items()
+            if not torch.equal(tensor, value) or (name in now and not torch.equal(now[name], value))
+        ]
+        changed += [name for name in now if name not in before]
+    finally:
+        with torch.no_grad():
+            for name, (tensor, value) in before.items():
+                tensor.copy_(value)
+                layer, _, last = name.rpartition(".")
+                if last in (buffers := module.get_submodule(layer)._buffers):
+                    buffers[last] = tensor
+    if changed:
+        raise ValueError(
+            f"buffer {changed[0]!r} changes in the forward pass: statistics of the data would be in the "
+            "state_dict without noise, and what one example contributes would depend on those before it. Remove "
+            "the buffer, or put its layer into evaluation mode."
+        )
+
+
+def _exchanged(kept: Batch, other: Batch, rows: list[int]) -> Batch:
+    """``kept`` with some rows from ``other``; rows of whole numbers change places among themselves."""
+
+    def change(value: Tensor, new: Tensor) -> Tensor:
+        value = value.clone()
+        value[rows] = new[rows] if value.is_floating_point() else new[rows[::-1]]
+        return value
+
+    if isinstance(kept, Tensor):
+        assert isinstance(other, Tensor)
+        return change(kept, other)
+    return tuple(change(a, b) for a, b in zip(kept, other, strict=True))
+
+
+def _mapped(value: Batch, make: Callable[[Tensor], Tensor]) -> Batch:
+    return make(value) if isinstance(value, Tensor) else tuple(make(part) for part in value)
+
+
+def _args(x: Batch) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x

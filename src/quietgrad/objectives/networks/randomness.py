@@ -1,0 +1,362 @@
+"""Randomness inside a query: every record draws its own, from a secret of the release and its own number.
+
+Dropout, noise layers and augmentation are part of what is asked of a record. If what one record draws depended on
+who else is in the batch, one record more or less would change what all others contribute. So a number drawn for
+record i is a function of (key of the release, i, number of the draw) and of nothing else: the same at both points
+of a difference, in one pass or many, in a second summation, on one process or several. Given the key, a record's
+contribution is then a function of that record alone (docs/torch-proof.md).
+
+The seeds PRF(key, i) are AES. What is made of a seed need not be: the proof asks that the records' masks be
+independent of each other and of the data, and that holds whatever function makes a mask of a secret seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quietgrad.privacy.rng import SecureStream, fresh_key
+
+__all__ = ["DrawTrace", "RecordDraws", "RecordKeys", "UnplannedDraw", "example_axes", "generators", "preserved",
+           "seed_generators", "torch_generator"]  # fmt: skip
+
+Words = npt.NDArray[np.uint64]
+
+_DRAW, _READ, _PASS, _SHARE = range(4)  # blocks of a release's stream: one per purpose
+_SIGNED = 1 << 63
+_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+@dataclass(frozen=True)
+class RecordKeys:
+    """The secrets of some records in one release: record ``indices[k]`` belongs to row k.
+
+    >>> keys = RecordKeys(bytes(32), np.array([7, 3, 5]))
+    >>> bool((keys.rows(np.array([2])).draws == keys.draws[2:]).all())
+    True
+    """
+
+    key: bytes
+    indices: npt.NDArray[np.integer[Any]]
+
+    @staticmethod
+    def of(key: bytes | None, indices: npt.NDArray[np.integer[Any]]) -> RecordKeys:
+        """Keys of a release; without one (an evaluation, your own sums) of a fresh secret."""
+        return RecordKeys(fresh_key() if key is None else key, indices)
+
+    @cached_property
+    def draws(self) -> Words:
+        """One word per record for what the model draws."""
+        return self._words(_DRAW)
+
+    @cached_property
+    def reads(self) -> Words:
+        """One word per record for what its data set draws: augmentation."""
+        return self._words(_READ)
+
+    def rows(self, where: slice | npt.NDArray[np.integer[Any]]) -> RecordKeys:
+        """Those of some rows."""
+        return RecordKeys(self.key, self.indices[where])
+
+    def passes(self, most: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Rows in passes of at most ``most``: the leaves of a binary tree on the records' secret words.
+
+        A batch that is cut by position is cut elsewhere when a record leaves, and the float32 roundings of every
+        later pass change with it. A leaf holds whoever's word begins with its bits, so one record more or less
+        changes one pass (or joins two of ``most`` + 1 records together), however many there are.
+        """
+        total = len(self.indices)
+        if total <= most:
+            yield np.arange(total)
+            return
+        words = self._words(_PASS)
+        order = np.argsort(words, kind="stable")
+        nodes = [(0, total, 63)]
+        while nodes:
+            low, high, bit = nodes.pop()
+            if high - low <= most or bit < 0:
+                if high > low:
+                    yield np.sort(order[low:high])
+                continue
+            ones = (words[order[low:high]] >> np.uint64(bit)) & np.uint64(1)
+            middle = low + int(np.searchsorted(ones, 1))
+            nodes += [(middle, high, bit - 1), (low, middle, bit - 1)]
+
+    def share(self, rank: int, world: int) -> npt.NDArray[np.bool_]:
+        """Which rows process ``rank`` of ``world`` sums."""
+        return self._words(_SHARE) % np.uint64(world) == rank
+
+    def _words(self, block: int) -> Words:
+        return SecureStream(self.key, "records").at(block, np.asarray(self.indices, np.int64))
+
+
+class UnplannedDraw(RuntimeError):
+    """A draw that cannot be given to the records of a batch one by one."""
+
+
+class RecordDraws(TorchDispatchMode):
+    """Draws random numbers for each record of a batch from that record's own stream.
+
+    Args:
+        words: the records' secret words.
+        axes: for each draw, the axis of its result along which the records lie; ``None``: there is one record, and
+            all is drawn for it.
+    """
+
+    def __init__(self, words: Words, axes: Sequence[int] | None, device: torch.device) -> None:
+        super().__init__()
+        self.words = torch.from_numpy(words.view(np.int64).copy()).to(device)
+        self.axes = axes
+        self.number = 0
+        if axes is None and len(words) != 1:
+            raise ValueError("draws without axes are for one record.")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        number, self.number = self.number, self.number + 1
+        _refuse_own_generator(func, args, kwargs)
+        if self.axes is not None and number >= len(self.axes):
+            raise UnplannedDraw(f"{func} draws where nothing was drawn when the module was planned.")
+        make = _MAKERS.get(func._overloadpacket.__name__)
+        if make is not None:
+            given = _arguments(func, args, kwargs)
+            given.pop("generator", None)
+            return make(_Source(self, number), *given.values())
+        if self.axes is not None:
+            raise UnplannedDraw(f"{func} cannot be drawn for each record of a batch.")
+        seed_generators(int(_mixed(self.words + _signed((number + 1) << 40))[0]) % 2**64)
+        return func(*args, **kwargs)
+
+    def numbers(self, shape: Sequence[int], number: int) -> Tensor:
+        """Words of 64 uniform bits, of the given shape: splitmix64 of (record's word, draw, place)."""
+        count, size = len(self.words), prod(shape)
+        axis = 0 if self.axes is None else self.axes[number]
+        if self.axes is not None and (len(shape) <= axis or shape[axis] % count):
+            raise UnplannedDraw(f"a draw of shape {tuple(shape)} has no row for each of {count} examples.")
+        places = torch.arange(1, size // max(count, 1) + 1, device=self.words.device)
+        counters = (places + (number << 40)) * _signed(0x9E3779B97F4A7C15)
+        made = _mixed(self.words[:, None] + counters)
+        if not shape:
+            return made.view(())
+        moved = (shape[axis], *shape[:axis], *shape[axis + 1 :])
+        return made.view(moved).movedim(0, axis)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The uniform numbers of one draw."""
+
+    draws: RecordDraws
+    number: int
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """In [0, 1), as fine as the precision."""
+        bits = _BITS.get(dtype, 53)
+        words = _shifted(self.draws.numbers(shape, self.number), 64 - bits)
+        return words.to(torch.float64 if bits == 53 else dtype) * 2.0**-bits
+
+    def normal(self, shape: Sequence[int]) -> Tensor:
+        words = _shifted(self.draws.numbers(shape, self.number), 11)
+        result: Tensor = torch.special.ndtri((words.double() + 0.5) * 2.0**-53)
+        return result
+
+    def below(self, shape: Sequence[int], chance: float | Tensor) -> Tensor:
+        """True with the given chance."""
+        words = _shifted(self.draws.numbers(shape, self.number), 11)
+        if isinstance(chance, Tensor):
+            return words.double() * 2.0**-53 < chance
+        return words < int(chance * 2**53)
+
+
+def _dropout(source: _Source, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0.0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = source.below(x.shape, 1.0 - p)
+    return x * kept * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
+
+
+def _bernoulli(source: _Source, x: Tensor, p: Any = None) -> Tensor:
+    chance = x if p is None else p
+    if isinstance(chance, Tensor):
+        chance = chance.expand(x.shape)
+    return source.below(x.shape, chance).to(x.dtype)
+
+
+def _rrelu(
+    source: _Source, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: Any
+) -> Tensor:
+    if not training:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+    slope = torch.where(x <= 0, lower + (upper - lower) * source.uniform(x.shape, x.dtype), 1.0)
+    noise.copy_(slope)
+    return x * slope
+
+
+def _rand(
+    source: _Source, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
+) -> Tensor:
+    dtype = dtype or torch.get_default_dtype()
+    return source.uniform(size, dtype).to(device or "cpu", dtype)
+
+
+def _randn(
+    source: _Source, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
+) -> Tensor:
+    return source.normal(size).to(device or "cpu", dtype or torch.get_default_dtype())
+
+
+def _alike(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def like(source: _Source, x: Tensor, dtype: Any, layout: Any, device: Any, *_: Any) -> Tensor:
+        return make(source, x.shape, dtype or x.dtype, layout, device or x.device)
+
+    return like
+
+
+def _uniform(source: _Source, x: Tensor, low: float, high: float) -> Tensor:
+    return x.copy_(low + (high - low) * source.uniform(x.shape, x.dtype))
+
+
+def _normal(source: _Source, x: Tensor, mean: float, std: float) -> Tensor:
+    return x.copy_(mean + std * source.normal(x.shape))
+
+
+def _exponential(source: _Source, x: Tensor, rate: float) -> Tensor:
+    return x.copy_(-torch.log1p(-source.uniform(x.shape, torch.float64)) / rate)
+
+
+# By name of the operation, with the arguments of its schema but the generator. What is not here is drawn by torch's
+# own generator, seeded for one record at a time.
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "native_dropout": _dropout,
+    "bernoulli": _bernoulli,
+    "bernoulli_": lambda source, x, p: x.copy_(_bernoulli(source, x, p)),
+    "rand": _rand,
+    "randn": _randn,
+    "rand_like": _alike(_rand),
+    "randn_like": _alike(_randn),
+    "uniform_": _uniform,
+    "normal_": _normal,
+    "exponential_": _exponential,
+    "rrelu_with_noise": _rrelu,
+}
+
+
+class DrawTrace(TorchDispatchMode):
+    """Lets torch draw, and keeps what was drawn: the operation's name and its result's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.Size]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _draws(func, args, kwargs):
+            _refuse_own_generator(func, args, kwargs)
+            first = result[0] if isinstance(result, tuple) else result
+            self.seen.append((func._overloadpacket.__name__, first.shape))
+        return result
+
+
+def example_axes(shapes: Sequence[torch.Size], one: Sequence[torch.Size]) -> tuple[int, ...] | None:
+    """The axis of each draw along which the records lie, from its shapes with two examples and with one."""
+    axes: list[int] = []
+    if len(shapes) != len(one):
+        return None
+    for two, alone in zip(shapes, one, strict=True):
+        if len(two) != len(alone):
+            return None
+        grown = [axis for axis, sizes in enumerate(zip(two, alone, strict=True)) if sizes[0] != sizes[1]]
+        if len(grown) != 1 or two[grown[0]] != 2 * alone[grown[0]]:
+            return None
+        axes += grown
+    return tuple(axes)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = _arguments(func, args, kwargs)
+    # Fused attention and recurrent layers draw for dropout only.
+    return not (given.get("dropout_p") == 0.0 or given.get("dropout") == 0.0)
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments by name: what equals its default does not arrive."""
+    schema = func._schema.arguments
+    given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+
+
+def _refuse_own_generator(func: Any, args: Any, kwargs: Any) -> None:
+    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        raise ValueError(
+            f"{func._overloadpacket.__name__} draws from a torch.Generator of the model's own: what a record gets "
+            "would depend on who came before it. Draw from torch's default generator; it is seeded per record."
+        )
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """A logical shift to the right; torch's own copies the sign."""
+    return (words >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
+    words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
+    words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
+    return words ^ _shifted(words, 31)
+
+
+def _signed(word: int) -> int:
+    word %= 2 * _SIGNED
+    return word - 2 * _SIGNED if word >= _SIGNED else word
+
+
+def seed_generators(word: int) -> None:
+    """Let torch, numpy and Python draw what follows from ``word``."""
+    # Not torch.manual_seed: for accelerators that are not in use it files a stack trace, 3 ms a call.
+    torch.default_generator.manual_seed(word % _SIGNED)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(word % _SIGNED)
+    np.random.seed([word % 2**32, word >> 32 & 0xFFFFFFFF])  # noqa: NPY002
+    random.seed(word)
+
+
+def generators() -> tuple[Any, ...]:
+    """Where the generators of numpy and Python stand: what a module draws from them cannot be drawn for a batch."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    return state[1].tobytes(), state[2:], random.getstate()
+
+
+def torch_generator(device: torch.device) -> Tensor:
+    """Where torch's generator stands."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """The generators of torch, numpy and Python are afterwards as they were."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        np.random.set_state(before[1])  # noqa: NPY002
+        random.setstate(before[2])

@@ -1,0 +1,346 @@
+"""Which way per-example gradients are computed: the fastest that gives, on made-up examples, those of autograd.
+
+    layers   one forward and one backward pass for the batch, taken apart layer by layer
+    vmap     the whole model by vmap(grad)
+    alone    one example at a time: whatever autograd can differentiate
+
+A way also says how random numbers are drawn. If the module draws none, nothing is set up for it. Else each draw of
+a batch gets a row from every record's stream; where a draw has no row per record (a coin for the whole batch, a
+mask for a weight), examples are taken apart by vmap or alone, so that each has its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.objectives.networks import checks
+from quietgrad.objectives.networks.anatomy import plan_units
+from quietgrad.objectives.networks.collector import Collector, Network, Piece
+from quietgrad.objectives.networks.contributions import Combination, Workspace
+from quietgrad.objectives.networks.fallback import model_gradients, refilled
+from quietgrad.objectives.networks.randomness import (
+    DrawTrace,
+    RecordDraws,
+    RecordKeys,
+    UnplannedDraw,
+    example_axes,
+    generators,
+    preserved,
+    seed_generators,
+    torch_generator,
+)
+from quietgrad.objectives.networks.tape import (
+    Batch,
+    Unit,
+    per_example_losses,
+    select,
+    tensors_of,
+    with_parameters,
+)
+
+__all__ = ["Way", "choose_way", "joined"]
+
+Draws = Literal["none", "rows", "record", "generator"]
+_CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
+_WEIGHTS = (1.0, -2.0, 0.5, 3.0)  # of the made-up examples, so that no two errors cancel
+_BY_VALUE = {"poisson", "_standard_gamma"}  # how much they draw depends on what they are given
+_TRIED = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a module's per-example gradients are computed, and how its random numbers are drawn.
+
+    ``draws``: "none"; "rows" of a batch, along ``axes``; for one "record" at a time by its stream; or by torch's,
+    numpy's and Python's own "generator", seeded for one record at a time.
+    """
+
+    network: Network
+    space: Workspace
+    units: list[Unit] | None = None
+    vectorised: bool = False
+    draws: Draws = "none"
+    axes: tuple[int, ...] = ()
+
+    @property
+    def alone(self) -> bool:
+        """Whether examples are taken one at a time."""
+        return self.units is None and not self.vectorised
+
+    def pieces(
+        self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination, keys: RecordKeys
+    ) -> list[Piece]:
+        """What every parameter gets from every example."""
+        device = theta.device
+        before = torch_generator(device)
+        try:
+            pieces = self._pieces(theta, previous, x, y, mix, keys)
+            if torch.equal(before, torch_generator(device)):
+                return pieces
+        except UnplannedDraw:
+            if self.alone:
+                raise
+        # The module drew what it did not draw on made-up examples. One record at a time, by the same streams, each
+        # record contributes what it would have contributed without the one that caused this.
+        slow = Way(self.network, self.space, draws="record")
+        with preserved():
+            return slow._pieces(theta, previous, x, y, mix, keys)
+
+    def _pieces(
+        self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination, keys: RecordKeys
+    ) -> list[Piece]:
+        if self.units is not None:
+            drawing = self._drawing(keys, theta.device)
+            return Collector(self.network, self.units, mix, self.space, drawing).collect(theta, previous, x, y)
+        change = None
+        if previous is not None:
+            change = self._rows(previous, x, y, keys).mul_(-mix.scale)
+        now = self._rows(theta, x, y, keys)
+        if change is not None:
+            change += now
+        return [(slice(0, len(theta)), mix.stored(now, change))]
+
+    def _drawing(self, keys: RecordKeys, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+        if self.draws == "none":
+            return nullcontext
+        return lambda: RecordDraws(keys.draws, self.axes, device)
+
+    def _rows(self, point: Tensor, x: Batch, y: Batch, keys: RecordKeys) -> Tensor:
+        module, loss_fn, unflatten, _ = self.network
+        if self.vectorised:
+            with self._drawing(keys, point.device)():
+                rows = model_gradients(module, loss_fn, unflatten, point, x, y)
+            return rows
+        _, gradients = checks.alone(module, loss_fn, unflatten(point.detach()), x, y, self.one(keys, point.device))
+        return torch.stack([torch.cat([g.flatten().to(point.dtype) for g in one.values()]) for one in gradients])
+
+    def one(self, keys: RecordKeys, device: torch.device) -> Callable[[int], AbstractContextManager[Any]]:
+        """The context in which row i alone draws."""
+        if self.draws == "none":
+            return lambda i: nullcontext()
+        return lambda i: _seeded(keys, i, None if self.draws == "generator" else device)
+
+    def losses(self, params: dict[str, Tensor], x: Batch, y: Batch, keys: RecordKeys) -> Tensor:
+        """The loss of each example, drawn as its gradient is."""
+        module, loss_fn = self.network.module, self.network.loss_fn
+
+        def run(xs: Batch, ys: Batch) -> Tensor:
+            return per_example_losses(loss_fn, module(*_args(xs)), xs, ys)
+
+        device = theta_device(params)
+        with with_parameters(module, params):
+            whole = self._together(lambda: run(x, y), keys, device)
+            if whole is not None:
+                return whole[0]
+            return torch.cat([run(select(x, row), select(y, row)) for row in self._apart(keys, device)])
+
+    def outputs(self, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:
+        """The module's output with its own parameters, drawn as the gradient is."""
+        module = self.network.module
+        device = next(module.parameters()).device
+        whole = self._together(lambda: module(*args), keys, device)
+        if whole is not None:
+            return whole[0]
+        return joined([module(*select(args, row)) for row in self._apart(keys, device)])
+
+    def _together(self, run: Callable[[], Any], keys: RecordKeys, device: torch.device) -> tuple[Any] | None:
+        """What a forward pass of the batch gives, if its draws can be given to its rows."""
+        if self.draws != "none" and (self.draws != "rows" or self.units is None):
+            return None
+        before = torch_generator(device)
+        try:
+            with self._drawing(keys, device)():
+                result = run()
+        except UnplannedDraw:
+            return None
+        return (result,) if torch.equal(before, torch_generator(device)) else None
+
+    def _apart(self, keys: RecordKeys, device: torch.device) -> Iterator[slice]:
+        """Row after row, each within the context of its own draws."""
+        for i in range(len(keys.indices)):
+            with _seeded(keys, i, None if self.draws == "generator" else device):
+                yield slice(i, i + 1)
+
+
+@contextmanager
+def _seeded(keys: RecordKeys, row: int, device: torch.device | None) -> Iterator[Any]:
+    """Row ``row`` draws by its own stream (on ``device``), or by the generators, seeded for it."""
+    words = keys.draws[row : row + 1]
+    with preserved():
+        seed_generators(int(words[0]))
+        if device is None:
+            yield None
+        else:
+            with RecordDraws(words, None, device) as draws:
+                yield draws
+
+
+def choose_way(
+    network: Network,
+    space: Workspace,
+    slots: dict[nn.Parameter, slice],
+    theta: Tensor,
+    x: Batch,
+    y: Batch,
+    *,
+    by_layers: bool,
+) -> Way:
+    """Refuse what mixes examples or keeps statistics; else the fastest way that agrees with autograd."""
+    module, loss_fn = network.module, network.loss_fn
+    checks.refuse_mixing_layers(module)
+    params = network.unflatten(theta)
+    x, y = checks.made_up(x, y, 0)
+    with preserved(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about what is only tried out
+        checks.refuse_changed_buffers(module, lambda: _forward(network, params, x, y))
+        draws, axes, steady = _how_it_draws(network, params, x, y)
+        if steady:
+            checks.refuse_mixing(module, loss_fn, params, x, y)
+        keys = RecordKeys(bytes(32), np.arange(4))
+        slow = Way(network, space, draws="record" if draws == "rows" else draws)
+        expected = None
+        if draws != "generator":
+            try:
+                expected = _definition(slow, params, x, y, keys)
+            except UnplannedDraw:  # a checkpoint draws again: torch's own generator is rewound for it
+                slow = Way(network, space, draws="generator")
+        if expected is None:
+            expected = _definition(slow, params, x, y, keys)
+        again, _ = _definition(slow, params, x, y, keys)
+        if not torch.equal(expected[0].nan_to_num(), again.nan_to_num()):
+            raise ValueError(
+                "the same example gives different losses when it is asked twice: the module keeps a state, or "
+                "draws from a generator of its own. Draw from torch's default generator; it is seeded per record."
+            )
+        if slow.draws == "none":
+            _refuse_other_losses(_forward(network, params, x, y), expected[0])
+        for way in _ways(network, space, slots, params, x, slow, draws, axes, by_layers):
+            try:
+                if _agrees(way, theta, x, y, keys, expected[1]):
+                    return way
+            except _TRIED:
+                continue
+    return slow
+
+
+def _ways(
+    network: Network,
+    space: Workspace,
+    slots: dict[nn.Parameter, slice],
+    params: dict[str, Tensor],
+    x: Batch,
+    slow: Way,
+    draws: Draws,
+    axes: tuple[int, ...],
+    by_layers: bool,
+) -> Iterator[Way]:
+    if slow.draws == "generator":
+        return
+    if by_layers and draws in ("none", "rows"):
+        units = plan_units(network.module, slots, params, network.slices, x)
+        if units is not None:
+            yield Way(network, space, units, False, draws, axes)
+    if draws == "none":
+        yield Way(network, space, None, True)
+    else:
+        yield Way(network, space, None, True, "rows", (0,) * 10**4)  # vmap puts the examples in front
+
+
+def _how_it_draws(
+    network: Network, params: dict[str, Tensor], x: Batch, y: Batch
+) -> tuple[Draws, tuple[int, ...], bool]:
+    """How the module draws, along which axes, and whether it can be made to draw the same on other examples."""
+    device = theta_device(params)
+    seen = []
+    for count in (2, 1):
+        part = slice(0, count)
+        before = generators()
+        with DrawTrace() as trace:
+            _forward(network, params, select(x, part), select(y, part))
+        if generators() != before:
+            return "generator", (), True
+        seen.append(trace.seen)
+    where = torch_generator(device)
+    with RecordDraws(np.zeros(1, np.uint64), None, device):
+        _forward(network, params, x, y)
+    hidden = not torch.equal(where, torch_generator(device))  # drawn where no operation says so
+    names = [[name for name, _ in each] for each in seen]
+    steady = not set(names[0]) & _BY_VALUE
+    if not hidden and not any(seen):
+        return "none", (), steady
+    axes = example_axes(*([shape for _, shape in each] for each in seen)) if names[0] == names[1] else None
+    return ("record", (), steady) if axes is None or hidden else ("rows", axes, steady)
+
+
+def theta_device(params: dict[str, Tensor]) -> torch.device:
+    return next(iter(params.values())).device
+
+
+def _forward(network: Network, params: dict[str, Tensor], x: Batch, y: Batch) -> Tensor:
+    with torch.no_grad(), with_parameters(network.module, params):
+        return per_example_losses(network.loss_fn, network.module(*_args(x)), x, y)
+
+
+def _definition(
+    way: Way, params: dict[str, Tensor], x: Batch, y: Batch, keys: RecordKeys
+) -> tuple[Tensor, list[Tensor]]:
+    module, loss_fn = way.network.module, way.network.loss_fn
+    device = next(iter(params.values())).device
+    losses, gradients = checks.alone(module, loss_fn, params, x, y, way.one(keys, device))
+    return losses, [torch.cat([g.flatten().double() for g in one.values()]) for one in gradients]
+
+
+def _agrees(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys, expected: list[Tensor]) -> bool:
+    """Whether norms and a weighted sum are those of the definition."""
+    good = [i for i, g in enumerate(expected) if bool(g.isfinite().all())]
+    if not good:
+        return True  # nothing to compare: such an example counts as zero
+    rows = torch.tensor(good, device=theta.device)
+    mix = Combination(gradient=True, change=False)
+    part = select(x, rows), select(y, rows)
+    pieces = way._pieces(theta.detach(), None, *part, mix, keys.rows(np.array(good)))
+    squares = sum(piece.squared_norms()[:, 0].double() for _, piece in pieces)
+    weights = theta.new_tensor([[_WEIGHTS[i]] for i in good])
+    total = torch.zeros_like(theta, dtype=torch.float64)
+    for where, piece in pieces:
+        piece.add_weighted(weights, total[where])
+    norms = torch.stack([expected[i].norm() for i in good])
+    wanted = sum(_WEIGHTS[i] * expected[i] for i in good)
+    low = any(p.dtype not in _CLOSE for p in way.network.module.parameters())
+    tolerance = 5e-2 if low else _CLOSE[theta.dtype]
+    assert isinstance(squares, Tensor)
+    close = float((squares.sqrt() - norms).abs().max()) <= tolerance * float(norms.max())
+    return close and float((total.double() - wanted).norm()) <= tolerance * 3.0 * float(norms.sum())
+
+
+def joined(parts: list[Any]) -> Any:
+    """One output of the outputs of consecutive parts."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(tensors_of(part) for part in parts), strict=True)
+    return refilled(parts[0], iter([torch.cat(pieces) for pieces in columns]))
+
+
+def _refuse_other_losses(together: Tensor, apart: Tensor) -> None:
+    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(together.dtype, 5e-2)
+    together, apart = together.double(), apart.double()
+    finite = together.isfinite() & apart.isfinite()
+    gap = (together - apart)[finite].norm()
+    if not torch.equal(together.isfinite(), apart.isfinite()) or gap > tolerance * together[finite].norm():
+        raise ValueError(
+            "the loss of an example changes when another example joins the batch: the module or loss_fn mixes "
+            "examples (batch statistics, a division by the batch size, a comparison between examples), so no "
+            "example has a gradient of its own. Make each example's loss depend on that example alone."
+        )
+
+
+def _args(x: Batch) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x

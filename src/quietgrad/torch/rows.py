@@ -1,0 +1,172 @@
+"""Batches of a private loader know which record each row is, and stay so through what a loop does to them.
+
+A loop may move a batch, scale it, cut it into pieces. It may not mix its rows: then a record would be in several
+contributions, and the noise is for one. Rows are therefore followed by identity, through every torch function that
+is applied to the batch: what selects or moves entries is applied to the records' numbers as well, what works entry
+by entry keeps them, and what is left (a mean over the batch, a product, noise from a public generator) is marked as
+mixed and the private model refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Owners", "Rows", "owners_of", "plain"]
+
+
+class Owners(NamedTuple):
+    """Rows of sample ``draw``: the place in the sample of each; −1 is a row of no record."""
+
+    draw: int
+    places: Tensor
+
+    def same(self, other: Owners) -> bool:
+        """Whether the rows are the same, in the same order."""
+        return self.draw == other.draw and torch.equal(self.places, other.places)
+
+
+class Rows(Tensor):
+    """A tensor whose first axis is examples of a known sample; ``owners`` is ``None`` if they are mixed."""
+
+    owners: Owners | None
+
+    @staticmethod
+    def mark(tensor: Tensor, owners: Owners | None) -> Tensor:
+        """The tensor, marked."""
+        marked = tensor if isinstance(tensor, Rows) else tensor.as_subclass(Rows)
+        assert isinstance(marked, Rows)
+        marked.owners = owners
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        given = [value for value in _tensors((args, kwargs)) if isinstance(value, Rows)]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if name == "__setitem__":
+                inner = [value for value in _tensors(args[1:]) if isinstance(value, Rows)]
+                args[0].owners = args[0].owners if isinstance(args[0], Rows) and not inner else None
+                return result
+            if name == "__set__" and func.__self__.__name__ not in _HARMLESS:
+                args[0].owners = None
+            if not any(True for _ in _tensors(result)):
+                return result
+            return _marked(name, func, args, kwargs, given, result)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ENTRYWISE = _words("""
+    to float double half bfloat16 long int bool type type_as cpu cuda contiguous clone detach requires_grad
+    pin_memory add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow neg negative
+    abs exp log log1p sqrt rsqrt square reciprocal sin cos tanh sigmoid relu clamp clip round floor ceil trunc
+    nan_to_num eq ne lt le gt ge logical_and logical_or logical_not logical_xor where masked_fill maximum
+    minimum copy rsub radd rmul rdiv rtruediv rpow truediv floordiv mod iadd isub imul itruediv ipow invert and
+    or xor isfinite isnan sign erf expm1 lerp""")
+_MOVING = _words("""
+    __getitem__ split split_with_sizes chunk tensor_split narrow index_select select unbind flip roll permute
+    transpose swapaxes movedim moveaxis reshape view view_as flatten unflatten squeeze unsqueeze expand expand_as
+    cat concat stack repeat repeat_interleave hstack vstack""")
+
+_JOINING = _words("cat concat stack hstack vstack")
+_HARMLESS = _words("requires_grad grad")  # attributes that may be set
+
+
+def _marked(name: str, func: Any, args: Any, kwargs: Any, given: list[Rows], result: Any) -> Any:
+    owners = [value.owners for value in given]
+    known = [each for each in owners if each is not None]
+    if len(known) < len(owners) or not known or any(each.draw != known[0].draw for each in known):
+        return _map(result, lambda tensor: Rows.mark(tensor, None))
+    if name.strip("_") in _ENTRYWISE:
+        aligned = all(each.same(known[0]) for each in known)
+
+        def keep(tensor: Tensor) -> Tensor:
+            fits = all(v.dim() == tensor.dim() and v.dim() > 0 and len(v) == len(tensor) for v in given)
+            return Rows.mark(tensor, known[0] if aligned and fits else None)
+
+        return _map(result, keep)
+    by_rows = name == "__getitem__" and any(isinstance(value, Rows) for value in _tensors(args[1:]))
+    if name in _MOVING and not by_rows:
+        places = _places if name not in _JOINING else _places_or_none
+        try:
+            numbers = iter(_tensors(func(*_map(args, places), **_map(kwargs, places))))
+            return _map(result, lambda tensor: Rows.mark(tensor, _rows_of(next(numbers), known[0].draw)))
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            pass
+    return _map(result, lambda tensor: Rows.mark(tensor, None))
+
+
+def _places(value: Tensor) -> Tensor:
+    """The place in the sample of every entry's row; indices are left as they are."""
+    if isinstance(value, Rows):
+        assert value.owners is not None
+        column = value.owners.places.to(value.device).view(-1, *([1] * (value.dim() - 1)))
+        return column.expand(value.shape)
+    return torch.full_like(value, -1, dtype=torch.int64) if value.is_floating_point() else value
+
+
+def _places_or_none(value: Tensor) -> Tensor:
+    return _places(value) if isinstance(value, Rows) else torch.full_like(value, -1, dtype=torch.int64)
+
+
+def _rows_of(places: Tensor, draw: int) -> Owners | None:
+    """Whose rows these are, or None if entries of several records are in one."""
+    if places.dim() < 1:
+        return None
+    flat = places.reshape(len(places), -1)
+    if flat.shape[1] == 0:
+        return None
+    highest = flat.max(1).values if len(flat) else flat[:, 0]
+    if not bool(((flat == highest[:, None]) | (flat == -1)).all()):
+        return None
+    return Owners(draw, highest.cpu())
+
+
+def plain(value: Any) -> Any:
+    """The same structure without marks."""
+    return _map(value, lambda tensor: tensor.as_subclass(Tensor) if isinstance(tensor, Rows) else tensor)
+
+
+def owners_of(values: tuple[Any, ...]) -> Owners | str:
+    """Whose rows the arguments of a model are; or why that is not known."""
+    found: list[Owners] = []
+    for value in values:
+        if not isinstance(value, Rows):
+            return "a tensor that did not come from the private loader"
+        if value.owners is None:
+            return "rows that were mixed, drawn for or reordered in a way that cannot be followed"
+        found.append(value.owners)
+    if not all(each.same(found[0]) for each in found):
+        return "tensors whose rows are of different records"
+    if bool((found[0].places < 0).any()):
+        return "rows that are of no record"
+    return found[0]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _map(value: Any, change: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map(item, change) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_map(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,367 @@
+"""Randomness inside a query is each record's own: dropout, noise layers, augmentation, in every way of summing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.networks.module import CompensatedSum, ModuleObjective
+from quietgrad.objectives.networks.randomness import RecordDraws, RecordKeys
+
+LOSS = nn.CrossEntropyLoss(reduction="none")
+KEY = bytes(range(32))
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+class Coin(nn.Module):
+    """One coin for the whole batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.rand(()) < 0.5 else x
+
+
+class PythonCoin(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if random.random() < 0.5 else x * float(np.random.rand())  # noqa: NPY002
+
+
+class DropConnect(nn.Module):
+    """Dropout of a weight: no row of it belongs to an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ F.dropout(self.weight, 0.5, self.training)
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) + torch.empty_like(x).uniform_(-1, 1) + torch.rand(x.shape, dtype=x.dtype)
+
+
+class Poisson(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.poisson(x.abs())
+
+
+class TimeFirst(nn.Module):
+    """Examples lie along the second axis where dropout meets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.drop(self.layer(x.view(len(x), 4, 2).transpose(0, 1)))
+        return steps.transpose(0, 1).flatten(1)
+
+
+class Attention(nn.Module):
+    """Dropout of attention weights (examples · heads, …), and of a sequence in one flat batch (time · examples)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.view(len(x), 2, 4)
+        mixed: Tensor = self.attend(z, z, z)[0]
+        flat = F.dropout(mixed.transpose(0, 1).reshape(-1, 4), 0.3, self.training)
+        return flat.view(2, len(x), 4).transpose(0, 1).reshape(len(x), 8)
+
+
+RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: nn.Dropout(0.5), "layers"),
+    "in place": (lambda: nn.Dropout(0.5, inplace=True), "layers"),
+    "alpha dropout": (lambda: nn.AlphaDropout(0.3), "layers"),
+    "rrelu": (nn.RReLU, "layers"),
+    "noise": (Noise, "layers"),
+    "time first": (TimeFirst, "layers"),
+    "dropconnect": (DropConnect, "vmap"),
+    "attention": (Attention, "vmap"),
+    "one coin": (Coin, "alone"),
+    "python's coin": (PythonCoin, "alone"),
+    "poisson": (Poisson, "alone"),
+}
+
+
+def objective_of(layer: nn.Module, n: int = 30, **more: Any) -> tuple[ModuleObjective, Any, Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 2)).double()
+    x = torch.randn(n, 6, dtype=torch.float64)
+    objective = ModuleObjective(model, LOSS, **more)
+    records = objective.prepare((x, (x[:, 0] > 0).long()))
+    return objective, records, objective.initial(records)
+
+
+def ask(
+    objective: ModuleObjective, records: Any, theta: Tensor, indices: Any, rule: Rule, key: bytes = KEY
+) -> Tensor:
+    out = torch.zeros_like(theta, dtype=torch.float64)
+    points = (theta, theta - 0.01)
+    objective.add(Batch(records, None if indices is None else np.array(indices), key), points, rule, out)
+    return out
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_what_a_record_contributes_depends_on_that_record_alone(name: str) -> None:
+    """The sum is the sum of what the records contribute alone: in any batch, pass and order, at both points."""
+    layer, expected = RANDOM[name]
+    objective, records, theta = objective_of(layer())
+    way = next(iter(objective.engine._ways.values()))
+    assert ("layers" if way.units else "vmap" if way.vectorised else "alone") == expected
+    for rule in (Rule.gradient(1.0), Rule.momentum(0.3, 1.0, 0.05)):
+        apart = [ask(objective, records, theta, [i], rule) for i in range(30)]
+        assert max(float(v.norm()) for v in apart) <= rule.bound
+        for indices in (None, range(29, -1, -1), [4, 7, 1], range(1, 30)):
+            chosen = range(30) if indices is None else indices
+            for micro_batch in (1024, 7):
+                objective.micro_batch = micro_batch
+                total = ask(objective, records, theta, indices, rule)
+                torch.testing.assert_close(total, sum(apart[i] for i in chosen), rtol=1e-9, atol=1e-12)
+    losses = [objective.loss_sum(Batch(records, np.array([i]), KEY), theta, 9.0) for i in range(30)]
+    assert objective.loss_sum(Batch(records, None, KEY), theta, 9.0) == pytest.approx(sum(losses), rel=1e-9)
+
+
+def test_a_record_that_overflows_leaves_the_others_their_masks() -> None:
+    """Replace-one: a huge record makes the sum be formed again; it may take away its own part and no more."""
+    objective, records, theta = objective_of(nn.Dropout(0.5))
+    before = ask(objective, records, theta, None, Rule.gradient(1.0))
+    x, y = records.read(RecordKeys(KEY, np.arange(30)))
+    x = x.clone()
+    x[11] = 1e308
+    after = ask(objective, objective.prepare((x, y)), theta, None, Rule.gradient(1.0))
+    assert float((before - after).norm()) <= 1.0
+
+
+def test_masks_are_secret_and_fresh_in_every_release() -> None:
+    objective, records, theta = objective_of(nn.Dropout(0.5))
+    plan = qg.plan(qg.DPGD(steps=3), n=30, budget=qg.Budget(1.0, 1e-5))
+    seen: list[bytes] = []
+    session = CentralCurator(objective, (records.read(RecordKeys(KEY, np.arange(30)))), seed=1).open(plan)
+    for _ in range(3):
+        key = session.draw("gradient").batch.key
+        assert key is not None
+        seen.append(key)
+    assert len(set(seen)) == 3
+    sums = [ask(objective, records, theta, None, Rule.gradient(1.0), key) for key in seen]
+    assert float((sums[0] - sums[1]).norm()) > 0.1
+
+
+def test_masks_have_the_right_law() -> None:
+    """A mean of 10⁶ fair numbers is off by 5 standard errors in 6 of 10⁷ runs; so are the correlations."""
+    words = RecordKeys(KEY, np.arange(1000)).draws
+    with RecordDraws(words, (0, 0, 0, 0), torch.device("cpu")):
+        kept = F.dropout(torch.ones(1000, 1000), 0.3) > 0
+        normal, uniform = torch.randn(1000, 1000), torch.rand(1000, 1000)
+        exponential = torch.empty(1000, 1000).exponential_(2.0)
+    assert abs(kept.double().mean() - 0.7) < 5 * (0.21 / 1e6) ** 0.5
+    assert abs(normal.mean()) < 5e-3
+    assert abs(normal.square().mean() - 1) < 5 * (2 / 1e6) ** 0.5
+    assert abs(uniform.mean() - 0.5) < 5 * (1 / 12e6) ** 0.5
+    assert float(uniform.min()) >= 0.0
+    assert float(uniform.max()) < 1.0
+    assert abs(exponential.mean() - 0.5) < 5 * 0.5e-3
+    for a, b in ((normal, normal.roll(1, 0)), (normal, normal.roll(1, 1))):  # other records, other places
+        assert abs((a * b).mean()) < 5e-3
+
+
+class Augmented(Dataset[Any]):
+    """Draws from all three generators, some records more often than others."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        x = self.x[i] + 0.1 * torch.randn(6) * random.random()
+        for _ in range(i % 3):
+            x = x * float(np.random.rand() + 0.5)  # noqa: NPY002
+        return x, int(self.x[i, 0] > 0)
+
+
+def test_augmentation_is_each_records_own() -> None:
+    torch.manual_seed(1)
+    objective = ModuleObjective(nn.Linear(6, 2), LOSS)
+    records = objective.prepare(Augmented(torch.randn(20, 6)))
+    theta = objective.initial(records)
+    state = torch.get_rng_state(), random.getstate()
+    whole = ask(objective, records, theta, None, Rule.gradient(1.0))
+    apart = sum(ask(objective, records, theta, [i], Rule.gradient(1.0)) for i in range(20))
+    torch.testing.assert_close(whole, apart, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(whole, ask(objective, records, theta, None, Rule.gradient(1.0), bytes(32)))
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+
+
+class OwnGenerator(Augmented):
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x[i] * float(self.rng.random()), 0
+
+
+def mixup(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = (torch.stack([torch.as_tensor(sample[k]) for sample in samples]) for k in (0, 1))
+    lam = float(np.random.beta(0.4, 0.4))  # noqa: NPY002
+    return lam * x + (1 - lam) * x[torch.randperm(len(x))], y
+
+
+def pad(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(list(x), batch_first=True), torch.as_tensor(y)
+
+
+def time_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*samples, strict=True)
+    return torch.stack(list(x), 1), torch.as_tensor(y)
+
+
+def test_randomness_that_is_nobodys_is_refused() -> None:
+    torch.manual_seed(0)
+    data = Augmented(torch.randn(20, 6))
+    objective = ModuleObjective(nn.Linear(6, 2), LOSS)
+    with pytest.raises(DataError, match="generator of its own"):
+        objective.prepare(OwnGenerator(data.x))
+    with pytest.raises(DataError, match="mixup"):
+        ModuleObjective(nn.Linear(6, 2), LOSS, collate_fn=mixup).prepare(data)
+    with pytest.raises(DataError, match=r"first dimension|examples first"):
+        ModuleObjective(nn.Linear(6, 2), LOSS, collate_fn=time_first).prepare(data)
+    ModuleObjective(nn.Linear(6, 2), LOSS, collate_fn=pad).prepare(data)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.generator = nn.Linear(6, 2), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.layer(x * torch.rand(x.shape, generator=self.generator))
+            return output
+
+    with pytest.raises(ValueError, match=r"torch\.Generator of the model's own"):
+        ModuleObjective(Own(), LOSS).prepare((data.x, torch.zeros(20, dtype=torch.int64)))
+
+
+class Surprising(nn.Module):
+    """Draws for large inputs only, which made-up ones never are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5) if float(x.detach().abs().max()) > 50 else x
+
+
+def test_a_draw_that_nobody_foresaw_is_still_each_records_own() -> None:
+    objective, records, theta = objective_of(Surprising())
+    x, y = records.read(RecordKeys(KEY, np.arange(30)))
+    calm = ask(objective, records, theta, None, Rule.gradient(1.0))
+    x = x.clone()
+    x[5] = 1e3
+    wild = ask(objective, objective.prepare((x, y)), theta, None, Rule.gradient(1.0))
+    assert float((wild - calm).norm()) <= 2.0
+
+
+def test_dropout_with_a_checkpoint_draws_the_same_on_the_way_back() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return result
+
+    objective, records, theta = objective_of(Checkpointed())
+    key = RecordKeys(KEY, np.arange(30))
+    x, y = records.read(key)
+    way = next(iter(objective.engine._ways.values()))
+    assert way.draws == "generator"
+    step = 1e-6 * torch.randn(len(theta), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    losses = [objective.engine.losses(theta + s * step, x, y, key) for s in (1, -1)]
+    slope = ask(objective, records, theta, None, Rule.gradient(float("inf"))) @ step * 2
+    assert float((losses[0] - losses[1]).sum()) == pytest.approx(float(slope), rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [100, 5000])
+def test_one_record_more_changes_one_pass(n: int) -> None:
+    """Passes are leaves of a tree on secret words: whoever leaves changes the leaf he was in."""
+    keys = RecordKeys(KEY, np.arange(n))
+    most = 64
+    passes = {tuple(keys.indices[rows]) for rows in keys.passes(most)}
+    assert sorted(i for each in passes for i in each) == list(range(n))
+    assert max(map(len, passes)) <= most
+    for gone in (0, n // 2, n - 1):
+        rest = RecordKeys(KEY, np.delete(np.arange(n), gone))
+        changed = {tuple(rest.indices[rows]) for rows in rest.passes(most)} ^ passes
+        assert sum(gone in each for each in changed) == 1
+        assert sum(len(each) for each in changed) <= 2 * most + 1
+
+
+def test_sums_over_many_passes_keep_the_bound() -> None:
+    """In float32 a sum of 2²⁴ ones no longer grows; with compensation no term is lost."""
+    total = CompensatedSum(torch.zeros(2))
+    for term in (2.0**53, 1.0, 1.0, 1.0, -(2.0**53)):
+        total.add(torch.full((2,), term, dtype=torch.float64))
+    assert total.value.tolist() == [3.0, 3.0]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    n = 200_000
+    x = torch.ones(n, 4) + 0.3 * torch.rand(n, 4)
+    objective = ModuleObjective(model, lambda out, y: out[:, 0])
+    records = objective.prepare((x, torch.zeros(n)))
+    theta = objective.initial(records)
+    whole = ask(objective, records, theta, None, Rule.gradient(1.0))
+    assert float(whole.norm()) > 0.9 * n
+    for gone in (0, n - 1):
+        less = ask(objective, records, theta, np.delete(np.arange(n), gone), Rule.gradient(1.0))
+        assert float((whole - less).norm()) <= 1.0
+
+
+def test_resume_draws_the_same_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with dropout and augmentation, though the program has drawn other numbers in between."""
+    key = bytes(range(32))
+    monkeypatch.setattr("quietgrad.privacy.keys.fresh_key", lambda: key)
+    torch.manual_seed(0)
+    data, algorithm, budget = Augmented(torch.randn(60, 6)), qg.DPSRM(steps=6, batch_size=20), qg.Budget(3.0, 1e-5)
+
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    class Stopped(Exception):
+        pass
+
+    def stop(progress: qt.Progress) -> None:
+        if progress.step == 3:
+            raise Stopped
+
+    settings: dict[str, Any] = {"folder": tmp_path / "run", "checkpoint_seconds": 0.0, "micro_batch": 8}
+    with pytest.raises(Stopped):
+        qt.fit(model(), LOSS, data, algorithm, budget=budget, callbacks=[stop], every=1, **settings)
+    random.seed(99)
+    again = qt.resume(model(), LOSS, data, algorithm, **settings)
+    whole = qt.fit(model(), LOSS, data, algorithm, budget=budget, micro_batch=8, folder=tmp_path / "whole")
+    assert torch.equal(again.params, whole.params)
