@@ -138,7 +138,7 @@ def test_shares_are_public_and_never_exceed_the_budget() -> None:
                             plan = for_table(n, d, budget=budget, regression=regression, sparse=is_sparse)
                             shares = [slot.count / slot.noise**2 for slot in plan.schedule(n).slots]
                             assert sum(shares) == pytest.approx(1.0)
-                            assert shares[-1] >= 0.3  # a good part of it trains, also beside standard errors
+                            assert shares[-1] >= 0.2  # a good part of it trains, also beside standard errors
 
 
 def test_the_plan_costs_what_it_says() -> None:

@@ -27,7 +27,7 @@ from quietgrad.privacy.budget import Relation
 
 MOST_NOISE = 1.0 / 3.0
 """Of the curvature's least eigenvalue: a noisier inverse tells nothing."""
-CROWDED = 0.06
+CROWDED = 0.018
 """p^1.5/(nμ) beyond which no step is bought: its curvature would be refused."""
 _SHARES = {"score": 0.45, "information": 0.5, "dispersion": 0.05}
 
@@ -51,14 +51,17 @@ class Step:
     refused: str = ""
 
 
+def covers(objective: Any) -> bool:
+    """Whether the covariance above is that of this loss."""
+    return type(objective) in (Logistic, Squared)
+
+
 def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation: Relation) -> Step:
     """Release gradient, curvature and (for squares) dispersion at ``start``, and step.
 
     ``seen`` turns a query into one about the rows as the frame shows them.
     """
     squares = isinstance(door.objective, Squared)
-    if not squares and not isinstance(door.objective, Logistic):
-        raise ValueError("standard errors are known for logistic and least-squares models of one score.")
     radius, n, size = whitening.radius, door.expected_batch("gradient"), len(start)
     gradient = WhitenedGradient(start, (2.0 if squares else 1.25) * radius, whitening)
     information = WhitenedInformation(start, (2.5 if squares else 0.625) * radius**2, whitening, relation)

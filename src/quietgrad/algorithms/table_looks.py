@@ -81,9 +81,9 @@ class Look:
 
     def shares(self) -> dict[str, float]:
         """The slots this look adds, with their shares."""
-        half = self.target_share / 2.0
+        half = self.target_share / 2.0 if not self.whole else 0.0
         named = {"ranges": self.range_share, "offsets": self.offset_share}
-        named |= {"octaves": self.octave_share, "targets": half, "target-bins": half}
+        named |= {"octaves": self.octave_share, "targets": self.target_share - half, "target-bins": half}
         return {name: share for name, share in named.items() if share}
 
     def config(self) -> dict[str, Any]:
@@ -170,11 +170,14 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
     if look.target is not None or not look.target_share:
         return look.target
     query = TargetMagnitudes(relation)
-    rough = read_target(door.release("targets", query), noise_of(door, "targets", query.bound))
+    counts = door.release("targets", query)
+    rough = read_target(counts, noise_of(door, "targets", query.bound), whole=look.whole)
     if rough is None:
         raise TooNoisyError(
             "y: no range of the targets stands out of the noise. Declare it as public: target_bounds=(low, high)."
         )
+    if look.whole:
+        return rough
     pieces = TargetPieces(*rough, relation)
     counts = door.release("target-bins", pieces)[None]
     noise, everyone = noise_of(door, "target-bins", pieces.bound), door.expected_batch("target-bins")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quietgrad.algorithms.base import check_range
 from quietgrad.algorithms.one_step import CROWDED
 from quietgrad.algorithms.table_looks import Bounds, Look
 from quietgrad.algorithms.whitened_gd import WhitenedGD
@@ -52,6 +53,8 @@ def for_table(
     >>> small.look.ranges, small.moments, large.look.ranges, large.moments
     ('means', 'diagonal', 'each', 'full')
     """
+    if row_bound is not None:
+        check_range("row_bound", row_bound, 0.0, 1e150, closed=False)
     mu = strength(budget)
     tightness = (features + 1) ** 1.5 / (n * mu)
     if inference is None:

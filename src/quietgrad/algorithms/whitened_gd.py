@@ -111,7 +111,10 @@ class WhitenedGD(Algorithm):
         everyone = FullBatch()
         # A share s of μ² for k releases means noise ∝ √(k/s) each.
         slots = [Slot(name, everyone, noise=1.0 / math.sqrt(share)) for name, share in shares.items()]
-        return Schedule((*slots, Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))))
+        gradients = Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))
+        # Whether any feature is far from zero, and so whether offsets are asked for, follows from a release.
+        adaptive = self.look is not None and self.look.offset_share > 0.0
+        return Schedule((*slots, gradients), adaptive=adaptive)
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
@@ -138,12 +141,25 @@ class WhitenedGD(Algorithm):
             if self.inference_share:
                 self._infer(state, door, whitening)
             state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, door)
+            self._tell(state)
         return state
+
+    def _tell(self, state: State) -> None:
+        """What a model needs besides its parameters, and what could not be found, for whoever reads the result."""
+        frame, extra = frame_of(state.extra), state.extra
+        if frame is not None:
+            extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
+            extra["target_range"] = None if frame.target is None else list(frame.target)
+        if "covariance" in extra:
+            extra["coefficient_covariance"] = extra["covariance"].tolist()
 
     def _infer(self, state: State, door: Session, whitening: Whitening) -> None:
         """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""
         extra = state.extra
         relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
+        if not one_step.covers(door.objective):
+            extra["refused_inference"] = "they are offered for two classes and for least squares only"
+            return
         found = one_step.take(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
         extra["refused_inference"] = found.refused
         if found.refused:

@@ -219,8 +219,10 @@ def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
     return float(edges[min(reached, len(edges) - 1)])
 
 
-def read_target(counts: Floats, sigma: float) -> tuple[float, float] | None:
+def read_target(counts: Floats, sigma: float, *, whole: bool = False) -> tuple[float, float] | None:
     """The interval [low, high] that holds the targets, from their magnitudes; ``None`` if nothing stands out.
+
+    It is widened by an octave where a tail could hide in the noise, and with ``whole`` always.
 
     >>> counts = np.zeros(2 * (HIGHEST - LOWEST + 1) + 1); counts[3 - LOWEST] = 100.0
     >>> read_target(counts, 1.0)
@@ -236,6 +238,6 @@ def read_target(counts: Floats, sigma: float) -> tuple[float, float] | None:
     uppers: Any = np.concatenate([-edges[::-1] / 2.0, [0.0], edges])
     lowers: Any = np.concatenate([-edges[::-1], [0.0], edges / 2.0])
     low, high = float(lowers[found.first[0]]), float(uppers[found.last[0]])
-    if 2.5 * sigma > _UNSEEN * float(line.clip(min=0.0).sum()):
+    if whole or 2.5 * sigma > _UNSEEN * float(line.clip(min=0.0).sum()):
         low, high = (2.0 * low if low < 0.0 else low / 2.0), (2.0 * high if high > 0.0 else high / 2.0)
     return (low, high) if low < high else (low - 1.0, high + 1.0)
