@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quietgrad.curators.account import spent
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
 
 _HOMES = {
@@ -24,7 +25,9 @@ _HOMES = {
     "PrivateSVC": "estimators.classifiers",
     "PrivateHuberRegressor": "estimators.regressors",
     "PrivateLinearRegression": "estimators.regressors",
+    "PrivateScore": "estimators.scoring",
     "PrivateSearch": "estimators.search",
+    "private_score": "estimators.scoring",
     "spent": "curators.account",
 }
 
@@ -33,7 +36,9 @@ __all__ = [
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
     "PrivateSVC",
+    "PrivateScore",
     "PrivateSearch",
+    "private_score",
     "spent",
 ]
 
