@@ -28,8 +28,8 @@ class StagewiseDPSGD(Algorithm):
     Args:
         stages: K.
         first_steps: T⁰, so that stage k has 2^k·T⁰ steps.
-        batch_size, clip, sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. In turns, or with
-            correlated noise, all stages are one slot.
+        batch_size, clip, sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. In turns, or
+            with correlated noise, all stages are one slot.
         learning_rate: η⁰.
         momentum: ϱ while it is on.
         early_momentum: t⁰_on, so that momentum is on for the first 2^k·t⁰_on steps of stage k.

@@ -112,7 +112,7 @@ def slot_of(
     if isinstance(sampling, SinglePass) and steps * sampling.batch_size > sampling.n:
         raise ValueError(
             f"{steps} steps of {sampling.batch_size} fresh records are more than n={sampling.n}: in a single pass "
-            f"every record is used once. Plan at most {sampling.n // sampling.batch_size} steps, or smaller batches."
+            f"every record is used once. Plan {sampling.n // sampling.batch_size} steps, or smaller batches."
         )
     mechanism: Mechanism = GaussianNoise()
     if isinstance(noise, Correlated):

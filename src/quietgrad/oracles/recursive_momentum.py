@@ -31,8 +31,8 @@ class RecursiveMomentum(Oracle):
         joint_clip: clip the combination once instead of its two parts.
         smoothness: if given, C2 follows the public step: smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
         first_noise: noise multiplier of the first release relative to the others.
-        cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. Correlated noise is over all releases, the
-            first among them: it is then one of ``next``.
+        cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. Correlated noise is over all releases,
+            the first among them: it is then one of ``next``.
     """
 
     batch_size: int
@@ -53,8 +53,8 @@ class RecursiveMomentum(Oracle):
         if self._first == "next":
             if self.first_batch_size not in (None, self.batch_size) or self.first_noise != 1.0:
                 raise ValueError(
-                    "first_batch_size, first_noise: one record after another takes part under correlated noise or in "
-                    "turns, the first as all others; leave both out."
+                    "first_batch_size, first_noise: in turns, or under correlated noise, the first release is like "
+                    "all others; leave both out."
                 )
             return (slot_of("next", then, steps, self.noise, self.law),)
         first = sampling_of(self.sampling, n_public, self.first_batch_size or self.batch_size)

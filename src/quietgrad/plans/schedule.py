@@ -140,8 +140,8 @@ class Schedule:
             run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.whole_run]
             if self.composition != "sequential" or len(run) > 1:
                 raise ValueError(
-                    "correlated noise: its releases are one slot of a run, without filters, searches or other noise "
-                    "in between; use independent noise with this method."
+                    "correlated noise: its releases are one slot of a run, without filters, searches or other "
+                    "noise in between; use independent noise with this method."
                 )
         if self.composition == "parallel":
             passes = [slot.sampling for slot in self.slots if isinstance(slot.sampling, SinglePass)]

@@ -1,9 +1,9 @@
 """Noise that cancels: Gaussian noise correlated over the releases of a run, by four geometric buffers.
 
 Release k of T is sum_k + z·C·s·w_k with w = S⁻¹u, u independent standard normals and S lower triangular and
-Toeplitz with coefficients c₀ = 1, c_k = Σ_i α_i λ_i^(k−1). Later releases take back most of what earlier ones added,
-so that *sums* of releases, which is what a descent method makes of them, carry far less noise; a single release
-carries more (:attr:`Correlated.loudness`).
+Toeplitz with coefficients c₀ = 1, c_k = Σ_i α_i λ_i^(k−1). Later releases take back most of what earlier ones
+added, so that *sums* of releases, which is what a descent method makes of them, carry far less noise; a single
+release carries more (:attr:`Correlated.loudness`).
 
 **Why it is private.** S is lower triangular and invertible, so the transcript is a causal bijection of
 S·sums + z·C·s·u. A record that takes part in the releases π moves step k of it by r_k = Σ_j S_kj Δ_j, a vector that
@@ -58,7 +58,7 @@ class Correlated(Mechanism, kind="correlated"):
 
     >>> once = Correlated.made(256)
     >>> round(once.sensitivity(), 3), round(once.loudness, 2), round(once.gain(), 2)
-    (1.62, 1.73, 4.3)
+    (1.546, 1.73, 4.3)
     >>> once.event(lambda event: event, 2.0, Relation.ADD_REMOVE, 256)
     Gaussian(noise_multiplier=2.0)
     """
@@ -165,9 +165,9 @@ class Correlated(Mechanism, kind="correlated"):
         """Refuse releases that the sensitivity is not proved for."""
         if participation is None:
             raise ValueError(
-                f"correlated noise on {sampling}: it needs to know how often and how far apart a record takes part. "
-                "Use sampling='single-pass' or 'turns'; for the whole table in every release DP-GD with independent "
-                "noise is optimal, and secret samples (Poisson) are worth more with independent noise."
+                f"correlated noise on {sampling}: it must be known how often and how far apart a record takes part. "
+                "Use sampling='single-pass' or 'turns'. For the whole table in every release DP-GD with independent "
+                "noise is best, and secret samples (Poisson) are worth more with independent noise."
             )
         k, b = participation
         if k > 1 and b == 1:
@@ -192,8 +192,8 @@ class Correlated(Mechanism, kind="correlated"):
     def stated(self, multiplier: float) -> str:
         """One release, however many."""
         return (
-            f"correlated: one Gaussian release of noise multiplier {multiplier:.4g} over the whole run; each record in "
-            f"at most {self.participations} releases, at least {self.separation} apart"
+            f"correlated: one Gaussian release of noise multiplier {multiplier:.4g} over the whole run; each record "
+            f"in at most {self.participations} releases, at least {self.separation} apart"
         )
 
     def source(self, key: bytes, label: str, count: int) -> Source:
@@ -212,10 +212,15 @@ class Correlated(Mechanism, kind="correlated"):
 class Rows:
     """w_k = (S⁻¹u)_k by number k: w = u_k − α·B and B ← λ·B + w, with four buffers B that start empty.
 
-    Rows are a function of the key and of k alone: after an interruption the buffers are made again from the stream's
-    rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key. Numbers that
-    are skipped (a release of bound 0, a lost round, a draw that was never released) are run through all the same: a
-    recursion that stood still would cancel what was never added.
+    Rows are a function of the key and of k alone: after an interruption the buffers are made again from the
+    stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
+    Numbers that are skipped (a release of bound 0, a lost round, a draw that was never released) are run through
+    all the same: a recursion that stood still would cancel what was never added.
+
+    A resumed run whose sums differ goes on in a new epoch with a key of its own and is charged again. Its buffers
+    start empty at row 0 of its own stream; whichever rows of it are then released are a part of a whole run's, so
+    one more ``Gaussian(z)`` covers them, and noise of the two epochs is independent. Anybody who kept the old
+    buffers would instead give the same noise to two different sums.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> on, again = (Correlated.made(8).rows(seed_key(0), "noise") for _ in range(2))
@@ -238,8 +243,8 @@ class Rows:
             raise BudgetError(f"release {release}: the correlated noise was made for {self._releases}.")
         if self._buffers is not None and self._buffers.shape[1] != dim:
             raise BudgetError(
-                f"a release of {dim} numbers after one of {self._buffers.shape[1]}: correlated noise is over vectors "
-                "of one length. Plan another length as another slot."
+                f"a release of {dim} numbers after one of {self._buffers.shape[1]}: correlated noise is over "
+                "vectors of one length."
             )
         if self._buffers is None or release < self._next:
             self._buffers, self._next = np.zeros((len(self._alpha), dim)), 0
