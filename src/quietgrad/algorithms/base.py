@@ -19,6 +19,7 @@ from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.plans.schedule import Law, Plan, Schedule
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
+from quietgrad.sampling import SinglePass
 from quietgrad.vectors import Vector, copy, zeros_like
 
 Output = Literal["last", "average", "ema", "random"]
@@ -114,6 +115,8 @@ def config_of(algorithm: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if hasattr(value, "config"):
             return value.config()
+        if hasattr(value, "to_json"):
+            return value.to_json()
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
         return list(value) if isinstance(value, tuple) else value
@@ -151,7 +154,10 @@ class FirstOrder(Algorithm):
 
     def schedule(self, n_public: int) -> Schedule:
         """The releases of a run on ``n_public`` records."""
-        return Schedule(self.oracle().slots(n_public, self.steps))
+        slots = self.oracle().slots(n_public, self.steps)
+        fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
+        apart = fresh and not any(slot.mechanism.whole_run for slot in slots)
+        return Schedule(slots, "parallel" if apart else "sequential")
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
