@@ -13,7 +13,6 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready lint types unit attack
 
 setup: $(VENV)/.ready
-	-$(BIN)/python -m pip install --quiet 'spu>=0.9.5' --no-deps
 
 # torch first and exactly: what follows then finds it installed and keeps the CPU build.
 $(VENV)/.ready: pyproject.toml

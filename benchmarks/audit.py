@@ -28,7 +28,7 @@ import numpy as np
 from record import save
 
 import quietgrad as qg
-from quietgrad.audit.attacks import ATTACKS, attacks_on
+from quietgrad.audit.attacks import attacked, attacks_on
 from quietgrad.audit.replicas import central
 from quietgrad.audit.running import run
 
@@ -60,7 +60,7 @@ def statistical(report: Any) -> bool:
     return any(f.verdict == "violation" and not f.layer.startswith("L0") for f in report.findings)
 
 
-def false_alarms(names: Sequence[str] = tuple(ATTACKS)) -> dict[str, Any]:
+def false_alarms(names: Sequence[str] = tuple(attacked())) -> dict[str, Any]:
     """``MANY`` audits of every algorithm, its configurations in turn; fewer runs where they are made one by one."""
     found = {}
     for name in names:
@@ -208,7 +208,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
 def half_noise() -> list[dict[str, Any]]:
     """Which layers see half the noise missing, in every attack configuration at the size of ``--quick``."""
     rows = []
-    for name in ATTACKS:
+    for name in attacked():
         for attack in attacks_on(name):
             runs = round(2000 * attack.share)
             report = run(

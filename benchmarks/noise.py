@@ -27,9 +27,10 @@ import numba
 import numpy as np
 import scipy
 
-from quietgrad.privacy.noise import discrete_gaussian, release_gaussian, sigma_for
+from quietgrad.privacy.noise import release_gaussian, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FixedSize, Poisson
+from quietgrad.secure.sampler import discrete_gaussian
 
 REPEATS = 15
 DRAWS = 10**6
@@ -99,13 +100,13 @@ def batches() -> dict[str, Any]:
 
 def releases() -> dict[str, Any]:
     """One release on the grid (noise drawn before), and discrete Gaussian shares."""
-    calls, result = 200, {}
+    calls, result, shares = 200, {}, discrete_gaussian(2.0**20)
     for dim in (123, 26_010):
         total, stream = np.zeros(dim), SecureStream(fresh_key(), "noise")
         unit = stream.normal(0, dim)
         sigma, step = sigma_for(1.0, 1.0, dim)
         release = partial(release_gaussian, total, unit, sigma, step)
-        share = partial(discrete_gaussian, 2.0**20, dim, SecureStream(fresh_key(), "share"))
+        share = partial(shares.sample, SecureStream(fresh_key(), "share"), size=dim)
         times = microseconds({"release": lambda i, f=release: [f() for _ in range(calls)]}, per=calls)  # type: ignore[misc]
         result[f"release_gaussian, dim {dim}"] = times["release"]
         result[f"discrete_gaussian, sigma 2^20, dim {dim}"] = microseconds({"share": share}, per=1)["share"]

@@ -119,11 +119,12 @@ def scaling(seeds: int, sizes: list[int], dims: list[int], many: list[int]) -> d
         assert stated.hessian_lipschitz is not None
         most = 0.24 * stated.smoothness**2 / stated.hessian_lipschitz  # χ beyond which no stop means anything
         data = [dataclasses.replace(land, seed=j).prepare(n) for j in range(m)]
-        method, meaningful = qg.PerturbedSGD(), True
+        # The scaling of α is of interest beyond where the saddle would pass: only √(ρα) < M is asked for.
+        method, meaningful = qg.PerturbedSGD(curvature=stated.smoothness), True
         try:
             runs = [run_on_parties(land, data, method, budget=BUDGET, seed=100 * s) for s in range(seeds)]
         except ValueError:
-            meaningful, method = False, qg.PerturbedSGD(chi=most)
+            meaningful, method = False, qg.PerturbedSGD(chi=most, curvature=stated.smoothness)
             runs = [run_on_parties(land, data, method, budget=BUDGET, seed=100 * s) for s in range(seeds)]
         row = {
             "d": d, "n": n, "m": m,
@@ -193,7 +194,7 @@ def other_losses(seeds: int, n: int) -> list[dict[str, Any]]:
         shared: dict[str, Any] = {"steps": 120, "batch_size": size // 120, "learning_rate": 1.0 / c["smooth"]}
         oracle = qg.AdaptiveSpider(clip=c["clip"], smoothness=c["smooth"], kappa=4e-3)
         methods: dict[str, Any] = {
-            "perturbed-sgd": qg.PerturbedSGD(oracle=oracle, hessian_lipschitz=c["rho"]),
+            "perturbed-sgd": qg.PerturbedSGD(oracle=oracle, hessian_lipschitz=c["rho"], curvature=c["smooth"]),
             "dp-sgd": qg.DPSGD(**shared, clip=c["clip"]),
             "dp-srm": qg.DPSRM(**shared, clip=c["clip"]),
         }

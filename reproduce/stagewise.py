@@ -55,10 +55,10 @@ RATES: dict[str, tuple[float, ...]] = {
 }
 # ε, sampling and relation of the fits, and how many runs of each.
 CELLS: tuple[tuple[float | None, str, str, int], ...] = (
-    (8.0, "poisson", "add-remove", 1),
-    (8.0, "fixed-size", "replace-one", 1),
-    (2.0, "poisson", "add-remove", 1),
-    (None, "poisson", "add-remove", 1),  # the stages alone: the paper's non-private line
+    (8.0, "poisson", "add-remove", 5),
+    (8.0, "fixed-size", "replace-one", 5),
+    (2.0, "poisson", "add-remove", 5),
+    (None, "poisson", "add-remove", 5),  # the stages alone: the paper's non-private line
 )
 
 
@@ -104,12 +104,18 @@ def fit(
     n = len(train[1])
     method = algorithm(schedule, step, sampling, n, batch, first)
     budget = None if epsilon is None else qg.Budget(epsilon, DELTA, qg.Relation.parse(relation))
+    curve: list[tuple[int, float]] = []
     began = time.process_time()
-    result = qt.fit(model, LOSS, train, method, budget=budget, progress=False)
+    result = qt.fit(
+        model, LOSS, train, method, budget=budget, progress=False,
+        evaluate=lambda model: {"error": error(model, test)}, every=max(1, method.steps // 14),
+        callbacks=[lambda at: curve.append((at.step, at.metrics["error"]))],
+    )  # fmt: skip
     row = {
         "schedule": schedule, "step": step, "epsilon": epsilon, "sampling": sampling, "relation": relation,
         "run": number, "error": error(model, test), "cpu_seconds": time.process_time() - began,
         "epsilon_proved": result.privacy.epsilon, "noise_multiplier": result.privacy.noise_multiplier,
+        "curve": curve,
     }  # fmt: skip
     print(json.dumps(row, ensure_ascii=False), flush=True)
     return row

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Batch, Query, RecursiveMomentum, Rule
 from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.mechanisms import Source
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.vectors import Vector
@@ -26,30 +29,158 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Broken:
-    """A curator factory whose sessions are of a broken class, or whose noise is scaled."""
+    """A curator factory whose sessions are of a broken class, or whose noise is scaled or comes broken."""
 
     session: type[CentralSession] = CentralSession
     noise: float = 1.0
+    source: Callable[[Source], Source] | None = None
+    only: str | None = None  # the one slot whose source is broken
 
-    def __call__(self, objective: Any, data: Any, key: bytes) -> Any:
-        return _BrokenCurator(self, objective, data, key)
+    def __call__(self, objective: Any, data: Any, key: bytes | None = None, **settings: Any) -> Any:
+        return _BrokenCurator(self, objective, data, key=key, **settings)
+
+    def charging(self, objective: Any, data: Any, path: Path) -> Any:
+        """The same with a ledger."""
+        return _BrokenCurator(self, objective, data, ledger=path)
 
 
 class _BrokenCurator(CentralCurator):
-    def __init__(self, how: Broken, objective: Any, data: Any, key: bytes) -> None:
-        super().__init__(objective, data, key=key)
+    def __init__(self, how: Broken, objective: Any, data: Any, **settings: Any) -> None:
+        super().__init__(objective, data, **settings)
         self.how = how
 
-    def open(self, plan: Plan, **_: Any) -> CentralSession:
+    def open(self, plan: Plan, **settings: Any) -> CentralSession:
         plan = replace(plan, noise_multiplier=plan.noise_multiplier * self.how.noise)
-        return self.how.session(plan, self.objective, self.records, self._key)
+        session = super().open(plan, **settings)
+        session.__class__ = self.how.session
+        session.advance(settings.get("used") or {}, settings.get("rho_left"))
+        if self.how.source is not None:
+            only, change = self.how.only, self.how.source
+            session._sources = {
+                name: change(source) if only in (None, name) else source
+                for name, source in session._sources.items()
+            }
+        return session
+
+
+# --- broken noise: what a mechanism's source may do wrong ---------------------------------------------------------
+
+
+class Altered(Source):
+    """Passes everything on to the real source, under another number or not at all."""
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+
+    def number(self, release: int) -> int:
+        """The number that the real source is asked for."""
+        return release
+
+    def silent(self, release: int) -> bool:
+        """Whether this release gets no noise."""
+        return False
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        if not self.silent(release):
+            self.inner.add(total, self.number(release), multiplier, bound)
+
+    def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
+        if self.silent(release):
+            return int(np.argmin(scores))
+        return self.inner.choose(scores, self.number(release), rho, bound)
+
+    def first_below(
+        self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
+    ) -> int | None:
+        if self.silent(release):
+            return next((k for k, (value, _) in enumerate(values) if value <= threshold), None)
+        return self.inner.first_below(values, threshold, self.number(release), multiplier)
+
+    def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
+        if self.silent(release):
+            return np.asarray(counts > self.inner._mechanism.threshold(multiplier, bound))  # type: ignore[attr-defined]
+        return self.inner.passing(counts, self.number(release), multiplier, bound)
+
+
+class SilentEverySeventh(Altered):
+    """Forgets the noise at every seventh release."""
+
+    def silent(self, release: int) -> bool:
+        return release % 7 == 6
+
+
+class TwiceFromThirtyTwo(Altered):
+    """Uses every noise twice, from release 32 on."""
+
+    def number(self, release: int) -> int:
+        return release if release < 32 else release & ~1
+
+
+class SameNoise(Altered):
+    """Draws its noise once and keeps using it."""
+
+    def number(self, release: int) -> int:
+        return 0
+
+
+class Quieter(Altered):
+    """A tenth of the noise, whatever the plan says."""
+
+    factor = 0.1
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        self.inner.add(total, release, self.factor * multiplier, bound)
+
+    def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
+        return self.inner.choose(scores, release, rho / self.factor**2, bound)
+
+    def first_below(
+        self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
+    ) -> int | None:
+        return self.inner.first_below(values, threshold, release, self.factor * multiplier)
+
+    def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
+        mechanism, stream = self.inner._mechanism, self.inner._stream  # type: ignore[attr-defined]
+        sigma, _ = mechanism.scale(multiplier, bound)
+        noisy = counts + self.factor * sigma * stream.normal(release, len(counts))
+        return np.asarray(noisy > mechanism.threshold(multiplier, bound))
+
+
+class OneNumberForAll(Altered):
+    """Adds one number of noise to all coordinates."""
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        noise = np.zeros_like(total)
+        self.inner.add(noise, release, multiplier, bound)
+        total += noise[0]
+
+
+class UniformNoise(Altered):
+    """Noise of the right variance and another law."""
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        rng = np.random.default_rng(release)
+        total += multiplier * bound * math.sqrt(3.0) * rng.uniform(-1.0, 1.0, len(total))
+
+
+class HalfTheCoordinates(Altered):
+    """Noise on the first half of the coordinates."""
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        bare = total.copy()
+        self.inner.add(total, release, multiplier, bound)
+        half = len(total) // 2
+        total[half:] = bare[half:]
+
+
+# --- broken sessions ----------------------------------------------------------------------------------------------
 
 
 class NoiseThenClip(CentralSession):
     """Clips after the noise, so that the noise is cut down too."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        noisy = super().release(slot, query, rho=rho)
+    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+        noisy = super().release(slot, query, **more)
         return shorten(noisy[None], query.bound)[0]
 
 
@@ -57,55 +188,104 @@ class _Realised(CentralSession):
     """Knows how many records the last sample really had, per block."""
 
     def realised(self, slot: str) -> float:
-        source = self._sources[slot]
-        batch = source._sampler.batch(source.used - 1)
-        blocks = getattr(source.slot.sampling, "runs", 1)
+        batch = self._samplers[slot].batch(self._used[slot] - 1)
+        blocks = getattr(self._slots[slot].sampling, "runs", 1)
         return (len(self._records) if batch is None else len(batch)) / blocks
 
 
 class MeanOfRealisedBatch(_Realised):
     """Divides by the number of records drawn instead of the public constant."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        total = super().release(slot, query, rho=rho)
+    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+        total = super().release(slot, query, **more)
         return total * (self.expected_batch(slot) / max(1.0, self.realised(slot)))
 
 
 class SkipsEmptyBatch(_Realised):
     """Saves the noise when nobody was drawn."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        total = super().release(slot, query, rho=rho)
+    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+        total = super().release(slot, query, **more)
         return total if self.realised(slot) else total * 0.0
 
 
 class FloatNoise(CentralSession):
     """Adds plain float noise to the plain float sum."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        _, batch = self._take(slot)
+    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+        begun = self.draw(slot)
         dim = query.dim(self._records)
         out = np.zeros(dim)
-        query.sum_into(self.objective, Batch(self._records, batch.indices), out)
-        sigma, _ = sigma_for(self.plan.noise_multiplier, query.bound, dim)
+        query.sum_into(self.objective, self.batch(begun), out)
+        sigma, _ = sigma_for(self._multipliers[slot], query.bound, dim)
         return out + sigma * np.random.default_rng().standard_normal(dim)
-
-
-class SameNoiseAgain(CentralSession):
-    """Draws its noise once and keeps using it."""
-
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        self._sources[slot].used = 0
-        return super().release(slot, query, rho=rho)
 
 
 class TakesRecordsAgain(CentralSession):
     """Begins the single pass anew with every release."""
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, **more: Any) -> Vector:
         if self._fresh is not None:
-            self._fresh.position = 0
-        return super().release(slot, query, rho=rho)
+            self._fresh.position = 0  # the sampler itself refuses to hand out a record twice
+        self._fresh_at = 0
+        return super().release(slot, query, **more)
+
+
+class BeginsNoiseAnew(CentralSession):
+    """Counts on after a resume, but draws its noise from the beginning."""
+
+    def advance(self, used: Any, rho_left: float | None) -> None:
+        super().advance(used, rho_left)
+        self._offsets = dict(used)
+
+    def _begin(self, slot: str, verb: str) -> Any:
+        begun = super()._begin(slot, verb)
+        return begun._replace(number=begun.number - getattr(self, "_offsets", {}).get(slot, 0))
+
+
+class ChargesOneLess(CentralSession):
+    """Forgets the last release of every slot when it is closed."""
+
+    def _spent_event(self, data_dependent: bool) -> Any:
+        assert self.plan.budget is not None
+        if self._filter:
+            spent = (self.plan.event_rho - self.rho_left) * (1.0 - 1.0 / max(2, sum(self._used.values())))
+            return ZCDP(spent, self.plan.budget.relation)
+        return self.plan.event_of({name: count - 1 for name, count in self._used.items()})
+
+
+class AlwaysTheLastRound(CentralSession):
+    """Draws every random round as the longest one."""
+
+    def uniform(self, label: str) -> float:
+        return 1.0 - 2.0**-53
+
+
+class SamplesOnce(CentralSession):
+    """Draws one sample and uses it in every release."""
+
+    def batch(self, drawn: Any) -> Batch:
+        self._batches[drawn] = super().batch(drawn._replace(number=0))
+        return self._batches[drawn]
+
+
+class SamplesMore(CentralSession):
+    """Takes more records than it says."""
+
+    def batch(self, drawn: Any) -> Batch:
+        found = super().batch(drawn)
+        if found.indices is not None:
+            everyone = np.arange(len(self._records))
+            more = np.union1d(found.indices, everyone[(everyone + drawn.number) % 10 == 0])
+            self._batches[drawn] = found = found._replace(indices=more)
+        return found
+
+
+class ReplaysByName(CentralSession):
+    """Takes a release that is asked again for the one that was made, whatever its sum is."""
+
+    def _settled(self, begun: Any, settings: Any, *sums: Any) -> bool:
+        return True
 
 
 class SeparateClips(CanaryObjective):
@@ -132,6 +312,19 @@ class SeparatelyClippedLogistic(Logistic):
         super().add(batch, points[:1], gradient, out)
         super().add(batch, points[1:], gradient, before)
         out -= (1.0 - rule.gamma) * before
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfinityClipped(Logistic):
+    """Shortens every record until no coordinate exceeds the clip: a cube, not a ball."""
+
+    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
+        for i in rows:
+            free = Rule(rule.alpha, rule.beta, 1e30)
+            gradient = np.zeros_like(out)
+            super().add(Batch(batch.records, np.array([i])), points, free, gradient)
+            out += gradient * min(1.0, rule.clip / max(float(np.abs(gradient).max()), 1e-300))
 
 
 class SwappedClips(RecursiveMomentum):

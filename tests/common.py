@@ -1,17 +1,19 @@
 """The common table: one row per algorithm, and the shared problems every row must solve.
 
-A new algorithm is one file in ``algorithms/``, one oracle if it needs one, and one row here.
+The rows are the examples of ``quietgrad.algorithms.registry``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import quietgrad as qg
+from quietgrad.algorithms.examples import Example
+from quietgrad.algorithms.registry import ALGORITHMS, Entry
 from quietgrad.objectives import L2, Logistic
 
 N, D = 3000, 6
@@ -19,78 +21,23 @@ N, D = 3000, 6
 
 @dataclass(frozen=True)
 class Row:
-    """An algorithm as the table runs it.
-
-    ``loss`` is the risk it must reach on the shared problem at ``budget`` (the origin has 0.693, the minimum
-    about 0.40); ``sums`` says whether all its releases are sums of clipped queries.
-    """
+    """An example of the registry as the table runs it; ``loss`` is the risk it must reach on the shared problem."""
 
     algorithm: Any
     loss: float
-    budget: qg.Budget = field(default_factory=lambda: qg.Budget(4.0, 1e-5))
-    sums: bool = True
+    budget: qg.Budget
 
     @property
     def name(self) -> str:
         return str(self.algorithm.name)
 
 
-REPLACE = qg.Budget(4.0, 1e-5, qg.Relation.REPLACE_ONE)
+def _row(entry: Entry, example: Example) -> Row:
+    budget = qg.Budget(example.epsilon, example.delta, qg.Relation.parse(example.relation))
+    return Row(entry.make(example.settings), example.loss, budget)
 
-ROWS = [
-    Row(qg.DPSRM(steps=150, batch_size=200, learning_rate=1.0), 0.50),
-    Row(qg.DPSRM(steps=150, batch_size=200, learning_rate=1.0, joint_clip=True), 0.50),
-    Row(qg.DPSRM(steps=150, batch_size=200, learning_rate=1.0, difference_clip=1.0, smoothness=0.3), 0.52),
-    Row(qg.DPSRM(steps=150, batch_size=200, learning_rate=1.0, sampling="fixed-size"), 0.50, REPLACE),
-    Row(qg.DPSRM(steps=300, batch_size=200, learning_rate=1.0, returns="random"), 0.66),
-    Row(qg.DPSGD(steps=150, batch_size=200, learning_rate=1.0), 0.48),
-    Row(qg.DPSGD(steps=150, batch_size=200, learning_rate="cosine:1.0", momentum=0.9, momentum_kind="ema"), 0.50),
-    Row(qg.DPSGD(steps=150, batch_size=200, learning_rate="inverse-sqrt:3", returns="average"), 0.50, REPLACE),
-    Row(qg.DPSGD(steps=100, batch_size=200, learning_rate="linear:0.5", momentum=0.9, momentum_steps=20), 0.50),
-    Row(
-        qg.DPSGD(steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"), 0.50, REPLACE
-    ),
-    Row(qg.DPAdam(steps=100, batch_size=300, learning_rate=0.1), 0.50),
-    Row(qg.DPGD(steps=40, learning_rate=3.0), 0.46),
-    Row(qg.DPGD(steps=40, learning_rate=1.0, momentum=0.8, returns="average"), 0.50, REPLACE),
-    Row(qg.DPAGD(), 0.52, sums=False),
-    Row(qg.StagewiseDPSGD(stages=3, first_steps=20, batch_size=200, learning_rate=2.0), 0.50),
-    Row(qg.StagewiseDPSGD(stages=3, first_steps=20, batch_size=200, learning_rate=4.0, early_momentum=0), 0.50),
-    Row(qg.StagewiseDPSGD(stages=3, first_steps=20, batch_size=200, learning_rate=2.0, returns="random"), 0.60),
-    Row(qg.RRPSGD(steps=225, batch_size=200, learning_rate=1.0), 0.66),
-    Row(qg.BassilySGD(steps=225, batch_size=200, learning_rate=3.0), 0.50),
-    Row(qg.OutputPerturbation(steps=60), 0.60, REPLACE),
-    Row(qg.OutputPerturbation(steps=60, mechanism="pure"), 0.65, REPLACE),
-    Row(qg.WhitenedGD(steps=20, row_bound=1.0), 0.48, REPLACE),
-    Row(
-        qg.PerturbedSGD(
-            oracle=qg.AdaptiveSpider(300, 60, clip=1.0, smoothness=0.25, kappa=3.0),
-            learning_rate=2.0,
-            chi=0.02,
-            radius=1.0,
-            escape_steps=10,
-            attempts=2,
-            hessian_lipschitz=0.1,
-        ),
-        0.58,
-        REPLACE,
-    ),
-    Row(
-        qg.PerturbedSGD(
-            oracle=qg.AdaptiveSpider(
-                300, 150, clip=1.0, smoothness=0.25, kappa=3.0, regime="reuse", full_queries=20
-            ),
-            steps=60,
-            learning_rate=2.0,
-            chi=0.01,
-            radius=1.0,
-            escape_steps=10,
-            attempts=2,
-            hessian_lipschitz=0.1,
-        ),
-        0.55,
-    ),
-]
+
+ROWS = [_row(entry, example) for entry in ALGORITHMS.values() for example in entry.examples]
 
 
 def labels(rows: list[Row]) -> list[str]:

@@ -346,20 +346,37 @@ def test_poisson_curve_tends_to_the_unsampled_one() -> None:
     assert np.isinf(_poisson_replace_curve(0.5, 20.0)[-1])  # left out, not guessed
 
 
-def test_selection_curve_equals_dp_accounting() -> None:
+@pytest.mark.parametrize("shape", [0.0, 1e-9, 0.5, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("mean", [1.0, 1.0 + 2.0**-52, 1.0 + 1e-9, 1.01, 2.0, 30.0, 1e6])
+@pytest.mark.parametrize("z", [1.0, 20.0])
+def test_selection_equals_dp_accounting(z: float, mean: float, shape: float) -> None:
+    """Everywhere but where K = 1 for certain: there one run is released, and one run is what it costs."""
     from dp_accounting import NeighboringRelation, dp_event, rdp
 
     from quietgrad.privacy.renyi import _ORDERS
 
-    for shape in (0.0, 0.5, 1.0, 3.0, math.inf):
-        theirs = rdp.RdpAccountant(_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
-        theirs.compose(dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(20.0), 30.0, shape))
-        ours = account(RepeatAndSelect(Gaussian(20.0), 30.0, shape), delta=DELTA, relation=ADD)
+    theirs = rdp.RdpAccountant(_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    theirs.compose(dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(z), mean, shape))
+    ours = account(RepeatAndSelect(Gaussian(z), mean, shape), delta=DELTA, relation=ADD)
+    once = account(Gaussian(z), delta=DELTA, relation=ADD, accountant="rdp")
+    if mean == 1.0 and math.isfinite(shape):
+        assert ours == once
+    else:
         assert ours == pytest.approx(theirs.get_epsilon(DELTA), rel=1e-6)
-    once = RepeatAndSelect(Gaussian(20.0), 1.0)
-    assert account(once, delta=DELTA, relation=ADD) == account(
-        Gaussian(20.0), delta=DELTA, relation=ADD, accountant="rdp"
-    )
+        assert ours > once
+
+
+def test_a_poisson_number_of_runs_costs_more_than_one_run_also_at_mean_one() -> None:
+    """Best of K runs of randomised response, K ~ Poisson(1), nothing if K = 0: its exact ε is above one run's.
+
+    The best of K is bad only if all are: P(K ≥ 1, all bad) = e^{p−1} − e^{−1}, with p the chance of a bad run.
+    """
+    e = 0.5
+    bad = (math.exp(e) / (1 + math.exp(e)), 1 / (1 + math.exp(e)))
+    exact = math.log((math.exp(bad[0]) - 1) / (math.exp(bad[1]) - 1))
+    assert exact > e * 1.05
+    event = RepeatAndSelect(Pure(e, Relation.ADD_REMOVE), 1.0, math.inf)
+    assert account(event, delta=1e-9, relation=ADD) > exact
 
 
 # ---- compositions of all kinds ----

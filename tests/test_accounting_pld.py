@@ -191,12 +191,18 @@ def test_extremes(event: Event, delta: float, expected: float, rel: float) -> No
     assert account(event, delta=delta, relation=ADD) == pytest.approx(expected, rel=rel)
 
 
-def test_tiny_delta_is_left_to_the_renyi_accountant() -> None:
-    """Below the rounding errors of the transform the PLD gives no finite ε, and the curves do."""
-    event = poisson_gaussian(0.01, 1.0, 10_000)
-    proof = prove(event, delta=1e-15, relation=ADD)
-    assert proof.accountant == "rdp"
-    assert proof.epsilon > account(event, delta=1e-9, relation=ADD)
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+@pytest.mark.parametrize("delta", [1e-12, 1e-30])
+@pytest.mark.parametrize(("rate", "z", "steps"), [(0.01, 1.0, 10_000), (1e-3, 1.0, 1000), (1.5e-4, 0.61, 65_600)])
+def test_tiny_delta_stays_with_the_losses_and_beats_the_curves(
+    rate: float, z: float, steps: int, delta: float, relation: str
+) -> None:
+    """A curve of the same pair cannot be smaller; tilted sums must not lose that where large losses are rare."""
+    event = poisson_gaussian(rate, z, steps)
+    proof = prove(event, delta=delta, relation=relation)
+    assert proof.accountant == "pld-poisson"
+    assert proof.epsilon < account(event, delta=delta, relation=relation, accountant="rdp")
+    assert proof.epsilon > account(event, delta=10 * delta, relation=relation)
 
 
 def test_too_little_noise_has_no_finite_epsilon_on_the_grid() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import quietgrad as qg
-from quietgrad.algorithms import HOMES, by_name
+from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit import bounds, federated
-from quietgrad.audit.attacks import ATTACKS, Attack, attacks_on
+from quietgrad.audit.attacks import Attack, attacked, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
 from quietgrad.audit.distinguish import Claim, learned, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
-from quietgrad.audit.listener import NotSeparableError
 from quietgrad.audit.replicas import collect
 from quietgrad.audit.running import run
-from quietgrad.audit.worlds import TableGame
 from quietgrad.cli import main
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.gaussian import gaussian_epsilon
@@ -152,11 +149,6 @@ def test_blocks_and_loop_agree_without_noise_differences() -> None:
     assert np.abs(fast_view.transcript.mean(axis=0) - slow_view.transcript.mean(axis=0)).max() < error
 
 
-def test_worlds_of_tables_refuse_blocks() -> None:
-    with pytest.raises(NotSeparableError):
-        TableGame(4, ADD).world(0, 2)
-
-
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=5), st.floats(1e-3, 1e3))
 @settings(max_examples=50, deadline=None)
 def test_shorten_never_exceeds_the_clip(row: list[float], clip: float) -> None:
@@ -190,13 +182,12 @@ def test_learned_scores_take_worlds_that_release_unequally_often() -> None:
 
 
 def test_every_private_algorithm_has_an_attack() -> None:
-    classes = [getattr(import_module(f"quietgrad.algorithms.{home}"), cls) for cls, home in HOMES.items()]
-    missing = {c.name for c in classes if c.private} - set(ATTACKS)
+    missing = {name for name, entry in ALGORITHMS.items() if entry.kind.private and not entry.attacks}
     assert not missing, f"no attack is prepared for {sorted(missing)}"
 
 
 SLOW = ("whitened-gd", "dp-agd", "perturbed-sgd", "model-selection")
-FAST = [(name, attack) for name in ATTACKS for attack in attacks_on(name) if name not in SLOW]
+FAST = [(name, attack) for name in attacked() for attack in attacks_on(name) if name not in SLOW]
 
 
 @pytest.mark.parametrize(("name", "attack"), FAST, ids=[f"{n}-{a.label}-{a.budget.relation}" for n, a in FAST])
@@ -205,7 +196,7 @@ def test_correct_algorithms_pass_with_signal(name: str, attack: Attack) -> None:
     report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=800, seed=11)
     assert report.verdict == "pass", str(report)
     assert report.epsilon_lower <= report.epsilon_claimed
-    assert by_name(name) is type(attack.algorithm)
+    assert ALGORITHMS[name].kind is type(attack.algorithm)
 
 
 @pytest.mark.parametrize("name", SLOW)

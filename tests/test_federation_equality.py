@@ -79,7 +79,7 @@ def table() -> tuple[Floats, Floats]:
 def central(algorithm: Any) -> Floats:
     curator = CentralCurator(OBJECTIVE, table(), seed=SEED)
     session = curator.open(plan(algorithm, n=N, budget=None))
-    params: Floats = run(algorithm, session, curator.initial(), seeded=True).params
+    params: Floats = run(algorithm, session, curator.initial()).params
     return params
 
 

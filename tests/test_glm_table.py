@@ -176,3 +176,49 @@ def test_the_full_batch_needs_no_compiler() -> None:
         "assert not {'numba', 'scipy', 'sklearn', 'torch'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+_CELL = "HIV-positive since 2019"
+
+
+def _objects(*rows: Any) -> Any:
+    return np.array(rows, dtype=object)
+
+
+def _frame(**columns: Any) -> Any:
+    return pytest.importorskip("pandas").DataFrame(columns)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: (_objects([1.0, 2.0], [3.0, _CELL]), [0, 1]), "column 1 must be numbers and 1 row is not"),
+        (lambda: ([[1.0, _CELL, _CELL], [3.0, _CELL, 2.0]], [0, 1]), r"column 1 \(and 1 more.* 2 rows are not"),
+        (lambda: (_frame(age=[1, 2], diagnosis=[_CELL, "none"]), [0, 1]), "column 'diagnosis' must be .* 2 rows"),
+        (lambda: (_frame(age=[1, _CELL], seen=[None, 2]), [0, 1]), "column 'age' must be numbers and 1 row"),
+        (lambda: ([[1.0], [2.0, _CELL]], [0, 1]), "rows of different lengths"),
+        (lambda: (GOOD, [1.0, _CELL]), "y: must be one number per record and 1 row is not"),
+        (lambda: (GOOD, np.array([_CELL, _CELL])), "y: must be one number per record and 2 rows are not"),
+        (lambda: (GOOD, _frame(y=[0, _CELL])["y"]), "y: must be one number per record and 1 row is not"),
+        (lambda: (GOOD, _objects(0, {"cell": _CELL})), "y: must be one number per record and 1 row is not"),
+        (lambda: (_objects([10**400, 1], [0, 1]), [0, 1]), "no float64"),
+    ],
+)
+def test_errors_name_columns_and_rows_and_never_a_cell(make: Any, words: str) -> None:
+    from quietgrad.estimators import PrivateHuberRegressor
+
+    X, y = make()
+    with pytest.raises(DataError, match=words) as caught:
+        Logistic().prepare((X, y))
+    with pytest.raises((TypeError, ValueError, OverflowError, DataError)) as of_estimator:
+        PrivateHuberRegressor(epsilon=1.0).fit(X, y)
+    for error in (caught.value, of_estimator.value):
+        told: BaseException | None = error
+        while told is not None:  # a traceback shows what an error was raised from, unless that is cut off
+            assert _CELL not in str(told)
+            told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
+
+
+def test_objects_that_are_all_numbers_are_numbers() -> None:
+    records = Squared().prepare((_objects([1, 2.5], [np.float32(3), True]), _objects(1, 2.0)))
+    assert records.X.tolist() == [[1.0, 2.5], [3.0, 1.0]]

@@ -65,7 +65,7 @@ def test_empirical_derivatives_are_exact(land: Landscape) -> None:
     hessian = matrix(lambda v: land.hessian_product(records, x, v), land.dim)
     np.testing.assert_allclose(numeric(lambda y: land.risk_gradient(records, y), x), hessian, atol=1e-7)
     total = np.zeros((land.dim, land.dim))
-    land.add_hessians(records, None, x, math.inf, total)
+    land.add_hessians(Batch(records, None), x, math.inf, total)
     np.testing.assert_allclose(total / 50, hessian, atol=1e-12)
     assert land.loss_sum(Batch(records, None), x, math.inf) >= land.risk(records, x) * 50 - 1e-9
 
@@ -168,7 +168,7 @@ def test_one_record_never_exceeds_the_clip(land: Landscape, seed: int, exponent:
     JointMomentum(x, y, 0.4, clip).sum_into(land, Batch(one, first), sums[3])
     assert float(np.linalg.norm(sums, axis=1).max()) <= clip * (1 + 1e-9)
     hessian = np.zeros((land.dim, land.dim))
-    land.add_hessians(one, first, x, clip, hessian)
+    land.add_hessians(Batch(one, first), x, clip, hessian)
     assert float(np.abs(np.linalg.eigvalsh(hessian)).max()) <= clip * (1 + 1e-9)
 
 
@@ -184,7 +184,7 @@ def test_records_that_are_not_finite_count_as_nothing(land: Landscape) -> None:
     Gradient(np.full(land.dim, 1e200), 1.0).sum_into(land, Batch(records, None), out)
     assert np.isfinite(out).all()
     hessian = np.zeros((land.dim, land.dim))
-    land.add_hessians(records, None, np.full(land.dim, 1e200), 1.0, hessian)
+    land.add_hessians(Batch(records, None), np.full(land.dim, 1e200), 1.0, hessian)
     assert np.isfinite(hessian).all()
 
 

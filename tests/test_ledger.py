@@ -68,7 +68,9 @@ def test_reserve_writes_the_whole_cost_and_can_be_found_again(ledger: Ledger) ->
     assert paid.relation is Relation.ADD_REMOVE
     assert paid.epsilon == epsilon(plan)
     again = Ledger(ledger.path)
-    assert again.find("r1") == paid
+    found = again.find("r1")
+    assert found is not None
+    assert (found.reservation, found.state, found.counts) == (paid, "open", plan)
     assert again.find("other") is None
     assert again.entries()[-1].body["note"] == "first try"
     assert spent(again) == epsilon(plan)
@@ -120,8 +122,10 @@ def test_a_crash_counts_in_full_and_a_plain_close_too(ledger: Ledger) -> None:
     closed = ledger.reserve("closed", plan, run="b", **PROMISE)
     assert ledger.close(closed.id, reason="finished") == plan
     assert spent(ledger, "crashed") == spent(ledger, "closed") == epsilon(plan)
-    assert ledger.find("a") == crashed
-    assert ledger.find("b") is None
+    for run, paid, state in (("a", crashed, "open"), ("b", closed, "closed")):
+        found = ledger.find(run)
+        assert found is not None
+        assert (found.reservation, found.state) == (paid, state)
 
 
 def test_only_a_stop_that_did_not_look_at_the_data_gives_back(ledger: Ledger) -> None:
@@ -154,7 +158,7 @@ def test_what_was_not_reserved_cannot_be_the_charge(ledger: Ledger, other: Event
     paid = ledger.reserve("people", plan, run="a", **PROMISE)
     with pytest.raises(ValueError, match="is not a part of the reserved"):
         ledger.close(paid.id, spent_event=other, reason="stop", data_dependent=False)
-    assert ledger.find("a") == paid
+    assert ledger.book().open(paid.id).reservation == paid
     assert ledger.book().counted("people") == [plan]
 
 
@@ -168,6 +172,55 @@ def test_cancel_gives_everything_back_and_closed_is_closed(ledger: Ledger) -> No
     with pytest.raises(LedgerError, match="'0' is unknown"):
         ledger.close("0", reason="")
     assert ledger.verify().entries == 3
+
+
+def test_find_prefers_the_open_reservation_and_forgets_cancelled_ones(ledger: Ledger) -> None:
+    first = ledger.reserve("people", STEP, run="a", fingerprint="t1", **PROMISE)
+    ledger.close(first.id, reason="done")
+    second = ledger.reserve("people", FIRST, run="a", fingerprint="t1", **PROMISE)
+    third = ledger.reserve("people", STEP, run="a", fingerprint="t1", **PROMISE)
+
+    def found() -> tuple[Reservation, str, str | None]:
+        held = ledger.find("a")
+        assert held is not None
+        return held.reservation, held.state, held.fingerprint
+
+    assert found() == (third, "open", "t1")
+    ledger.cancel(third.id, reason="nothing left")
+    assert found() == (second, "open", "t1")
+    ledger.close(second.id, reason="done")
+    assert found() == (second, "closed", "t1")
+
+
+def test_closing_again_alike_returns_what_is_booked_and_writes_nothing(ledger: Ledger) -> None:
+    plan, half = Repeated(STEP, 100), Repeated(STEP, 50)
+    full = ledger.reserve("people", plan, run="a", **PROMISE)
+    part = ledger.reserve("people", plan, run="b", **PROMISE)
+    ledger.close(full.id, reason="finished")
+    ledger.close(part.id, spent_event=half, reason="time is up", data_dependent=False)
+    before = ledger.path.read_bytes()
+    again = Ledger(ledger.path)
+    assert again.close(full.id, reason="finished, once more") == plan
+    assert again.close(full.id, spent_event=half, reason="looked", data_dependent=True) == plan
+    assert again.close(part.id, spent_event=half, reason="time is up", data_dependent=False) == half
+    assert again.path.read_bytes() == before
+
+
+def test_closing_again_otherwise_is_refused_in_both_directions(ledger: Ledger) -> None:
+    plan, half = Repeated(STEP, 100), Repeated(STEP, 50)
+    full = ledger.reserve("people", plan, run="a", **PROMISE)
+    part = ledger.reserve("people", plan, run="b", **PROMISE)
+    ledger.close(full.id, reason="finished")
+    ledger.close(part.id, spent_event=half, reason="time is up", data_dependent=False)
+    before = ledger.path.read_bytes()
+    with pytest.raises(LedgerError, match="booked otherwise"):  # it was charged in full: nothing comes back
+        ledger.close(full.id, spent_event=half, reason="time is up", data_dependent=False)
+    for more in (None, Repeated(STEP, 51)):  # more was released than is booked: said, not swallowed
+        with pytest.raises(LedgerError, match="booked otherwise"):
+            ledger.close(part.id, spent_event=more, reason="?", data_dependent=False)
+    with pytest.raises(LedgerError, match="already closed, so it counts"):
+        ledger.cancel(full.id, reason="")
+    assert ledger.path.read_bytes() == before
 
 
 def test_parts() -> None:

@@ -17,7 +17,7 @@ from quietgrad.algorithms.base import State
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import Constants
-from quietgrad.oracles.base import Estimate
+from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.oracles.minibatch import MiniBatch
 from quietgrad.oracles.recursive_momentum import RecursiveMomentum
 from quietgrad.training import checkpoint
@@ -30,7 +30,7 @@ UNIT = Constants(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, False)
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(Oracle):
     """An oracle that plays back estimates and notes where it was asked."""
 
     estimates: tuple[float, ...]
@@ -109,7 +109,9 @@ def test_independent_attempts_ask_afresh() -> None:
 
 
 def test_state_inside_an_attempt_survives_a_checkpoint(tmp_path: Any) -> None:
-    algorithm = qg.PerturbedSGD(chi=0.3, radius=5.0, escape_steps=9, steps=3, learning_rate=0.1)
+    algorithm = qg.PerturbedSGD(
+        chi=0.3, radius=5.0, escape_steps=9, steps=3, learning_rate=0.1, hessian_lipschitz=0.1
+    )
     door = CentralCurator(HILL, 10_000, seed=0).open(qg.plan(algorithm, n=10_000, budget=BUDGET))
     state = algorithm.init(HILL.saddle())
     while not state.done:
@@ -140,6 +142,70 @@ def test_leaves_the_saddle_and_certifies_its_minimum(relation: qg.Relation) -> N
     assert {"drift", "escapes", "moved"} <= set(result.history[-1])
 
 
+# --- landscapes whose constants are too large for a claim --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["matrix-sensing", "phase-retrieval", "two-layer"])
+@pytest.mark.parametrize("method", [qg.PerturbedSGD(), qg.ModelSelection()], ids=lambda m: str(m.name))
+def test_a_claim_that_a_saddle_would_pass_is_refused(name: str, method: Any, tmp_path: Any) -> None:
+    """√(ρα) is 15 to 24 where the saddles curve by 0.5 to 2: "sosp" was said of the saddle itself."""
+    land, ledger = qg.objectives.landscape(name), tmp_path / "ledger.jsonl"
+    with pytest.raises(ValueError, match=r"not below the curvature .* of its saddle"):
+        qg.minimize(land, 1_000_000, method, budget=BUDGET, ledger=ledger)
+    assert not ledger.exists()
+
+
+# η = half of 1/the largest curvature between saddle and minimum, C = where nine tenths of gradients end.
+PRACTICAL = {
+    "strict-saddle": (0.25, 0.73),
+    "matrix-sensing": (0.125, 3.5),
+    "phase-retrieval": (0.1, 3.0),
+    "two-layer": (0.7, 0.83),
+}
+
+
+@pytest.mark.parametrize("name", PRACTICAL)
+def test_a_practical_run_leaves_every_saddle(name: str) -> None:
+    """Two drifts of 57 steps, each pushed enough with probability 3/4: both seeds fail with probability < 0.01."""
+    land = qg.objectives.landscape(name)
+    rate, clip = PRACTICAL[name]
+    method = qg.PerturbedSGD(qg.AdaptiveSpider(clip=clip), learning_rate=rate, mode="practical")
+    records = land.prepare(1_000_000)
+    for seed in range(2):
+        run = qg.minimize(land, records, method, budget=BUDGET, seed=seed)
+        assert run.escapes >= 1
+        assert run.stopped_by in ("no-escape", "samples")
+        assert run.details["claim"] == "observed"
+        assert run.details["tolerance"] == pytest.approx(0.1 / rate)
+        found = qg.certify(land, run.params)
+        assert found.lambda_min > 0.2 * land.saddle_curvature
+        assert found.gradient_norm < 0.25
+
+
+def test_what_a_stop_rests_on_is_said() -> None:
+    records = HILL.prepare(500_000)
+
+    def claim(**settings: Any) -> object:
+        return qg.minimize(HILL, records, qg.PerturbedSGD(**settings), budget=BUDGET, seed=0).details["claim"]
+
+    assert claim() == "stated constants"
+    assert claim(chi=0.015) == "observed"
+    assert claim(oracle=qg.AdaptiveSpider(clip=0.5)) == "observed"  # less than G: gradients are bent
+    assert claim(oracle=qg.AdaptiveSpider(clip=2.0)) == "stated constants"
+
+
+def test_a_declared_curvature_is_the_limit() -> None:
+    with pytest.raises(ValueError, match=r"not below curvature=0\.3"):
+        qg.minimize(HILL, 500_000, qg.PerturbedSGD(curvature=0.3), budget=BUDGET)
+
+
+def test_a_certificate_shows_what_its_level_lets_pass() -> None:
+    net = qg.objectives.landscape("two-layer")
+    found = qg.certify(net, net.saddle(), alpha=1.6)
+    assert found.kind == "sosp"  # formally; the next words say what that is worth
+    assert "λ_min=-0.497 (α lets −√(ρα)=-15.6 pass)" in str(found)
+
+
 def test_without_noise_nothing_leaves_an_exact_saddle() -> None:
     still = qg.objectives.landscape("strict-saddle", d=10, slope_noise=0.0)
     oracle = MiniBatch(None, clip=2.0, sampling="full")
@@ -161,7 +227,7 @@ def test_any_oracle_will_do() -> None:
 
 
 def test_samples_run_out_cleanly() -> None:
-    algorithm = qg.PerturbedSGD(oracle=qg.AdaptiveSpider(2_000, 200), chi=0.05)
+    algorithm = qg.PerturbedSGD(oracle=qg.AdaptiveSpider(2_000, 200), chi=0.03)
     result = qg.minimize(HILL, 20_000, algorithm, budget=BUDGET, seed=0)
     assert result.stopped_by == "samples"
     assert 20_000 - 2_000 < result.samples_used <= 20_000
@@ -285,6 +351,7 @@ def theory(constants: Constants = UNIT, **settings: Any) -> object:
         (lambda: qg.PerturbedSGD(returns="best"), "returns='best'"),  # type: ignore[arg-type]
         (lambda: qg.PerturbedSGD(steps=0), "steps=0"),
         (lambda: qg.PerturbedSGD(chi=-1.0), "chi=-1.0"),
+        (lambda: qg.PerturbedSGD(curvature=0.0), "curvature=0.0"),
         (lambda: qg.PerturbedSGD(attempts=0), "attempts=0"),
         (lambda: qg.PerturbedSGD(failure=0.0), "failure=0.0"),
         (lambda: qg.minimize(HILL, 6000, qg.PerturbedSGD(), budget=BUDGET), "n=6000: too small"),

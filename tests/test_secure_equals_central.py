@@ -22,7 +22,6 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.units import UnitNoise
 from quietgrad.data.containers import read_content
 from quietgrad.data.libsvm import parse_libsvm
 from quietgrad.federation import Party, deal
@@ -33,6 +32,7 @@ from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.privacy.mechanisms import UnitNoise
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import Poisson
@@ -231,13 +231,16 @@ def test_released_sum_minus_its_noise_is_the_sum_of_rounded_vectors(run: Any, ta
 def test_trusted_curator_gives_the_central_model_with_the_same_noise(run: Any, table: str) -> None:
     """The coordinator rounds the sum and σ times its seeded normals to one grid."""
     federation = run(table, "curator")
-    units = UnitNoise(seed_key(SEED), "unit")
+    units = {
+        slot.name: UnitNoise(seed_key(SEED), f"unit/{slot.name}", federation.plan.limit(slot.name))
+        for slot in federation.plan.schedule.slots
+    }
     d = federation.start.size
 
     class OnTheGrid(Door):
         def release(self, slot: str, query: Query, *, rho: float | None = None) -> Floats:
             sigma, step = sigma_for(federation.plan.multiplier(slot, None), query.bound, d)
-            noise = np.rint(units.row(len(self.released), d) * (sigma / step))
+            noise = np.rint(units[slot].row(len(self.released), d) * (sigma / step))
             exact = self._session.release(slot, query, rho=rho)
             total: Floats = (np.rint(exact / step) + noise) * step
             self.released.append(Released(slot, query, total.copy()))

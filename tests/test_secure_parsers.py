@@ -30,9 +30,10 @@ from quietgrad.federation import (
     Terms,
 )
 from quietgrad.federation.transport.link import Link
+from quietgrad.secure.attendance import WITNESS_BYTES, pack_members, unpack_members
 from quietgrad.secure.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
+from quietgrad.secure.deals import Statement
 from quietgrad.secure.identity import read_hello
-from quietgrad.secure.masking import pack_members, unpack_members
 from quietgrad.secure.mpc import run_over
 from quietgrad.secure.shamir import SHARE_BYTES, join
 
@@ -40,9 +41,8 @@ D = 4
 PAYLOADS = st.one_of(
     st.binary(max_size=600),
     st.integers(0, 600).map(bytes),
-    st.lists(st.integers(0, 65_535), max_size=8).map(lambda ids: pack_members(tuple(ids))),
     st.tuples(st.sampled_from([(0, 1, 2), (0, 1), (0,), (1, 2)]), st.binary(max_size=400)).map(
-        lambda p: pack_members(p[0]) + p[1]
+        lambda p: pack_members(p[0], 3) + p[1]
     ),
 )
 FUZZ = settings(max_examples=60, deadline=None)
@@ -91,7 +91,7 @@ def test_oversized_frames_are_refused_before_they_are_opened() -> None:
         channel.open(Kind.SHARE, 0, bytes(FRAME_OVERHEAD + 11))
 
 
-@given(st.one_of(st.binary(max_size=200), st.binary(min_size=128, max_size=128).map(lambda b: b"QGH1\0\0" + b)))
+@given(st.one_of(st.binary(max_size=200), st.binary(min_size=128, max_size=128).map(lambda b: b"QGH2\0\0" + b)))
 def test_raw_bytes_are_refused_as_a_hello(data: bytes) -> None:
     roster = Roster.of([Identity("a", bytes(31) + b"\1")])
     with pytest.raises(ProtocolError):
@@ -100,10 +100,11 @@ def test_raw_bytes_are_refused_as_a_hello(data: bytes) -> None:
 
 @given(st.binary(max_size=100))
 def test_member_lists_are_increasing_or_empty(data: bytes) -> None:
-    members, rest = unpack_members(data)
+    members, rest = unpack_members(data, 19)
     assert list(members) == sorted(set(members))
     if members:
-        assert pack_members(members) + rest == data
+        assert members[-1] < 19
+        assert pack_members(members, 19) + rest == data
 
 
 @given(st.dictionaries(st.integers(0, 5), st.binary(min_size=SHARE_BYTES, max_size=SHARE_BYTES), min_size=2))
@@ -147,7 +148,7 @@ def test_a_malicious_party_cannot_crash_the_server(payload: bytes, phase: str) -
     submitted = {p.me: p.submit(0, np.zeros(D)) for p in parties}
     if phase == "masked":
         submitted[1] = parties[1]._seal(3, Kind.MASKED, 0, payload)
-        if len(payload) != 32 + 8 * D:
+        if len(payload) != 8 * D:
             with pytest.raises(ProtocolError, match="clinic-1"):
                 server.survivors(0, submitted)
         return
@@ -164,16 +165,27 @@ def test_a_malicious_envelope_is_refused_by_the_name_of_its_author(key: bytes, s
     parties, server = masked()
     frames = {p.me: p.prepare(0) for p in parties}
     payload = server._open(1, Kind.PREPARE, 0, frames[1])
-    size = 32 + 2 * SHARE_BYTES
+    size, head = 32 + 2 * SHARE_BYTES + WITNESS_BYTES, Statement.size(3)
     evil = parties[1]._seal(0, Kind.ENVELOPE, 0, (key + shares + bytes(size))[:size])
-    frames[1] = parties[1]._seal(3, Kind.PREPARE, 0, payload[:32] + evil + payload[32 + len(evil) :])
+    frames[1] = parties[1]._seal(3, Kind.PREPARE, 0, payload[:head] + evil + payload[head + len(evil) :])
     delivery = server.relay(0, frames)
-    if key == bytes(32):  # a point of low order: the "shared" secret would be known to everyone
-        with pytest.raises(ProtocolError, match="clinic-1: round key is degenerate"):
-            parties[0].deliver(0, delivery[0])
-    else:
-        with contextlib.suppress(ProtocolError):
-            parties[0].deliver(0, delivery[0])
+    with pytest.raises(ProtocolError, match="clinic-1: dealt shares that are not those committed to, or server"):
+        parties[0].deliver(0, delivery[0])
+
+
+def test_a_round_key_of_low_order_is_refused_by_the_name_of_its_author(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The "shared" secret would be known to everyone."""
+    parties, server = masked()
+    seal = MaskingParty._seal
+
+    def degenerate(self: MaskingParty, peer: int, kind: Kind, t: int, payload: bytes) -> bytes:
+        bad = self is parties[1] and kind is Kind.ENVELOPE
+        return seal(self, peer, kind, t, bytes(32) + payload[32:] if bad else payload)
+
+    monkeypatch.setattr(MaskingParty, "_seal", degenerate)
+    delivery = server.relay(0, {p.me: p.prepare(0) for p in parties})
+    with pytest.raises(ProtocolError, match="clinic-1: round key is degenerate"):
+        parties[0].deliver(0, delivery[0])
 
 
 def shared(kind: type[SumServer]) -> tuple[list[SharingParty], list[SumServer]]:

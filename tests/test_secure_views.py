@@ -52,7 +52,7 @@ def run(mode: Mode, vectors: npt.NDArray[np.float64], rounds: int = 1) -> tuple[
 @pytest.mark.parametrize("vectors", INPUTS, ids=["zeros", "constants"])
 def test_the_server_of_a_masked_sum_sees_uniform_vectors(vectors: npt.NDArray[np.float64]) -> None:
     _, view = run("masks", vectors, rounds=2)
-    masked = [words_of(s.payload[32:]) for s in view.of("server", Kind.MASKED)]
+    masked = [words_of(s.payload) for s in view.of("server", Kind.MASKED)]
     assert len(masked) == 6
     for k, y in enumerate(masked):
         assert is_uniform(y)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from quietgrad.shown import shown
+
 
 class QuietgradError(Exception):
-    """Base of every error that quietgrad raises on purpose."""
+    r"""Base of every error that quietgrad raises on purpose.
+
+    Its text may quote a column, an account or another party, so it is shown as :func:`quietgrad.shown.shown` does.
+
+    >>> print(QuietgradError("no column \x1b[2J"))
+    no column \x1b[2J
+    """
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class UnprovableError(QuietgradError, ValueError):
@@ -25,6 +36,14 @@ class LedgerError(QuietgradError, RuntimeError):
 
 class LedgerWarning(UserWarning):
     """One account met different tables, or one table two accounts: are these the same people?"""
+
+
+class TooNoisyError(QuietgradError, ValueError):
+    """A release that was paid for shows nothing above its noise; the message says what to declare instead."""
+
+
+class TooNoisyWarning(UserWarning):
+    """A fit could not find something within its budget; the message says what to declare."""
 
 
 class DataError(QuietgradError, ValueError):

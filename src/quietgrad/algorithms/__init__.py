@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-HOMES = {
-    "DPSRM": "dp_srm",
-    "STORM": "dp_srm",
-    "DPSGD": "dp_sgd",
-    "SGD": "dp_sgd",
-    "DPAdam": "dp_adam",
-    "DPGD": "dp_gd",
-    "GD": "dp_gd",
-    "DPAGD": "dp_agd",
-    "StagewiseDPSGD": "stagewise",
-    "OutputPerturbation": "output_perturbation",
-    "RRPSGD": "rrpsgd",
-    "BassilySGD": "bassily_sgd",
-    "PerturbedSGD": "perturbed_sgd",
-    "ModelSelection": "model_selection",
-    "WhitenedGD": "whitened_gd",
-    "WeightedAverage": "weighted_average",
-}
-"""Where each algorithm lives; imported when used."""
+from quietgrad.algorithms.registry import ALGORITHMS, entry
+
+_CLASSES = {found.home.partition(".")[2]: found for found in ALGORITHMS.values()}
 
 
 def __getattr__(name: str) -> Any:
-    if name in HOMES:
-        return getattr(import_module(f"quietgrad.algorithms.{HOMES[name]}"), name)
+    if name in _CLASSES:
+        return _CLASSES[name].kind
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -38,7 +21,4 @@ def by_name(name: str) -> Any:
     >>> by_name("dp-srm").__name__
     'DPSRM'
     """
-    classes = {getattr(import_module(f"quietgrad.algorithms.{home}"), cls).name: cls for cls, home in HOMES.items()}
-    if name not in classes:
-        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(sorted(classes))}.")
-    return __getattr__(classes[name])
+    return entry(name).kind

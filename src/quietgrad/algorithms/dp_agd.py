@@ -11,16 +11,17 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, Loss
 from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.mechanisms import NoisyChoice
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy, norm
 
 
 @dataclass(frozen=True)
-class DPAGD:
+class DPAGD(Algorithm):
     """Adaptive full-batch descent under a zCDP filter.
 
     Args:
@@ -46,7 +47,6 @@ class DPAGD:
     max_steps: int = 2000
 
     name: ClassVar[str] = "dp-agd"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("splits", "adapt_every", "max_steps"):
@@ -63,7 +63,11 @@ class DPAGD:
     def schedule(self, n_public: int) -> Schedule:
         everyone = FullBatch()
         return Schedule(
-            (Slot("gradient", everyone, 2 * self.max_steps), Slot("length", everyone, 2 * self.max_steps)), "filter"
+            (
+                Slot("gradient", everyone, 2 * self.max_steps),
+                Slot("length", everyone, 2 * self.max_steps, mechanism=NoisyChoice()),
+            ),
+            "filter",
         )
 
     def init(self, x0: Vector) -> State:
@@ -84,8 +88,14 @@ class DPAGD:
         direction = gradient * (1.0 / length) if length > 0.0 else gradient
         lengths = [extra["longest"] * k / (self.grid - 1) for k in range(self.grid)]
         candidates = [state.params - a * direction for a in lengths]
-        # The regulariser is public and the same for all records; it is not part of the noisy scores.
-        chosen = door.choose("length", [Loss(c, self.loss_clip) for c in candidates], rho=extra["length_rho"])
+        # n·F(c) = Σ fᵢ(c) + n·r(c): the second part is public, and without it the choice is that of another risk.
+        n = door.expected_batch("length")
+        chosen = door.choose(
+            "length",
+            [Loss(c, self.loss_clip) for c in candidates],
+            rho=extra["length_rho"],
+            offsets=[n * float(door.regularizer.value(c)) for c in candidates],
+        )
         state.step += 1
         if chosen == 0:
             extra["refused"] = True

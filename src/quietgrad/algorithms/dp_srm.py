@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.rates import Rate
 from quietgrad.objectives.base import Constants
-from quietgrad.oracles.base import Oracle, SamplingName
+from quietgrad.oracles.base import Noise, Oracle, SamplingName
 from quietgrad.oracles.recursive_momentum import RecursiveMomentum
 from quietgrad.privacy.budget import Budget
 from quietgrad.vectors import Vector, norm
@@ -34,6 +34,7 @@ class DPSRM(FirstOrder):
             proportional to (1−γ)C2 + γC1, so C2 = γC1 (the paper's choice) nearly doubles it.
         joint_clip: one clip C1·γ + C2·(1−γ) on the combination instead of two; never looser.
         smoothness: C2 follows the public step, smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
+        sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`.
         mode: ``"practical"``, or ``"theory"`` with η_t = min{ζ/(L‖v_t‖), 1/(2L)}; see :meth:`theory`.
         returns: ``"last"``, ``"average"``, ``"ema"`` or ``"random"`` (the paper's output rule).
 
@@ -55,6 +56,8 @@ class DPSRM(FirstOrder):
     mode: Literal["practical", "theory"] = "practical"
     zeta: float | None = None
     returns: Output = "last"
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     name: ClassVar[str] = "dp-srm"
 
@@ -86,15 +89,15 @@ class DPSRM(FirstOrder):
         """Theorem 4.4's settings, its unspecified absolute constants all taken as ``scale``.
 
         T = nε√(L·D_F)/(G√(d log(1/δ))), ζ = √G·(L·D_F·d log(1/δ))^¼/√(nε), b₀ = G²/(ζ²·L·D_F), b = G²/ζ, γ = ζ,
-        clips C1 = G and C2 = ζ (a step moves at most ζ/L), output a uniformly random iterate.
+        clips C1 = G and C2 = ζ (a step moves at most ζ/L), output a uniformly random iterate. These make the
+        theorem hold and are no way to a good model: steps of ζ/L are so short that on a9a at ε = 0.5 the run ends
+        near its start (``docs/algorithms.md`` has the numbers); tune the practical settings instead.
 
         Args:
             constants: G and L of the loss at its row bound.
             initial_gap: D_F ≥ F(θ⁰) − min F, a public number.
         """
-        g, smooth = constants.lipschitz, constants.smoothness
-        if g is None or smooth is None:
-            raise ValueError("theory mode needs Lipschitz and smoothness constants; this loss has none.")
+        g, smooth = constants.needed("lipschitz", "smoothness")
         check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
         smooth += constants.regularizer_smoothness
         root = math.sqrt(dim * math.log(1.0 / budget.delta))
@@ -132,6 +135,8 @@ class DPSRM(FirstOrder):
             sampling=self.sampling,
             first_noise=self.first_noise,
             law=self.law(first=0),
+            cohorts=self.cohorts,
+            noise=self.noise,
         )
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms import escape_settings
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
+from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.second_order import Excess
 from quietgrad.oracles.base import Estimate, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.privacy.mechanisms import AboveThreshold
 from quietgrad.sampling import SinglePass
 from quietgrad.vectors import Vector, copy, norm
 
@@ -27,7 +30,7 @@ _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1,
 
 
 @dataclass(frozen=True)
-class ModelSelection:
+class ModelSelection(Algorithm):
     """SPIDER on (1 − held_out)·n fresh records, then a noisy search over its iterates on the others.
 
     Wherever ‖ĝ‖ ≤ 3χ the iterate becomes a candidate, and after ``patience`` such steps the oracle asks in full
@@ -58,7 +61,6 @@ class ModelSelection:
     hessian_lipschitz: float | None = None
 
     name: ClassVar[str] = "model-selection"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -76,10 +78,10 @@ class ModelSelection:
         kept = int(self.held_out * n_public)
         if kept < 1 or n_public - kept < self.oracle.batches(n_public)[0]:
             raise ValueError(f"n={n_public}: too small for one full query and a held-out part of {kept} records.")
-        search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism="threshold")
+        search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
         return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
 
-    def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
+    def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse missing constants before anything is paid for."""
         self._settle(preview(objective, plan), len(x0))
 
@@ -114,22 +116,12 @@ class ModelSelection:
         """The chosen iterate, or the last one if none passed."""
         return state.params
 
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return config_of(self)
-
     def _search(self, state: State, door: Session) -> State:
         extra = state.extra
-        search = getattr(door, "first_below", None)
-        if search is None:
-            raise ValueError("the noisy search needs one curator of all held-out records; parties use Algorithm 4.")
         clip, smoothness = self.oracle.lipschitz(door), self.oracle.smooth(door)
         n = door.expected_batch("select")
-        chosen = search(
-            "select",
-            (Excess(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]),
-            0.0,
-        )
+        tests = [Excess(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]]
+        chosen = door.first_below("select", tests, 0.0)
         extra["samples_used"] = _samples(door)
         extra["asked"] = len(extra["candidates"])
         if chosen is not None:
@@ -138,15 +130,18 @@ class ModelSelection:
         return state
 
     def _settle(self, door: Session, dim: int) -> dict[str, float]:
-        from quietgrad.algorithms.perturbed_sgd import estimate_error
-
         smoothness = self.oracle.smooth(door) + door.regularizer.smoothness
-        chi = estimate_error(self.oracle.error(door), dim, self.steps, self.failure)
+        chi = escape_settings.estimate_error(self.oracle.error(door), dim, self.steps, self.failure)
+        alpha = 4.0 * chi if self.alpha is None else self.alpha
+        rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
         return {
             "eta": 1.0 / smoothness if self.learning_rate is None else self.learning_rate,
             "chi": chi,
-            "alpha": 4.0 * chi if self.alpha is None else self.alpha,
-            "rho": constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door),
+            "alpha": alpha,
+            "rho": rho,
+            "tolerance": escape_settings.check_tolerance(
+                door.plan.n_public, alpha, rho, smoothness, door.objective
+            ),
         }
 
 

@@ -12,16 +12,18 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Constants
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.mechanisms import from_json
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
-class OutputPerturbation:
+class OutputPerturbation(Algorithm):
     """θ_T of T exact gradient steps, plus noise on the model once; convex losses with bounded rows only.
 
     Args:
@@ -40,7 +42,6 @@ class OutputPerturbation:
     mechanism: Literal["gaussian", "pure"] = "gaussian"
 
     name: ClassVar[str] = "output-perturbation"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -48,6 +49,45 @@ class OutputPerturbation:
             check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
         if self.mechanism not in ("gaussian", "pure"):
             raise ValueError(f"mechanism={self.mechanism!r}: must be 'gaussian' or 'pure'.")
+
+    @classmethod
+    def theory(
+        cls,
+        constants: Constants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        distance: float,
+        mechanism: Literal["gaussian", "pure"] = "gaussian",
+        scale: float = 1.0,
+    ) -> OutputPerturbation:
+        """Theorem 2's settings if the risk is strongly convex, else Theorem 3's; their Θ(·) is read as ``scale``.
+
+        With S = (nεD/L)²/(d·ln(1/δ)), or /d² for pure ε: η = 1/(μ+β) and T = (μ²+β²)/(μβ)·ln(μ²S), or η = 1/β and
+        T = (β²S)^⅓. The noise is the accountant's for the T that is run, so ``scale`` moves the error only.
+
+        Args:
+            constants: L (without the regulariser) and β of the loss, μ of the regulariser.
+            distance: D ≥ ‖ŵ‖, a public guess.
+
+        >>> from quietgrad.objectives import L2, Logistic
+        >>> losses = [Logistic(regularizer=L2(mu), row_bound=1.0, rows="clip") for mu in (0.0, 0.1)]
+        >>> known = {"n": 10_000, "dim": 20, "budget": Budget(1.0, 1e-3, Relation.REPLACE_ONE), "distance": 1.0}
+        >>> [OutputPerturbation.theory(loss.constants(), **known).steps for loss in losses]
+        [36, 34]
+        """
+        lipschitz, smooth = constants.needed("lipschitz", "smoothness")
+        check_range("distance", distance, 0.0, math.inf, closed=False)
+        mu, beta = constants.strong_convexity, smooth + constants.regularizer_smoothness
+        size = float(dim * dim) if mechanism == "pure" else dim * math.log(1.0 / budget.delta)
+        signal = (n * budget.epsilon * distance / lipschitz) ** 2 / size
+        if mu:
+            steps = (mu * mu + beta * beta) / (mu * beta) * math.log(max(math.e, mu * mu * signal))
+            rate = 1.0 / (mu + beta)
+        else:
+            steps, rate = (beta * beta * signal) ** (1.0 / 3.0), 1.0 / beta
+        return cls(steps=max(1, round(scale * steps)), learning_rate=rate, mechanism=mechanism)
 
     def check_budget(self, budget: Budget) -> None:
         """Raise unless the budget is stated under the relation the proof is for."""
@@ -58,7 +98,7 @@ class OutputPerturbation:
             )
 
     def schedule(self, n_public: int) -> Schedule:
-        return Schedule((Slot("model", FullBatch(), 1, mechanism=self.mechanism),))
+        return Schedule((Slot("model", FullBatch(), mechanism=from_json(self.mechanism)),))
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))

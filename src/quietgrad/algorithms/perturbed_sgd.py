@@ -2,7 +2,10 @@
 
 When ‖ĝ‖ ≤ 3χ the point may be a saddle. Up to Q times 𝒯 steps are tried from it; the privacy noise in ĝ is the
 perturbation. Moving a distance 𝒮 away is an escape, and descent goes on from there. If no attempt moves that far,
-the point is with probability 1 − ω second-order stationary at α = 4χ: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα).
+the point is with probability 1 − ω second-order stationary at α = 4χ: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα). That is argued
+from constants which every record must obey. Such constants are mostly far too large for α to mean anything; then
+``mode="practical"`` still leaves saddles, and its stop is an observation
+(:mod:`~quietgrad.algorithms.escape_settings`).
 
 Two readings of the printed algorithm. It returns the last iterate of the last attempt; its analysis is about the
 point x̃ the attempts began at, and that is returned unless ``returns="last"``. (The last iterate usually has the
@@ -16,15 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms import escape_theory
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms import escape_settings, escape_theory
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Constants, Query
-from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of, preview
+from quietgrad.objectives.base import Constants, Objective, Query
+from quietgrad.oracles.base import Estimate, Oracle, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget
@@ -33,34 +36,37 @@ from quietgrad.vectors import Vector, copy, norm
 
 
 @dataclass(frozen=True)
-class PerturbedSGD:
+class PerturbedSGD(Algorithm):
     """x ← x − η·ĝ with escape attempts where ‖ĝ‖ ≤ 3χ; see the module's text.
 
-    What is left ``None`` is derived from the oracle's error and the loss's constants when the run starts, all of it
-    public: with σ the sampling error in norm, r the noise of a coordinate and γ = √(ρα),
-
-        χ = r(√d + √(2 ln(4·steps/ω))) + σ,   α = 4χ,   η = 1/M,   𝒮 = ½√(α/ρ),
-        𝒯 = [ln(1 + γ𝒮/(0.32r)) + ln(4/3)] / ln(1 + ηγ),   Q = ⌈2.5 ln(1/ω)⌉.
-
-    𝒯 is how long a saddle of curvature −γ takes to carry noise of 0.32r (exceeded with probability 3/4)
-    to distance 𝒮 while the slope falls behind as fast as ρ allows: x′ = γx − ½ρx² reaches 𝒮 = ½γ/ρ later than
-    x′ = γx does by ln(4/3)/γ. Sampling errors help, but nothing is known of their direction, so they do not count.
+    What is left ``None`` is derived when the run starts, all of it public; the formulas are in
+    :mod:`quietgrad.algorithms.escape_settings`. ``result.details`` has them, with ``tolerance``, the curvature that
+    a stop rules out (√(ρα), or γ of a practical run), and ``claim``: what the stop rests on.
 
     Args:
-        oracle: where ĝ comes from: ``AdaptiveSpider``, ``Spider`` or ``MiniBatch``.
+        oracle: where ĝ comes from: ``AdaptiveSpider``, ``Spider`` or ``MiniBatch``. A practical run takes C = 1 and
+            M = 1/η where the oracle names none.
         steps: cap on oracle calls.
         learning_rate: η. chi: χ. radius: 𝒮. escape_steps: 𝒯. attempts: Q.
         failure: ω.
         hessian_lipschitz: ρ (default: the objective's).
+        curvature: in a practical run γ, the curvature to leave (default 0.1/η); else the curvature that √(ρα) must
+            stay below (default: that of a landscape's saddle, or M).
         independent: begin every attempt after the first with a full query.
         returns: ``"certified"``, the point no attempt could leave, or ``"last"``, where the last attempt ended.
-        mode: ``"theory"`` marks settings made by :meth:`theory`.
+        mode: ``"derived"`` (from G, M and ρ), ``"practical"`` (η, C and γ are chosen; it ends with
+            ``stopped_by="no-escape"`` where another would say ``"sosp"``), or ``"theory"``, made by :meth:`theory`.
 
     >>> import quietgrad as qg
     >>> hill = qg.objectives.landscape("strict-saddle", d=5)
     >>> run = qg.minimize(hill, 10**6, PerturbedSGD(), budget=qg.Budget(4.0, 1e-6), seed=0)
     >>> run.stopped_by, run.escapes >= 1, qg.certify(hill, run.params, alpha=run.details["alpha"]).kind
     ('sosp', True, 'sosp')
+    >>> net = qg.objectives.landscape("two-layer")  # its G, M and ρ are too large for any claim at this n
+    >>> method = PerturbedSGD(AdaptiveSpider(clip=1.0), learning_rate=0.7, mode="practical")
+    >>> run = qg.minimize(net, 10**6, method, budget=qg.Budget(4.0, 1e-6), seed=0)
+    >>> run.escapes >= 1, run.details["claim"], qg.certify(net, run.params).lambda_min > 0.1 * net.saddle_curvature
+    (True, 'observed', True)
     """
 
     oracle: Oracle = field(default_factory=AdaptiveSpider)
@@ -72,17 +78,17 @@ class PerturbedSGD:
     attempts: int | None = None
     failure: float = 0.05
     hessian_lipschitz: float | None = None
+    curvature: float | None = None
     independent: bool = True
     returns: Literal["certified", "last"] = "certified"
-    mode: Literal["practical", "theory"] = "practical"
+    mode: Literal["derived", "practical", "theory"] = "derived"
 
     name: ClassVar[str] = "perturbed-sgd"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
         check_range("failure", self.failure, 0.0, 1.0 - 1e-9, closed=False)
-        for setting in ("learning_rate", "chi", "radius", "hessian_lipschitz"):
+        for setting in ("learning_rate", "chi", "radius", "hessian_lipschitz", "curvature"):
             if (value := getattr(self, setting)) is not None:
                 check_range(setting, value, 0.0, math.inf, closed=False)
         for setting in ("escape_steps", "attempts"):
@@ -90,12 +96,17 @@ class PerturbedSGD:
                 check_count(setting, value)
         if self.returns not in ("certified", "last"):
             raise ValueError(f"returns={self.returns!r}: must be 'certified' or 'last'.")
-        if self.mode not in ("practical", "theory"):
-            raise ValueError(f"mode={self.mode!r}: must be 'practical' or 'theory'.")
+        if self.mode not in ("derived", "practical", "theory"):
+            raise ValueError(f"mode={self.mode!r}: must be 'derived', 'practical' or 'theory'.")
         if self.mode == "theory" and None in (self.learning_rate, self.chi, self.radius, self.escape_steps):
             raise ValueError(
                 "mode='theory': build it with PerturbedSGD.theory(constants, ...), which needs G, M and ρ."
             )
+        if self.mode == "practical":
+            object.__setattr__(self, "learning_rate", self.learning_rate or escape_settings.STEP)
+            chosen = {"clip": escape_settings.CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
+            missing = {name: value for name, value in chosen.items() if getattr(self.oracle, name, 0) is None}
+            object.__setattr__(self, "oracle", replace(self.oracle, **missing) if missing else self.oracle)  # type: ignore[type-var]
 
     @classmethod
     def theory(
@@ -149,17 +160,14 @@ class PerturbedSGD:
         fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
         return Schedule(slots, "parallel" if fresh else "sequential", adaptive=True)
 
-    def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
+    def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse a start outside the domain, or settings that mean nothing, before anything is paid for."""
-        check = getattr(objective, "check_domain", None)
-        if check is not None:
-            check(x0)
+        objective.check_domain(x0)
         self._settle(preview(objective, plan), len(x0))
 
     def examples(self, x0: Vector, door: Session) -> Iterator[tuple[str, Query]]:
         """What the oracle may ask, slot by slot; a rehearsal with made-up answers need not meet all of it."""
-        find = getattr(self.oracle, "examples", None)
-        return iter(()) if find is None else find(x0, door)
+        return self.oracle.examples(x0, door)
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
@@ -197,10 +205,6 @@ class PerturbedSGD:
         """The point no attempt could leave, or where the run stood when samples or steps ran out."""
         return state.params
 
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return config_of(self)
-
     # --- the parts of a step ------------------------------------------------------------------------------------
 
     def _attempt(self, state: State, gradient: Vector) -> None:
@@ -216,65 +220,70 @@ class PerturbedSGD:
             if not done or self.returns == "certified":
                 state.params = saved["params"]
             if done:
-                _stop(state, "sosp")
+                _stop(state, "no-escape" if self.mode == "practical" else "sosp")
                 return
             extra.update(attempt=extra["attempt"] + 1, tried=0)
             state.estimate = Estimate(calls=state.estimate.calls) if self.independent else saved["estimate"]
 
-    def _settle(self, door: Session, dim: int) -> dict[str, float | int]:
-        """The public numbers of the run: given, or from the oracle's error and the loss's constants."""
-        smoothness = constant_of("smoothness", "smoothness", getattr(self.oracle, "smoothness", None), door)
-        smoothness += door.regularizer.smoothness
-        eta = 1.0 / smoothness if self.learning_rate is None else self.learning_rate
-        rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
-        chi, spread = self._error(door, dim)
-        alpha = 4.0 * chi
-        gamma = math.sqrt(rho * alpha)
-        if self.mode == "practical" and gamma >= smoothness:
-            raise ValueError(
-                f"n={door.plan.n_public}: too small. χ={chi:.3g} means α={alpha:.3g}, √(ρα)={gamma:.3g} not below "
-                f"M={smoothness:.3g}, so every point of small gradient would pass. Use more records, a larger ε, "
-                "larger batches or a smaller clip."
+    def _settle(self, door: Session, dim: int) -> dict[str, Any]:
+        """The public numbers of the run: given, or from the oracle's error and what the loss states."""
+        chi, push = self._error(door, dim)
+        more: dict[str, Any] = {"alpha": 4.0 * chi}
+        if self.mode == "practical":
+            assert self.learning_rate is not None
+            found = escape_settings.practical(
+                chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius
             )
-        radius = 0.5 * math.sqrt(alpha / rho) if self.radius is None else self.radius
-        escape_steps = self.escape_steps
-        if escape_steps is None:
-            late = -math.log1p(-0.5 * min(1.0, rho * radius / gamma))
-            growth = math.log1p(gamma * radius / (0.32 * spread)) + late
-            escape_steps = math.ceil(growth / math.log1p(eta * gamma))
-        attempts = math.ceil(2.5 * math.log(1.0 / self.failure)) if self.attempts is None else self.attempts
-        return {
-            "eta": eta,
-            "chi": chi,
-            "alpha": alpha,
-            "radius": radius,
-            "escape_steps": escape_steps,
-            "attempts": attempts,
-            "rho": rho,
+        else:
+            smoothness = constant_of("smoothness", "smoothness", self.oracle.smoothness, door)
+            smoothness += door.regularizer.smoothness
+            rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
+            escape_settings.check_tolerance(
+                door.plan.n_public, 4.0 * chi, rho, smoothness, door.objective, self.curvature
+            )
+            found = escape_settings.derived(
+                chi, push, smoothness=smoothness, rho=rho, failure=self.failure, eta=self.learning_rate,
+                radius=self.radius,
+            )  # fmt: skip
+            more["rho"] = rho
+        if self.escape_steps is not None:
+            found = found._replace(escape_steps=self.escape_steps)
+        if self.attempts is not None:
+            found = found._replace(attempts=self.attempts)
+        return {**found._asdict(), **more, "claim": self._claim(door)}
+
+    def _claim(self, door: Session) -> str:
+        """Whether a stop rests on constants that the loss states, or on what was seen alone."""
+        if self.mode == "theory":
+            return "stated constants, with s and C taken as given"
+        own = getattr(door.objective, "constants", None)
+        oracle = {
+            "lipschitz": getattr(self.oracle, "clip", None),
+            "smoothness": self.oracle.smoothness,
+            "hessian_lipschitz": self.hessian_lipschitz,
         }
+        by_hand = (self.chi, self.radius, self.escape_steps, self.attempts, self.learning_rate)
+        if self.mode == "practical" or own is None or any(value is not None for value in by_hand):
+            return "observed"
+        try:
+            stated = own()
+        except ValueError:  # rows without a bound state nothing
+            return "observed"
+        known = ((getattr(stated, name), value) for name, value in oracle.items() if value is not None)
+        weaker = any(least is None or value < least for least, value in known)
+        return "observed" if weaker or getattr(self.oracle, "difference_clip", None) else "stated constants"
 
     def _error(self, door: Session, dim: int) -> tuple[float, float]:
         """χ, and the standard deviation of one coordinate that can be relied on to leave a saddle: r if any."""
-        find = getattr(self.oracle, "error", None)
-        if find is None:
+        error = self.oracle.error(door)
+        if error is None:
             if self.chi is None:
                 raise ValueError(
                     f"chi=None: {type(self.oracle).__name__} states no error to derive it from; give chi."
                 )
             return self.chi, self.chi / math.sqrt(dim)
-        error = find(door)
-        chi = estimate_error(error, dim, self.steps, self.failure) if self.chi is None else self.chi
+        chi = escape_settings.estimate_error(error, dim, self.steps, self.failure) if self.chi is None else self.chi
         return chi, error.noise or error.sampling / math.sqrt(dim)
-
-
-def estimate_error(error: Error, dim: int, steps: int, failure: float) -> float:
-    """χ = r(√d + √(2 ln(4T/ω))) + σ: what ‖ĝ − ∇F‖ stays below, the noise in all T steps with probability 1 − ω/2.
-
-    >>> estimate_error(Error(sampling=0.1, noise=0.0), dim=5, steps=10, failure=0.1)
-    0.1
-    """
-    tail = math.sqrt(dim) + math.sqrt(2.0 * math.log(4.0 * steps / failure))
-    return error.noise * tail + error.sampling
 
 
 def _stop(state: State, reason: str) -> State:

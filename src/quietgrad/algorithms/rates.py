@@ -6,8 +6,11 @@ A rate maps the step t = 0, 1, … of a run of T steps to η_t. All are public.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from quietgrad.settings import build
 
 
 def _positive(name: str, value: float) -> None:
@@ -114,3 +117,20 @@ def as_rate(value: float | str | Rate) -> Rate:
             )
         return RATES[name](float(start or 1.0))
     return Constant(float(value))
+
+
+def read_rate(given: Any) -> Rate:
+    """A rate from a table of its ``schedule`` and numbers, as results keep it, or from what :func:`as_rate` takes.
+
+    >>> read_rate({"schedule": "Linear", "start": 1.0, "end": 0.1})
+    Linear(start=1.0, end=0.1)
+    """
+    if not isinstance(given, Mapping):
+        return as_rate(given)
+    numbers = dict(given)
+    name = numbers.pop("schedule", None)
+    named = {**RATES, **{kind.__name__: kind for kind in RATES.values()}}
+    if not isinstance(name, str) or name not in named:
+        raise ValueError(f"schedule={name!r}: must be one of {', '.join(RATES)}.")
+    rate: Rate = build(f"schedule {name}", named[name], numbers)
+    return rate

@@ -22,9 +22,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import Constants, Gradient
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
@@ -33,7 +33,7 @@ from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
-class WeightedAverage:
+class WeightedAverage(Algorithm):
     """Σ (n_j/n)·θ_j over parties, after T local steps each, or the same average in every step.
 
     Args:
@@ -58,7 +58,6 @@ class WeightedAverage:
     constant: float = 16.0
 
     name: ClassVar[str] = "weighted-average"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -72,6 +71,37 @@ class WeightedAverage:
             raise ValueError("noise='paper': Algorithm 1 as printed is one-shot; leave method out.")
         check_range("clip", self.clip, 0.0, math.inf, closed=False)
         check_range("constant", self.constant, 0.0, math.inf, closed=False)
+
+    @classmethod
+    def theory(
+        cls,
+        constants: Constants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        method: Literal["one-shot", "rounds"] = "rounds",
+        scale: float = 1.0,
+    ) -> WeightedAverage:
+        """Theorem 2's settings: η = 1/β and T = (β/λ)·ln(n²ε²/(p·G²·ln(1/δ))), its Õ(·) read as ``scale``·β/λ.
+
+        The theorem is about a gradient that is noisy in every step, hence ``"rounds"``. Its noise is not taken
+        over: that is the accountant's, and its λ must be the regulariser's.
+
+        >>> from quietgrad.objectives import L2, Logistic
+        >>> strong = Logistic(regularizer=L2(0.01), row_bound=1.0, rows="clip").constants()
+        >>> made = WeightedAverage.theory(strong, n=10_000, dim=20, budget=Budget(1.0, 1e-3, Relation.REPLACE_ONE))
+        >>> made.steps, round(made.learning_rate, 2)
+        (351, 3.85)
+        """
+        lipschitz, smooth = constants.needed("lipschitz", "smoothness")
+        strength = constants.strong_convexity
+        if not strength:
+            raise ValueError("Theorem 2 is about strongly convex risks; add a regulariser such as L2(0.01).")
+        beta = smooth + constants.regularizer_smoothness
+        signal = (n * budget.epsilon / lipschitz) ** 2 / (dim * math.log(1.0 / budget.delta))
+        steps = max(1, round(scale * beta / strength * math.log(max(math.e, signal))))
+        return cls(steps=steps, learning_rate=1.0 / beta, method=method, clip=lipschitz)
 
     def check_budget(self, budget: Budget) -> None:
         """Raise unless the budget is stated under a relation that is proved."""

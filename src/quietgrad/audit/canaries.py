@@ -9,14 +9,14 @@ or ``constant``. They depend on the step alone, so with full batches every relea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Constants, Indices, NoRegularizer, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]
@@ -52,6 +52,14 @@ class Cast:
         """Number of parameters of all blocks."""
         return self.runs * self.width
 
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The roles: nothing else is known of these records."""
+        yield repr(self).encode()
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The same."""
+        return self.contents()
+
 
 def shorten(rows: Floats, clip: float) -> Floats:
     """Scale each row to norm ≤ clip; the reference that every kernel's clipping is compared with.
@@ -64,7 +72,7 @@ def shorten(rows: Floats, clip: float) -> Floats:
         return np.where(lengths > clip, rows * (clip / np.maximum(lengths, 1e-300)), rows)
 
 
-class CanaryObjective:
+class CanaryObjective(BaseObjective):
     """An objective in gradient space: roles decide gradients, parameters are ignored.
 
     ``canary`` pulls along the first axis with the pattern's amplitude, ``mirror`` against it, ``against`` is a
@@ -75,7 +83,6 @@ class CanaryObjective:
     """
 
     regularizer = NoRegularizer()
-    silent_batches = False
     row_bound = 1.0
 
     def __init__(self, pattern: Pattern = "growing") -> None:
@@ -124,9 +131,7 @@ class CanaryObjective:
         rows = rule.alpha * shorten(moved, rule.clip) + rule.gamma * shorten(now, rule.second_clip)
         self._add(batch.records, batch.indices, rows, out)
 
-    def add_hessians(
-        self, records: Cast, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """Add nothing: these gradients are flat."""
 
     def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:

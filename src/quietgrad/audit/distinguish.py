@@ -24,6 +24,7 @@ from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 
 Floats = npt.NDArray[np.float64]
@@ -96,9 +97,11 @@ def _profile(event: Event, relation: Relation) -> dict[float, float]:
     return {e: delta_of(event, epsilon=e, relation=relation) for e in _POINTS}
 
 
-def attack_dprime(views: tuple[Views, Views], claim: Claim, what: str, alpha: float) -> Finding:
-    """L1: d′ of the transcripts along the direction that separates them best, against μ."""
-    mu = claim.mu
+def attack_dprime(
+    views: tuple[Views, Views], claim: Claim, what: str, alpha: float, *, mu: float | None = None
+) -> Finding:
+    """L1: d′ of the transcripts along the direction that separates them best, against μ (default: the claim's)."""
+    mu = claim.mu if mu is None else mu
     if mu is None:
         raise ValueError("L1 needs un-sampled Gaussian releases; use attack_profile for others.")
     a, b = (features(view, claim.plan) for view in views)
@@ -140,7 +143,7 @@ def likelihood(view: Views, claim: Claim, signs: Callable[[int], float]) -> Floa
     image −s_t instead (replace-one). Releases that never happened say nothing.
     """
     schedule = claim.plan.schedule
-    if schedule.composition == "filter" or any(slot.mechanism != "gaussian" for slot in schedule.slots):
+    if schedule.composition == "filter" or not all(isinstance(s.mechanism, GaussianNoise) for s in schedule.slots):
         return None
     width = view.model.shape[1]
     x = view.transcript[:, ::width]

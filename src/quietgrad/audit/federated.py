@@ -20,9 +20,9 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.audit.canaries import CanaryObjective, Cast, Pattern
 from quietgrad.audit.distinguish import Claim, attack_dprime
 from quietgrad.audit.listener import Blocks, Listener
-from quietgrad.audit.probes import judge_noise
 from quietgrad.audit.replicas import Views, walk
 from quietgrad.audit.report import AuditReport
+from quietgrad.audit.units import judge_noise
 from quietgrad.privacy.budget import Budget, Relation
 
 TRUSTS: tuple[tuple[str, str | None], ...] = (

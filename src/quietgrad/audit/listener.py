@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,9 @@ class Blocks(np.ndarray[Any, Any]):
 class Listener:
     """A session that writes down every number that passes the door, in units of the query's bound."""
 
-    def __init__(self, session: Session, *, blocks: int = 1, number: int = 0) -> None:
+    def __init__(self, session: Session, *, blocks: int = 1, number: int = 0, uniform: float | None = None) -> None:
         self._session = session
+        self._uniform = uniform  # what every draw is taken to be, where the auditor fixes it
         self._number = number
         self.blocks = blocks
         self.plan = session.plan
@@ -55,6 +56,8 @@ class Listener:
         return self._session.expected_batch(slot)
 
     def uniform(self, label: str) -> float:
+        if self._uniform is not None:
+            return self._uniform
         if self.blocks > 1:
             raise NotSeparableError  # one draw would be shared by all runs
         return self._session.uniform(f"{label}/{self._number}")
@@ -67,23 +70,32 @@ class Listener:
             self.slots.append(slot)
         return answer.view(Blocks) if self.blocks > 1 else answer
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         if self.blocks > 1:
             raise NotSeparableError
-        chosen = self._session.choose(slot, queries, rho=rho)
+        chosen = self._session.choose(slot, queries, rho=rho, offsets=offsets)
         loses = getattr(self.objective, "loses", None)  # an auditor knows what its own record makes of a candidate
         self.heard.append(np.array([[float(chosen if loses is None else loses(chosen))]]))
         self.slots.append(slot)
         return chosen
 
-    def first_below(self, slot: str, queries: Iterable[Query], threshold: float) -> int | None:
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         if self.blocks > 1:
             raise NotSeparableError
-        search: Callable[..., int | None] = self._session.first_below  # type: ignore[attr-defined]
-        found = search(slot, queries, threshold)
+        found = self._session.first_below(slot, queries, threshold)
         self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
         self.slots.append(slot)
         return found
+
+    @property
+    def seeded(self) -> bool:
+        return self._session.seeded
+
+    @property
+    def epochs(self) -> int:
+        return self._session.epochs
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         return self._session.close(reason, data_dependent=data_dependent)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Constants, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Records, Regularizer, Rule
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 class Planted:
     """Records with canaries behind them: canary j sits on coordinate ``places[j]`` and pulls with ``signs[j]``."""
 
-    inner: Any
+    inner: Records
     places: npt.NDArray[np.int64]
     signs: Floats
     canaries: int
@@ -33,11 +33,18 @@ class Planted:
         """Parameters of the model and one per canary."""
         return int(self.inner.dim) + self.canaries
 
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The records and where the canaries sit."""
+        yield from self.inner.contents()
+        yield f"{self.canaries} {self.places.tolist()} {self.signs.tolist()}".encode()
 
-class PlantedObjective:
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The people alone: canaries are nobody."""
+        return self.inner.fingerprint_parts()
+
+
+class PlantedObjective(BaseObjective):
     """An objective with one more parameter per canary; the model's own sums are the inner objective's."""
-
-    silent_batches = False
 
     def __init__(self, inner: Any, canaries: int, coins: npt.NDArray[np.bool_], relation: Relation) -> None:
         self.inner = inner
@@ -53,8 +60,8 @@ class PlantedObjective:
     def initial(self, records: Planted) -> Vector:
         return _pad(self.inner.initial(records.inner), self.canaries)
 
-    def constants(self, row_bound: float | None = None) -> Constants:
-        constants: Constants = self.inner.constants(row_bound)
+    def constants(self) -> Constants:
+        constants: Constants = self.inner.constants()
         return constants
 
     def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
@@ -89,8 +96,20 @@ class PlantedObjective:
 class _Padded:
     """The model's regulariser; canaries' coordinates have none."""
 
-    inner: Any
+    inner: Regularizer
     canaries: int
+
+    @property
+    def strong_convexity(self) -> float:
+        return 0.0  # in the canaries' coordinates
+
+    @property
+    def smoothness(self) -> float:
+        return self.inner.smoothness
+
+    @property
+    def convex(self) -> bool:
+        return self.inner.convex
 
     def value(self, params: Vector) -> float:
         return float(self.inner.value(params[: -self.canaries]))
@@ -98,8 +117,8 @@ class _Padded:
     def gradient(self, params: Vector) -> Vector:
         return _pad(self.inner.gradient(params[: -self.canaries]), self.canaries)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def curvature(self, params: Vector) -> Vector:
+        return _pad(self.inner.curvature(params[: -self.canaries]), self.canaries)
 
 
 def _pad(vector: Vector, count: int) -> Vector:

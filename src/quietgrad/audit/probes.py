@@ -1,8 +1,8 @@
 """Layer L0: exact probes that take milliseconds and see what statistics would need millions of runs for.
 
-Noise: what leaves the trust boundary when every record is silent, also from an empty sample, must have the claimed
-scale and law, be fresh in every release and lie on the public grid. Sensitivity: sums without noise on adversarial
-neighbours must not differ by more than Δ. Ledger: the reservation must be in the file before data are touched.
+Sensitivity: sums without noise on adversarial neighbours must not differ by more than Δ. Secure sums: their noise
+after aggregation, and masks that are never used twice. Ledger: the reservation must be in the file before data
+are touched. Noise over time is in :mod:`~quietgrad.audit.series`, clipping in :mod:`~quietgrad.audit.clipping`.
 """
 
 from __future__ import annotations
@@ -10,116 +10,27 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import chdtrc, gammaincinv, ndtr, ndtri
+from scipy.special import ndtri
 
 from quietgrad.audit.canaries import CanaryObjective, Cast
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.listener import as_numbers
-from quietgrad.audit.replicas import CuratorFactory, central
+from quietgrad.audit.units import judge_noise
 from quietgrad.curators.base import Curator
 from quietgrad.errors import LedgerError
 from quietgrad.objectives.base import Batch, Gradient, Query, Rule
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.noise import sigma_for
-from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import FullBatch, Poisson
-from quietgrad.vectors import Vector, zeros_like
+from quietgrad.sampling import FullBatch
+from quietgrad.vectors import zeros_like
 
 Floats = npt.NDArray[np.float64]
-_BINS = 64
 _FLOAT_SLACK = 1e-9
-
-
-@dataclass(frozen=True)
-class Silence:
-    """A query to which no record contributes anything: its release is the noise itself."""
-
-    size: int
-    bound: float
-
-    def dim(self, records: Any) -> int:
-        """Length of the vector released."""
-        return self.size
-
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
-        """Add nothing."""
-
-
-def probe_noise(
-    curator: CuratorFactory = central,
-    *,
-    noise_multiplier: float = 2.0,
-    bound: float = 0.75,
-    size: int = 20_000,
-    alpha: float = 1e-6,
-    seed: int | None = None,
-) -> list[Finding]:
-    """Release silence through a curator, full and Poisson-sampled (half of the samples empty), and test it.
-
-    >>> [finding.verdict for finding in probe_noise(seed=0)]
-    ['pass', 'pass', 'pass', 'pass']
-    """
-    slots = (Slot("full", FullBatch(), 3), Slot("sampled", Poisson(0.5), 6))
-    plan = Plan("probe", {}, Schedule(slots), 1, Budget(1.0, 1e-5), noise_multiplier)
-    key = fresh_key() if seed is None else seed_key(seed)
-    session = curator(CanaryObjective(), Cast(("silent",), 1, size), key).open(plan)
-    query = Silence(size, bound)
-    heard = [np.array(session.release(slot.name, query), np.float64) for slot in slots for _ in range(slot.count)]
-    sigma, step = sigma_for(noise_multiplier, bound, size)
-    return [*judge_noise(np.stack(heard), sigma, "curator", alpha), _on_grid(np.stack(heard), step)]
-
-
-def judge_noise(samples: Floats, sigma: float, what: str, alpha: float = 1e-6) -> list[Finding]:
-    """Test noise after aggregation, one row per release: scale (two-sided), law, and freshness across releases.
-
-    >>> rng = np.random.default_rng(0)
-    >>> [f.verdict for f in judge_noise(0.9 * rng.standard_normal((2, 10_000)), 1.0, "too little")]
-    ['violation', 'violation', 'pass']
-    """
-    each = alpha / (3 * len(samples))
-    size = samples.shape[1]
-    widths = np.sqrt((samples**2).sum(axis=1))
-    # χ² quantiles through the incomplete gamma function: the true σ is in [low, high] with confidence 1 − each.
-    low, high = (widths / math.sqrt(2 * gammaincinv(size / 2, p)) for p in (1 - each / 2, each / 2))
-    worst = int(np.argmax(np.maximum(low / sigma, sigma / np.maximum(high, 1e-300))))
-    scaled = low[worst] <= sigma <= high[worst]
-    measured = float(widths[worst] / math.sqrt(size))
-    scale = Finding("L0 noise scale", what, "σ", sigma, measured, "pass" if scaled else "violation")
-    chances = [_fits(row / sigma) for row in samples]
-    law = Finding("L0 noise law", what, "p", each, min(chances), "pass" if min(chances) >= each else "violation")
-    return [scale, law, _fresh(samples, what, alpha / 3)]
-
-
-def _fits(row: Floats) -> float:
-    """p-value of a χ² test with bins of equal probability under N(0, 1)."""
-    counts = np.bincount(np.minimum((ndtr(row) * _BINS).astype(int), _BINS - 1), minlength=_BINS)
-    expected = row.size / _BINS
-    return float(chdtrc(_BINS - 1, float(((counts - expected) ** 2).sum() / expected)))
-
-
-def _fresh(samples: Floats, what: str, alpha: float) -> Finding:
-    """Correlation between every two releases: reused noise or masks show as 1."""
-    norms = np.linalg.norm(samples, axis=1)
-    products = np.abs(np.triu(samples @ samples.T, 1))
-    correlation = products / np.maximum(np.outer(norms, norms), 1e-300)
-    pairs = max(1, len(samples) * (len(samples) - 1) // 2)
-    limit = -float(ndtri(alpha / (2 * pairs))) / math.sqrt(samples.shape[1])
-    worst = float(correlation.max())
-    verdict = "pass" if worst <= limit else "violation"
-    return Finding("L0 freshness", what, "|correlation|", limit, worst, verdict)  # type: ignore[arg-type]
-
-
-def _on_grid(samples: Floats, step: float) -> Finding:
-    off = float(np.abs(samples / step - np.rint(samples / step)).max())
-    verdict = "pass" if off == 0.0 else "violation"
-    return Finding("L0 grid", "curator", "units off", 0.0, off, verdict)  # type: ignore[arg-type]
 
 
 def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: float = 1e-6) -> list[Finding]:
@@ -127,10 +38,12 @@ def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: 
     from quietgrad.federation import secure_sum
     from quietgrad.secure.terms import Terms
 
-    terms = Terms(mode, parties=parties, dimension=size, bound=0.75, sigma=1.5)  # type: ignore[arg-type]
-    silence = np.zeros((parties, size))
-    heard = [secure_sum(silence, clip=0.75, noise_multiplier=2.0, mode=mode) for _ in range(3)]  # type: ignore[arg-type]
-    return judge_noise(np.stack(heard), 1.5 * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
+    # A clip far above the noise: else the sum's own check of its length would hear the loudest errors before we do.
+    clip, sigma = 150.0, 1.5
+    terms = Terms(mode, parties=parties, dimension=size, bound=clip, sigma=sigma)  # type: ignore[arg-type]
+    silence, times = np.zeros((parties, size)), sigma / clip
+    heard = [secure_sum(silence, clip=clip, noise_multiplier=times, mode=mode) for _ in range(3)]  # type: ignore[arg-type]
+    return judge_noise(np.stack(heard), sigma * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
 
 
 def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: float = 1e-6) -> Finding:
@@ -148,7 +61,9 @@ def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: f
         session.sum(np.zeros((parties, size)))
     seen = [s.payload[-8 * size :] for s in view.of("server", Kind.MASKED) if s.sender == "party-1"]
     words = np.stack([np.frombuffer(payload, "<i8").astype(np.float64) for payload in seen])
-    return _fresh(words / 2.0**63, "masked vectors of one party", alpha)
+    # Uniform words, each as good as a normal number.
+    z = ndtri((words / 2.0**64 + 0.5) * (1.0 - 2.0**-52) + 2.0**-53)
+    return next(f for f in judge_noise(z, 1.0, "masked vectors of one party", alpha) if f.layer == "L0 freshness")
 
 
 def sums(query: Query, objective: Any, records: Any, indices: Any = None) -> Floats:
@@ -165,6 +80,8 @@ def probe_sensitivity(
     queries: Callable[[Any], Iterable[Query]],
     relation: Relation,
     what: str = "objective",
+    *,
+    whole: bool = False,
 ) -> Finding:
     """The largest ‖q(D) − q(D′)‖/Δ over neighbours and queries; above 1 the claimed bound is false.
 
@@ -172,7 +89,7 @@ def probe_sensitivity(
         neighbours: pairs of data sets, as ``objective.prepare`` takes them, that are neighbours under ``relation``.
         queries: makes the queries to ask of a pair, given the first one's prepared records.
 
-    Both ways of summing are asked: all records at once, and by index.
+    Both ways of summing are asked: all records at once, and by index unless ``whole`` says that there is no such.
     """
     from quietgrad.privacy.accounting import sensitivity_factor
 
@@ -182,7 +99,7 @@ def probe_sensitivity(
         a, b = (objective.prepare(data) for data in pair)
         for query in queries(a):
             reach = factor * query.bound
-            for by_index in (False, True):
+            for by_index in (False,) if whole else (False, True):
                 left, right = (
                     sums(query, objective, r, np.arange(len(r), dtype=np.int64) if by_index else None)
                     for r in (a, b)

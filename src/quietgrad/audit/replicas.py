@@ -22,6 +22,7 @@ from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
+from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass
 from quietgrad.vectors import Vector
@@ -110,7 +111,7 @@ class Views(NamedTuple):
 
 def central(objective: Any, data: Any, key: bytes) -> Curator:
     """The production curator of one trusted holder."""
-    return CentralCurator(objective, data, key=key)
+    return CentralCurator(objective, data, key=key, account="audit")
 
 
 def collect(
@@ -122,23 +123,42 @@ def collect(
     *,
     curator: CuratorFactory = central,
     seed: int | None = None,
+    together: bool = True,
 ) -> Views:
     """Run ``algorithm`` ``runs`` times in world ``which`` of ``game`` and return what left the door.
 
-    ``plan`` is one run's plan: what is claimed. Without ``seed`` every run has fresh secret noise.
+    ``plan`` is one run's plan: what is claimed. Without ``seed`` every run has fresh secret noise. Runs are made
+    side by side where they can be, unless ``together`` is false.
     """
-    size = max(1, _MOST_NUMBERS // game.dim)
     try:
-        if any(slot.mechanism != "gaussian" for slot in plan.schedule.slots):
+        if not together or not all(isinstance(slot.mechanism, GaussianNoise) for slot in plan.schedule.slots):
             raise NotSeparableError  # only white noise is independent from block to block
-        parts = [
-            _blocks(algorithm, plan, game, which, min(size, runs - done), curator, _key(seed, which, done))
-            for done in range(0, runs, size)
-        ]
-        looped = False
+        return collect_blocks(algorithm, plan, game, which, runs, curator=curator, seed=seed)
     except NotSeparableError:
-        parts = _loop(algorithm, plan, game, which, runs, curator, seed)
-        looped = True
+        return _joined(_loop(algorithm, plan, game, which, runs, curator, seed), runs, looped=True)
+
+
+def collect_blocks(
+    algorithm: Algorithm,
+    plan: Plan,
+    game: Game,
+    which: int,
+    runs: int,
+    *,
+    curator: CuratorFactory = central,
+    seed: int | None = None,
+    uniform: float | None = None,
+) -> Views:
+    """The same, side by side or not at all; ``uniform`` fixes what a random round is drawn with."""
+    size = max(1, _MOST_NUMBERS // game.dim)
+    parts = [
+        _blocks(algorithm, plan, game, which, min(size, runs - done), curator, _key(seed, which, done), uniform)
+        for done in range(0, runs, size)
+    ]
+    return _joined(parts, runs, looped=False)
+
+
+def _joined(parts: list[Views], runs: int, *, looped: bool) -> Views:
     slots = max((part.slots for part in parts), key=len)
     transcript = np.full((runs, len(slots)), np.nan)  # a run that stopped early said nothing more
     row = 0
@@ -153,13 +173,21 @@ def _key(seed: int | None, which: int, number: int) -> bytes:
 
 
 def _blocks(
-    algorithm: Algorithm, plan: Plan, game: Game, which: int, runs: int, curator: CuratorFactory, key: bytes
+    algorithm: Algorithm,
+    plan: Plan,
+    game: Game,
+    which: int,
+    runs: int,
+    curator: CuratorFactory,
+    key: bytes,
+    uniform: float | None,
 ) -> Views:
     """``runs`` runs side by side in one pass."""
     objective, data = game.world(which, runs)
     holder = curator(objective, data, key)
     session = holder.open(spread(plan, game, blocks=runs))
-    return walk(algorithm, Listener(session, blocks=runs), np.asarray(holder.initial()).view(Blocks))
+    ear = Listener(session, blocks=runs, uniform=uniform)
+    return walk(algorithm, ear, np.asarray(holder.initial()).view(Blocks))
 
 
 def _loop(

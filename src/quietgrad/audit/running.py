@@ -17,9 +17,11 @@ from quietgrad.audit.distinguish import (
     likelihood,
 )
 from quietgrad.audit.divergence import attack_divergence
-from quietgrad.audit.probes import probe_noise
+from quietgrad.audit.planting import QueryGame
 from quietgrad.audit.replicas import CuratorFactory, Game, Views, central, collect
 from quietgrad.audit.report import AuditReport
+from quietgrad.audit.rounds import attack_rounds, law_of, probe_rounds
+from quietgrad.audit.series import lengthened, probe_grid, probe_slots
 from quietgrad.audit.worlds import special_game
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
@@ -79,11 +81,22 @@ def run(
     game = game or special_game(algorithm, n, budget.relation)
     claim = Claim(claimed or plan)
     notes: list[str] = []
-    findings: list[Finding] = probe_noise(holder, alpha=alpha / 10, seed=seed)
+    findings: list[Finding] = probe_slots(lengthened(plan), holder, alpha=alpha / 10, seed=seed)
+    findings.append(probe_grid(holder))
     games = _games(plan, claim, n, budget) if game is None else [_given(game)]
+    law = law_of(plan) if game is None else None
+    if law is not None:
+        first = games[0][2]
+        findings.append(probe_rounds(algorithm, plan, first, curator=holder, seed=seed, alpha=alpha / 10))
     for number, (what, pattern, worlds) in enumerate(games):
+        if law is not None and pattern is not None and claimed is None:
+            findings += attack_rounds(
+                algorithm, plan, worlds, pattern, runs, curator=holder, seed=seed, what=what,
+                alpha=alpha / (3 * len(games)),
+            )  # fmt: skip
+            continue
         views = tuple(
-            collect(algorithm, plan, worlds, w, runs, curator=holder, seed=None if seed is None else seed + number)
+            _collect(algorithm, plan, worlds, w, runs, holder, None if seed is None else seed + number)
             for w in (0, 1)
         )
         if views[0].looped and not notes:
@@ -107,6 +120,14 @@ def run(
         why = f"{runs} runs cannot test this claim: half the noise would pass as well; give more runs or a larger ε"
         report = AuditReport(**{**vars(report), "notes": (*notes, why)})
     return report
+
+
+def _collect(
+    algorithm: Algorithm, plan: Plan, game: Game, which: int, runs: int, curator: CuratorFactory, seed: int | None
+) -> Views:
+    if isinstance(game, QueryGame):
+        return game.collect(algorithm, plan, which, runs, curator, seed)
+    return collect(algorithm, plan, game, which, runs, curator=curator, seed=seed)
 
 
 def _attack(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.audit.listener import NotSeparableError
+from quietgrad.audit.planting import query_game
 from quietgrad.audit.replicas import Game
 from quietgrad.privacy.budget import Relation
 
@@ -43,34 +43,6 @@ class HuberGame:
         return Huber(1.0, row_bound=self.row_bound), (X, y)
 
 
-@dataclass(frozen=True)
-class TableGame:
-    """Two small tables for a Huber loss that differ in one row, run one by one.
-
-    The row's feature and target are as large as allowed, so its clipped contributions are too. It is absent in the
-    second world (add-remove) or has the opposite feature there (replace-one).
-    """
-
-    n: int
-    relation: Relation
-    row_bound: float = 1.0
-    dim: int = 1
-    gaussian: bool = False
-
-    def world(self, which: int, runs: int) -> tuple[Any, Any]:
-        """(objective, data) of one run."""
-        from quietgrad.objectives import Huber
-
-        if runs > 1:
-            raise NotSeparableError  # a second-moment matrix of all blocks would mix them
-        X = np.zeros((self.n, self.dim))
-        y = np.zeros(self.n)
-        X[0, 0] = self.row_bound if which == 0 else -self.row_bound
-        y[0] = _FAR
-        first = 1 if which == 1 and self.relation is Relation.ADD_REMOVE else 0
-        return Huber(1.0, row_bound=self.row_bound, rows="clip"), (X[first:], y[first:])
-
-
 def special_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
     """The worlds for an algorithm that cannot be attacked in gradient space, or ``None``.
 
@@ -81,6 +53,4 @@ def special_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
     one_shot = name == "weighted-average" and algorithm.method == "one-shot"
     if name == "output-perturbation" or one_shot:  # stability scales as 1/n: few records stand for any number
         return HuberGame(n, dim=1 if getattr(algorithm, "mechanism", "") == "pure" else 2)
-    if name == "whitened-gd":
-        return TableGame(n, relation, algorithm.row_bound or 1.0)
-    return None
+    return query_game(algorithm, n, relation)

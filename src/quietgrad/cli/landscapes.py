@@ -11,7 +11,7 @@ import typer
 from quietgrad.cli.options import usage
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import RunSpec
-from quietgrad.cli.settings import algorithm_from, build
+from quietgrad.cli.settings import algorithm_from, key_values
 
 if TYPE_CHECKING:
     from quietgrad.training.result import Result
@@ -21,6 +21,7 @@ _RECORDS = 1_000_000
 
 def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
+    from quietgrad.objectives.registry import make_landscape
     from quietgrad.training import minimize, plan, resume
     from quietgrad.training.progress import SpentSoFar, progress
     from quietgrad.training.stationarity import certify
@@ -28,7 +29,8 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     n = spec.n_public or _RECORDS
     its = [text.partition(".")[2] for text in spec.settings if text.startswith("landscape.")]
     others = [text for text in spec.settings if not text.startswith("landscape.")]
-    land = _landscape(spec.landscape or "", its)
+    with usage():
+        land = make_landscape(spec.landscape or "", key_values(its))
     method = algorithm_from(spec.algorithm or "perturbed-sgd", spec.flags, others, spec.oracle)
     promise = spec.budget()
     with usage():
@@ -54,15 +56,6 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     result.save(out)
     report_if_possible([out], out / "report.html")
     if not quiet:
-        typer.echo(f"{result.stopped_by}: {found}")
+        rests = result.details.get("claim")
+        typer.echo(f"{result.stopped_by}: {found}" + (f"; the stop rests on: {rests}" if rests else ""))
     return result
-
-
-def _landscape(name: str, settings: list[str]) -> Any:
-    from quietgrad.objectives.landscapes.base import landscape, landscape_names
-
-    if name not in landscape_names():
-        raise typer.BadParameter(
-            f"{name!r}: must be one of {', '.join(landscape_names())}.", param_hint="--landscape"
-        )
-    return build(name, type(landscape(name)), {}, settings)

@@ -40,12 +40,12 @@ def show(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--delta") from None
     book = ledger.book()
-    if account is not None and account not in book.accounts():
+    if account is not None and book.name(account) not in book.accounts():
         known = ", ".join(book.accounts()) or "none"
         raise typer.BadParameter(
             f"{account!r} is not in {file}; its accounts are: {known}.", param_hint="--account"
         )
-    names = book.accounts() if account is None else (account,)
+    names = book.accounts() if account is None else (book.name(account),)
     rows = [_account_row(ledger, book, name, delta) for name in names]
     if as_json:
         typer.echo(json.dumps({"file": str(file), "accounts": rows}, indent=2))
@@ -56,9 +56,18 @@ def show(
 
 
 @app.command(epilog="Example: quietgrad ledger verify ledger.jsonl")
-def verify(file: File, as_json: Json = False) -> None:
-    """Check every line, the hash chain and the head; exit code 1 if the file was cut or altered."""
-    report = _existing(file).verify()
+def verify(
+    file: File,
+    head: Annotated[
+        str | None, typer.Option(help="What `ledger head` printed earlier, kept elsewhere.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every line, the hash chain and the head; exit code 1 if the file was cut, altered or restored."""
+    try:
+        report = _existing(file).verify(head)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--head") from None
     if as_json:
         typer.echo(json.dumps({"file": str(file), **vars(report)}, indent=2))
     else:
@@ -71,6 +80,13 @@ def verify(file: File, as_json: Json = False) -> None:
         if report.torn_tail:
             typer.echo("It ends in an append that never finished; it paid for nothing and will be put aside.")
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(epilog="Example: quietgrad ledger head ledger.jsonl >> anchors-kept-elsewhere.txt")
+def head(file: File, as_json: Json = False) -> None:
+    """Print a short digest of the whole ledger to keep elsewhere; `verify --head` tells by it a restored backup."""
+    digest = _existing(file).head()
+    typer.echo(json.dumps({"file": str(file), "head": digest}, indent=2) if as_json else digest)
 
 
 @app.command(epilog="Example: quietgrad ledger cap ledger.jsonl patients --epsilon 3 --delta 1e-6")
@@ -120,7 +136,7 @@ def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> 
     from quietgrad.errors import UnprovableError
 
     held = book.of(name)
-    cap = book.caps.get(name)
+    cap = book.cap(name)
     promise = cap or held[-1].reservation  # an account exists by a cap or by a reservation
     row: dict[str, Any] = {"account": name, "delta": delta or promise.delta, "relation": str(promise.relation)}
     try:

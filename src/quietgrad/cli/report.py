@@ -21,14 +21,24 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write curves, a comparison of the runs and their privacy certificates as one HTML file."""
-    from quietgrad.report.page import write_report
+    """Write curves, a comparison of the runs and their privacy certificates as one HTML file.
 
-    target = write_report(folders, output or folders[0] / "report.html")
+    Every ε is proved again and held against the run's options and ledger; exit code 1 if one is refuted.
+    """
+    from quietgrad.report.page import read_runs, write_report
+
+    runs = read_runs(folders)
+    target = write_report(folders, output or folders[0] / "report.html", runs)
+    refuted = {str(folder): run.result.privacy.refuted for folder, run in zip(folders, runs, strict=True)}
     if as_json:
-        show_json({"report": str(target), "runs": [str(folder) for folder in folders]})
+        said = {folder: list(why) for folder, why in refuted.items() if why}
+        show_json({"report": str(target), "runs": [str(folder) for folder in folders], "refuted": said})
     else:
         typer.echo(f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
+        for folder, reasons in refuted.items():
+            for why in reasons:
+                typer.echo(f"{folder}: {why}", err=True)
+    raise typer.Exit(1 if any(refuted.values()) else 0)
 
 
 def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from quietgrad.errors import DataError
+from quietgrad.files import read_json
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 RUN_FILE = "run.json"
 _MOST_WHITENED = 1000  # features: a second-moment matrix grows with their square, and so does its noise
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
-_OBJECTIVES = {"binary": "logistic", "multiclass": "multinomial", "regression": "huber"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class RunSpec:
 
     def save(self, folder: Path) -> None:
         """Write ``run.json`` into ``folder``."""
-        from quietgrad.training.checkpoint import write_atomically
+        from quietgrad.files import write_atomically
 
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / RUN_FILE, (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode())
@@ -65,7 +63,7 @@ class RunSpec:
     def load(cls, folder: Path) -> RunSpec:
         """Read the options that a run was started with."""
         try:
-            values = json.loads((folder / RUN_FILE).read_text())
+            values = read_json(folder / RUN_FILE)
             return cls(**{**values, "settings": tuple(values["settings"])})
         except FileNotFoundError:
             raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
@@ -112,9 +110,10 @@ class RunSpec:
 
     def describe_objective(self, data: Dataset) -> dict[str, Any]:
         """What :func:`objective_from` needs, and the class names: public facts that are kept with the model."""
-        name = self.objective or _OBJECTIVES[data.task]
+        from quietgrad.objectives.registry import usual_loss
+
         return {
-            "objective": name,
+            "objective": self.objective or usual_loss(data.task),
             "regularizer": self.regularizer,
             "intercept": self.intercept,
             "row_bound": data.row_bound if self.row_bound is None else self.row_bound,
@@ -134,51 +133,9 @@ def objective_from(facts: dict[str, Any]) -> Any:
     >>> objective_from(facts)
     Huber(regularizer=L2(strength=0.1, unpenalized=1), intercept=True, ..., threshold=0.5)
     """
-    from quietgrad import objectives
+    from quietgrad.cli.options import usage
+    from quietgrad.objectives.registry import make_objective
 
-    name, number = _name_and_number(facts["objective"], "--objective")
-    task, classes = facts["task"], facts["classes"]
-    wanted = {"logistic": "binary", "hinge": "binary", "multinomial": "multiclass"}.get(name, "regression")
-    if name not in ("logistic", "multinomial", "huber", "squared", "hinge"):
-        allowed = "logistic, multinomial, huber[:THRESHOLD], squared or hinge[:SMOOTHING]"
-        raise typer.BadParameter(f"{name!r}: must be {allowed}.", param_hint="--objective")
-    fits = {"binary": ("binary",), "multiclass": ("binary", "multiclass"), "regression": ("regression",)}
-    if task not in fits[wanted]:
-        raise DataError(f"the objective {name} is for {wanted} labels, and the data is {task}.")
-    outputs = classes if name == "multinomial" else 1
-    kind = getattr(objectives, name.capitalize())
-    extra: dict[str, Any] = {}
-    if name == "multinomial":
-        extra["classes"] = classes
-    if number is not None:
-        knob = {"huber": "threshold", "hinge": "smoothing"}.get(name)
-        if knob is None:
-            raise typer.BadParameter(f"{name} takes no number.", param_hint="--objective")
-        extra[knob] = number
-    penalty = regularizer_from(facts["regularizer"], outputs if facts["intercept"] else 0)
-    if penalty is not None:
-        extra["regularizer"] = penalty
-    return kind(intercept=facts["intercept"], row_bound=facts["row_bound"], rows=facts["rows"], **extra)
-
-
-def regularizer_from(text: str | None, unpenalized: int) -> Any:
-    """A penalty from text such as ``l2:0.1`` or ``nonconvex:0.001``; the intercepts stay free."""
-    from quietgrad import objectives
-
-    if text is None or text == "none":
-        return None
-    name, strength = _name_and_number(text, "--regularizer")
-    kinds = {"l2": objectives.L2, "nonconvex": objectives.Nonconvex}
-    if name not in kinds or strength is None:
-        raise typer.BadParameter(
-            f"{text!r}: must be l2:STRENGTH, nonconvex:STRENGTH or none.", param_hint="--regularizer"
-        )
-    return kinds[name](strength, unpenalized=unpenalized)
-
-
-def _name_and_number(text: str, hint: str) -> tuple[str, float | None]:
-    name, colon, number = text.partition(":")
-    try:
-        return name, float(number) if colon else None
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: {number!r} is no number.", param_hint=hint) from None
+    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
+    with usage():
+        return make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]

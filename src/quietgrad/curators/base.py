@@ -40,6 +40,16 @@ class Session(Protocol):
     """What is left of a zCDP filter; infinite in a run without noise."""
 
     @property
+    def seeded(self) -> bool:
+        """Whether its randomness was fixed for a test: then nothing is private."""
+        ...
+
+    @property
+    def epochs(self) -> int:
+        """How often the plan was charged: more than once if a resumed run asked something else than before."""
+        ...
+
+    @property
     def used(self) -> dict[str, int]:
         """Releases made so far, by slot."""
         ...
@@ -59,8 +69,21 @@ class Session(Protocol):
         """
         ...
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``."""
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        """The position of the least sum among scalar ``queries``, by a noisy choice that spends ``rho``.
+
+        ``offsets`` are public numbers, one per query, that are added to the sums before they are compared: the
+        part of a score that no record has a share in, such as n·r(θ) of a regulariser. They move no sensitivity.
+        """
+        ...
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        """The position of the first scalar query whose sum is, noisily, at most ``threshold``; ``None`` if none is.
+
+        However many are asked, all of it is one release.
+        """
         ...
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:

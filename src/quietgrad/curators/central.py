@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quietgrad.curators.central_session import CentralSession
+from quietgrad.curators.account import Account, Charge
+from quietgrad.curators.session import CentralSession
+from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Objective
+from quietgrad.objectives.base import Reading
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
@@ -16,7 +18,7 @@ from quietgrad.sampling import FixedSize
 from quietgrad.vectors import Vector
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger, Reservation
+    from quietgrad.privacy.ledger import Ledger
 
 __all__ = ["CentralCurator", "CentralSession"]
 
@@ -38,7 +40,7 @@ class CentralCurator:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Reading,
         data: Any,
         *,
         ledger: Ledger | str | Path | None = None,
@@ -48,41 +50,69 @@ class CentralCurator:
         key: bytes | None = None,
         seed: int | None = None,
     ) -> None:
-        if cap is not None and ledger is None:
-            raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
+        self.account = Account(account, ledger, cap)
         self.objective = objective
         self.records = objective.prepare(data)
-        self.account = account
-        self.cap = cap
         self.run = run
         self.seeded = seed is not None
         self._key = seed_key(seed) if seed is not None else (key or fresh_key())
         self._opened = 0
-        self._ledger = ledger
-
-    def use_key(self, key: bytes) -> None:
-        """Draw samples and noise of the sessions to come from ``key``, that of a key file a run is resumed with."""
-        self._key = key
 
     def initial(self) -> Vector:
         """The starting point, which depends on no record."""
         return self.objective.initial(self.records)
 
     def open(
-        self, plan: Plan, *, used: Mapping[str, int] | None = None, rho_left: float | None = None
+        self,
+        plan: Plan,
+        *,
+        transcript: Transcript | None = None,
+        used: Mapping[str, int] | None = None,
+        rho_left: float | None = None,
+        within: Charge | None = None,
+        note: str = "",
+        part: bool = False,
     ) -> CentralSession:
         """Reserve the cost of ``plan`` durably, then open its door.
 
-        ``used`` and ``rho_left`` continue an interrupted session of the same plan and key; its reservation, made
-        by the first open, is found in the ledger and not made again.
+        Args:
+            transcript: of the run, if it may be interrupted. One that was found on the disk continues its run:
+                the entry it made in the ledger is opened again, for the identical plan only.
+            used, rho_left: how far the interrupted session had come by its last checkpoint.
+            within: an entry that pays for this plan already (a round of a private search).
+            note: what the ledger says of the run; the algorithm's name by default.
+            part: the data may be a part of a table that the account knows, such as a fold.
         """
         self._check(plan)
-        ledger, reservation = self._reserve(plan, resumed=used is not None)
+        resumed = transcript is not None and transcript.resumed
+        if transcript is not None and self.run is None:
+            raise ValueError("run: a run with a transcript needs a name that its entry is found by.")
+        if within is None:
+            charge = self._charge(plan, self.run or "", note, resumed=resumed, part=part)
+        else:
+            charge = within.part(plan.event, plan.budget)
         session = CentralSession(
-            plan, self.objective, self.records, self._session_key(), ledger, reservation, seeded=self.seeded
+            plan,
+            self.objective,
+            self.records,
+            self._session_key() if transcript is None else transcript.key(0),
+            charge,
+            transcript=transcript,
+            again=lambda epoch: self._charge(plan, f"{self.run}.{epoch}", note, resumed=True, part=True),
+            seeded=self.seeded,
         )
         session.advance(used or {}, rho_left)
         return session
+
+    def _charge(self, plan: Plan, run: str, note: str, *, resumed: bool, part: bool) -> Charge:
+        event = plan.event if plan.is_private else None
+        found = self.account.reopen(event, plan.budget, run=run) if resumed else None
+        if found is not None:
+            return found
+        contents = None if self.account.ledger is None else self.records.fingerprint_parts()
+        return self.account.reserve(
+            event, plan.budget, run=run, note=note or plan.algorithm, contents=contents, part=part
+        )
 
     def _session_key(self) -> bytes:
         """The curator's key for the first session, a new one for each other: two sessions that drew the same noise
@@ -102,33 +132,3 @@ class CentralCurator:
                 else "fixed-size batches need the exact n"
             )
             raise DataError(f"the plan is for n={plan.n_public} but the data has another number of records: {why}.")
-
-    def _reserve(self, plan: Plan, *, resumed: bool) -> tuple[Ledger | None, Reservation | None]:
-        if self._ledger is None or plan.budget is None:
-            return None, None
-        from quietgrad.privacy.ledger import Ledger
-
-        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
-        if resumed and self.run is not None:
-            if (found := ledger.find(self.run)) is not None:
-                return ledger, found
-            if any(held.reservation.run == self.run for held in ledger.book().held.values()):
-                return None, None  # the run was closed before its result was saved: it is paid, and only replays
-        return ledger, ledger.reserve(
-            self.account,
-            plan.event,
-            delta=plan.budget.delta,
-            relation=plan.budget.relation,
-            run=self.run or "",
-            cap=self.cap,
-            note=plan.algorithm,
-            fingerprint=self._fingerprint(),
-        )
-
-    def _fingerprint(self) -> str | None:
-        parts = getattr(self.records, "fingerprint_parts", None)
-        if parts is None:
-            return None
-        from quietgrad.privacy.fingerprint import fingerprint
-
-        return fingerprint(parts())

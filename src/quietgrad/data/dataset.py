@@ -145,9 +145,13 @@ def encode_labels(
         raise DataError(f"{name}: task='binary' with {len(classes)} classes; use task='multiclass'.")
     y = np.full(len(raw), -1, dtype=np.int64)
     by_number = all(isinstance(c, int | float | np.number) for c in classes)
-    values = _numbers(name, raw) if by_number else np.asarray(raw).astype(str)
-    for code, label in enumerate(classes):
-        y[values == (label if by_number else str(label))] = code
+    if by_number:
+        values = _numbers(name, raw)
+        for code, label in enumerate(classes):
+            y[values == label] = code
+    else:
+        codes = {str(label): code for code, label in enumerate(classes)}
+        y[:] = np.fromiter((codes.get(str(value), -1) for value in raw), np.int64, len(raw))
     if (y < 0).any():
         raise DataError(f"{name}: some labels are not among the declared classes {tuple(map(str, classes))}.")
     kind: Task = "binary" if len(classes) == 2 else "multiclass"

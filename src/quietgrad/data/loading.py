@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from quietgrad import files
 from quietgrad.data.arrays import parse_npz
 from quietgrad.data.containers import read_content
 from quietgrad.data.dataset import Dataset, Task, check, check_trainable, encode_labels, normalized
@@ -54,7 +55,8 @@ def load(
     ((456, 30), (113, 30), 1.0)
     """
     path = Path(source)
-    if path.is_file():
+    if path.exists() and not path.is_dir():  # a folder may well be called like a registered set
+        files.check_regular(path)
         public = read_schema(schema) if schema is not None else None
         facts: dict[str, Any] = {"schema": public, "label": label, "task": task}
         data = _read(path, format, classes=classes, n_features=n_features, **facts)
@@ -124,7 +126,7 @@ def _read(
 def _with_test(
     data: Dataset, path: Path, format: Format | None, classes: Sequence[object] | None, facts: dict[str, Any]
 ) -> Dataset:
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"{path}: no such test file.")
     if classes is None and facts["schema"] is None and data.class_names is not None:
         classes = tuple(int(c) for c in data.class_names)  # the test labels must use the training file's pair

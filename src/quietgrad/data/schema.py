@@ -6,7 +6,6 @@ A vocabulary or a range learnt from private rows is itself a release. So it is d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad import files
 from quietgrad.errors import DataError
 
 
@@ -168,9 +168,11 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
     if not isinstance(source, Mapping):
         where = str(source)
         try:
-            source = json.loads(Path(source).read_text(encoding="utf-8"))
+            source = files.read_json(source)
+        except DataError:
+            raise
         except OSError as error:
-            raise DataError(f"schema {where}: cannot be read ({error.strerror}).") from None
+            raise DataError(f"schema {where}: cannot be read ({files.reason(error)}).") from None
         except ValueError as error:
             raise DataError(f"schema {where}: not valid JSON ({error}).") from None
         if not isinstance(source, Mapping):
@@ -188,7 +190,9 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
             missing=tuple(source.get("missing", ("", "NA", "NaN", "nan"))),
             drop_incomplete=bool(source.get("drop_incomplete", False)),
         )
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f'{where}: {error!r} while reading. Expected {{"label": {{"column": …, "classes": […]}}, '
             '"columns": {name: {"bounds": [low, high]} or {"categories": […]}}}.'
@@ -214,14 +218,19 @@ def to_numbers(
     array([1. , nan, 2.5])
     """
     try:
-        return np.asarray(values, dtype=np.float64)
-    except (ValueError, TypeError):
+        numbers = np.asarray(values, dtype=np.float64)
+        if numbers.ndim == 1:
+            return numbers
+        raise DataError(f"column {column!r} holds lists, not numbers.")
+    except DataError:
+        raise
+    except (ValueError, TypeError, OverflowError):
         pass
     absent = set(missing)
     try:
         texts = (str(v).strip() for v in values)
         return np.array([np.nan if t in absent or t == "None" else float(t) for t in texts], dtype=np.float64)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise DataError(
             f"column {column!r} is not numeric. If it is a category, declare its public vocabulary in a schema: "
             f'--schema schema.json with "columns": {{"{column}": {{"categories": […]}}}}.'

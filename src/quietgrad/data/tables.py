@@ -12,12 +12,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad import files
+from quietgrad.data.containers import EXPANSION, budget
 from quietgrad.data.dataset import Dataset, Task, check, encode_labels
 from quietgrad.data.schema import Schema, to_numbers
 from quietgrad.errors import DataError
+from quietgrad.shown import shown
 
 Columns: TypeAlias = dict[str, Sequence[Any] | npt.NDArray[Any]]
 _CHUNK = 16384  # rows turned into numbers at a time: Python strings of a whole table would dwarf its numbers
+_CELLS = 1 << 20  # fewer rows at a time if they are long
+_LONGEST_LABEL = 1000  # characters
 
 
 def parse_csv(
@@ -37,16 +42,15 @@ def parse_csv(
     >>> parse_csv(b"a,b,y\\n1,2,0\\n3,4,1\\n").X.tolist()
     [[1.0, 2.0], [3.0, 4.0]]
     """
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{name}: the file is not UTF-8 text; is it a CSV file?") from None
     if schema is not None:
         delimiter = schema.delimiter
     elif delimiter is None:
-        first = text.split("\n", 1)[0]
-        delimiter = max(",;\t", key=first.count)
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
+        first = content.split(b"\n", 1)[0]
+        delimiter = max(",;\t", key=lambda mark: first.count(mark.encode()))
+    try:
+        rows = _rows(content, delimiter)
+    except TypeError:
+        raise DataError(f"{name}: the delimiter {delimiter!r} must be a single character.") from None
     try:
         header = list(schema.names) if schema is not None and schema.names else [h.strip() for h in next(rows, [])]
         if schema is None and header and all(_is_number(h) for h in header):
@@ -55,6 +59,8 @@ def parse_csv(
         return _assemble(chunks, header, schema, label, task, classes, name)
     except csv.Error as error:
         raise DataError(f"{name}: not readable as delimited text ({error}).") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{name}: the file is not UTF-8 text; is it a CSV file?") from None
 
 
 def read_parquet(
@@ -73,14 +79,37 @@ def read_parquet(
     except ImportError:
         raise DataError(f"{name}: reading parquet needs pyarrow; pip install 'quietgrad[data]'.") from None
     try:
+        most = budget(files.check_regular(path).st_size)
         table = pyarrow.parquet.ParquetFile(path)
-        header = [str(c) for c in table.schema_arrow.names]
-        chunks = (
-            {c: batch.column(c).to_pylist() for c in header} for batch in table.iter_batches(batch_size=_CHUNK)
-        )
+        kinds = table.schema_arrow
+        header = [str(c) for c in kinds.names]
+        # Words stay codes into a short list: one long word in a million rows is stored once.
+        words = [f.name for f in kinds if pyarrow.types.is_string(f.type) or pyarrow.types.is_binary(f.type)]
+        table = pyarrow.parquet.ParquetFile(path, read_dictionary=words)
+        facts = table.metadata
+        packed = sum(facts.row_group(k).total_byte_size for k in range(facts.num_row_groups))
+        if max(packed, 8 * facts.num_rows * max(1, len(header))) > most:
+            raise DataError(
+                f"{name}: {facts.num_rows} rows of {len(header)} columns are more than {EXPANSION} times the "
+                "file's size; if it is meant so, write it as CSV or npz."
+            )
+        rows = max(1, min(_CHUNK, _CELLS // max(1, len(header))))
+        chunks = (_parquet_columns(batch, header) for batch in table.iter_batches(batch_size=rows))
         return _assemble(chunks, header, schema, label, task, classes, name)
-    except (pyarrow.ArrowInvalid, OSError):
+    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError, UnicodeDecodeError):
         raise DataError(f"{name}: not a readable parquet file; it may be cut short.") from None
+
+
+def _parquet_columns(batch: Any, header: Sequence[str]) -> Columns:
+    out: Columns = {}
+    for k, column in enumerate(header):
+        values = batch.column(k)
+        if hasattr(values, "dictionary"):
+            words = [*values.dictionary.to_pylist(), None]
+            out[column] = [words[-1 if code is None else code] for code in values.indices.to_pylist()]
+        else:
+            out[column] = values.to_pylist()
+    return out
 
 
 def parse_columns(content: bytes, names: Sequence[str], name: str = "csv") -> dict[str, tuple[str, ...]]:
@@ -89,18 +118,28 @@ def parse_columns(content: bytes, names: Sequence[str], name: str = "csv") -> di
     >>> parse_columns(b"1, a\\n2, b\\n", ("n", "c"))
     {'n': ('1', '2'), 'c': ('a', 'b')}
     """
-    rows = csv.reader(io.StringIO(content.decode("utf-8"), newline=""), skipinitialspace=True)
+    rows = _rows(content, ",")
     out: dict[str, list[Any]] = {c: [] for c in names}
-    for chunk in _column_chunks(rows, list(names), name):
-        for column, values in chunk.items():
-            out[column].extend(values)
+    try:
+        for chunk in _column_chunks(rows, list(names), name):
+            for column, values in chunk.items():
+                out[column].extend(values)
+    except (csv.Error, UnicodeDecodeError):
+        raise DataError(f"{name}: not readable as comma-separated UTF-8 text.") from None
     return {column: tuple(values) for column, values in out.items()}
+
+
+def _rows(content: bytes, delimiter: str) -> Iterator[list[str]]:
+    """The rows of delimited text, decoded as they are asked for."""
+    text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
+    return csv.reader(text, delimiter=delimiter, skipinitialspace=True)
 
 
 def _column_chunks(rows: Iterator[list[str]], header: list[str], name: str) -> Iterator[Columns]:
     seen = 0
     filled = (row for row in rows if row)  # blank lines, usually at the end, are no rows
-    while chunk := list(islice(filled, _CHUNK)):
+    at_once = max(1, min(_CHUNK, _CELLS // max(1, len(header))))
+    while chunk := list(islice(filled, at_once)):
         for offset, row in enumerate(chunk, start=1):
             if len(row) != len(header):
                 raise DataError(
@@ -120,21 +159,29 @@ def _assemble(
     classes: Sequence[object] | None,
     name: str,
 ) -> Dataset:
-    if len(set(header)) != len(header):
+    known = set(header)
+    if len(known) != len(header):
         raise DataError(f"{name}: the header names a column twice.")
     target = schema.label if schema is not None else (label or (header[-1] if header else ""))
     features = list(schema.columns) if schema is not None else [h for h in header if h != target]
-    absent = [c for c in (*features, target) if c not in header]
+    absent = [c for c in (*features, target) if c not in known]
     if absent:
-        raise DataError(f"{name}: no column {absent[0]!r}; the file has {', '.join(header) or 'no columns'}.")
+        raise DataError(f"{name}: no column {absent[0]!r}; the file has {_listed(header) or 'no columns'}.")
+    if not features:
+        raise DataError(f"{name}: there is no column besides the label {target!r}; is the delimiter another one?")
     parts: list[npt.NDArray[np.float64]] = []
     labels: list[npt.NDArray[Any]] = []
+    seen: dict[str, str] = {}
     for columns in chunks:
         if schema is None:
             block = np.column_stack([to_numbers(c, columns[c]) for c in features])
         else:
             block = np.hstack([kind.encode(c, columns[c], schema.missing) for c, kind in schema.columns.items()])
-        raw = np.array([str(v).strip() for v in columns[target]])
+        words = [str(v).strip() for v in columns[target]]
+        if max(map(len, words), default=0) > _LONGEST_LABEL:
+            raise DataError(f"{name}: a label has more than {_LONGEST_LABEL} characters; is {target!r} the label?")
+        # One object for equal words, and references: an array of text would give every row the longest word's room.
+        raw = np.array([seen.setdefault(word, word) for word in words], dtype=object)
         if schema is not None and schema.drop_incomplete:
             complete = np.isfinite(block).all(axis=1)
             block, raw = block[complete], raw[complete]
@@ -151,8 +198,9 @@ def _assemble(
     if bounds is not None:
         y = np.clip(y.astype(np.float64), *bounds)
     notes = []
-    if left_out := [h for h in header if h not in features and h != target]:
-        notes.append(f"columns left out: {', '.join(h or '(row name)' for h in left_out)}")
+    used = {*features, target}
+    if left_out := [h for h in header if h not in used]:
+        notes.append(f"columns left out: {_listed([h or '(row name)' for h in left_out])}")
     if schema is not None and schema.drop_incomplete:
         notes.append("rows with a missing entry left out")
     return check(
@@ -163,6 +211,12 @@ def _assemble(
             feature_names=schema.feature_names if schema is not None else tuple(features),
         )
     )  # fmt: skip
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names for a message: the first few dozen, without what a terminal would obey."""
+    text = ", ".join(shown(name, most=80) for name in names[:40])
+    return f"{text}, … {len(names)} in all" if len(names) > 40 else text
 
 
 def _is_number(text: str) -> bool:

@@ -14,18 +14,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.estimators.base import spent
+    from quietgrad.curators.account import spent
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
 
 _HOMES = {
-    "PrivateLogisticRegression": "classifiers",
-    "PrivateSVC": "classifiers",
-    "PrivateHuberRegressor": "regressors",
-    "PrivateLinearRegression": "regressors",
-    "PrivateSearch": "search",
-    "spent": "base",
+    "PrivateLogisticRegression": "estimators.classifiers",
+    "PrivateSVC": "estimators.classifiers",
+    "PrivateHuberRegressor": "estimators.regressors",
+    "PrivateLinearRegression": "estimators.regressors",
+    "PrivateScore": "estimators.scoring",
+    "PrivateSearch": "estimators.search",
+    "private_score": "estimators.scoring",
+    "spent": "curators.account",
 }
 
 __all__ = [
@@ -33,12 +36,14 @@ __all__ = [
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
     "PrivateSVC",
+    "PrivateScore",
     "PrivateSearch",
+    "private_score",
     "spent",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"quietgrad.estimators.{_HOMES[name]}"), name)
+        return getattr(import_module(f"quietgrad.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

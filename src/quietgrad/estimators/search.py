@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,14 +19,19 @@ import numpy as np
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.errors import DataError, UnprovableError
-from quietgrad.estimators.base import forget
+from quietgrad.curators.account import Charge
+from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import DataError
+from quietgrad.objectives.queries.scores import Correct, Scoring
+from quietgrad.plans.price import price
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.noise import release_gaussian, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key
+from quietgrad.sampling import FullBatch
 
 _MOST_ROUNDS = 1000  # on average
+_ROUNDS = 10**6  # that many are reached with probability below e^-1000
 _OWN = frozenset({"epsilon", "delta", "relation", "ledger", "account", "cap"})
 
 
@@ -85,73 +89,84 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> PrivateSearch:
         """Search, and keep the best round's model; its cost is reserved before the first round."""
-        from quietgrad.privacy.calibrate import calibrate_event
-
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         self._check()
-        key = fresh_key()
         y = np.asarray(y)
-        n = len(y)
-        words = SecureStream(key, "split").uint64(0, n)
-        if budget.relation is Relation.REPLACE_ONE:
-            held = max(1, round(self.holdout * n))
-            test, train = np.split(np.argsort(words), [held])
-            public_train, public_test = n - held, float(held)
-        else:
-            # Each record on its own: in a split of fixed sizes, one record more moves another to the other side.
-            aside = words < np.uint64(int(self.holdout * 2.0**64))
-            test, train = np.flatnonzero(aside), np.flatnonzero(~aside)
-            public = getattr(self.estimator, "n_public", None) or n
-            public_train = max(1, round((1.0 - self.holdout) * public))
-            public_test = self.holdout * public
-
-        def search(z: float) -> events.Event:
-            # Training and scoring see disjoint records, so a round costs one Gaussian release of multiplier z.
-            return events.RepeatAndSelect(events.Gaussian(z), mean=self.mean_rounds, shape=1.0)
-
-        z = calibrate_event(search, budget=budget)
-        round_budget = _gaussian_budget(z, budget)
+        n, features = len(y), np.shape(X)[1]
+        train, test, public_train, public_test = self._split(n, budget)
+        public = n if budget.relation is Relation.REPLACE_ONE else self._n_public(n)
+        plan = price(lambda z: self._plan(z, public, budget), budget)
         grid = [
             dict(zip(self.param_grid, values, strict=True))
             for values in itertools.product(*self.param_grid.values())
         ]
-        account = f"search/{os.urandom(4).hex()}"
-
-        def candidate(setting: Mapping[str, Any]) -> Any:
-            return clone(self.estimator).set_params(
-                **{
-                    "n_public": public_train,
-                    **setting,
-                    "epsilon": round_budget.epsilon,
-                    "delta": round_budget.delta,
-                    "relation": self.relation,
-                    "ledger": None,
-                    "cap": None,
-                    "account": account,
-                }
-            )
-
-        for setting in grid:
-            _check_round(candidate(setting), public_train, z, budget.relation)
-        close = self._reserve(search(z), budget)
+        rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
+        whole = Charge(plan.event)
+        for model in rounds:  # whatever cannot be a round is refused before anything is reserved
+            whole.part(model._planned(public_train, features).event, budget)
+        curator = CentralCurator(Scoring(), (X, y), ledger=self.ledger, account=self.account, cap=self.cap)
+        session = curator.open(plan, note="search")
         best = None
-        for k in range(_rounds(self.mean_rounds, key)):
-            pick = int(SecureStream(key, "pick").uint64(k, 1)[0] % np.uint64(len(grid)))
-            model = candidate(grid[pick])
+        for k in range(_rounds(self.mean_rounds, session.uniform("rounds"))):
+            pick = int(session.uniform(f"pick/{k}") * len(grid))
+            model = clone(rounds[pick])
+            model._within = session.charge
             model.fit(X[train], y[train])
-            correct = np.array([float((model.predict(X[test]) == y[test]).sum())])
-            sigma, step = sigma_for(z, 1.0, 1)
-            release_gaussian(correct, SecureStream(key, f"score/{k}").normal(0, 1), sigma, step)
+            correct = session.release("round", Correct(model.predict, test))
             if best is None or correct[0] > best[0]:
                 best = (float(correct[0]), model, grid[pick])
-        close()
-        forget(account)
+        spent = session.close("searched")
         assert best is not None
+        assert spent.event is not None
         self.best_score_ = best[0] / public_test
         self.best_estimator_, self.best_params_ = best[1], best[2]
-        self.privacy_epsilon_ = self._state(self.best_estimator_, search(z), z)
+        self.privacy_epsilon_ = self._state(self.best_estimator_, spent.event)
         self.classes_ = self.best_estimator_.classes_
         return self
+
+    def _split(self, n: int, budget: Budget) -> tuple[Any, Any, int, float]:
+        """Positions that train and that score, and the public numbers of both."""
+        words = SecureStream(fresh_key(), "split").uint64(0, n)
+        if budget.relation is Relation.REPLACE_ONE:
+            held = max(1, round(self.holdout * n))
+            test, train = np.split(np.argsort(words), [held])
+            return train, test, n - held, float(held)
+        # Each record on its own: in a split of fixed sizes, one record more moves another to the other side.
+        aside = words < np.uint64(int(self.holdout * 2.0**64))
+        public = self._n_public(n)
+        return (
+            np.flatnonzero(~aside),
+            np.flatnonzero(aside),
+            max(1, round((1.0 - self.holdout) * public)),
+            self.holdout * public,
+        )
+
+    def _n_public(self, n: int) -> int:
+        return int(getattr(self.estimator, "n_public", None) or n)
+
+    def _plan(self, z: float, n: int, budget: Budget) -> Plan:
+        """Training and scoring see disjoint records, so a round costs one Gaussian release of multiplier z."""
+        slot = Slot("round", FullBatch(), count=_ROUNDS)
+        schedule = Schedule((slot,), "select", rounds=(float(self.mean_rounds), 1.0))
+        return Plan("private-search", {"mean_rounds": self.mean_rounds}, schedule, n, budget, z)
+
+    def _candidate(self, setting: Mapping[str, Any], n: int, plan: Plan, budget: Budget) -> Any:
+        """A round's estimator, with a budget that a fit of un-sampled Gaussian releases meets at that cost."""
+        from quietgrad.privacy.accounting import account as price_of
+
+        one = plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1)
+        return clone(self.estimator).set_params(
+            **{
+                "n_public": n,
+                **setting,
+                "epsilon": price_of(one, delta=budget.delta, relation=budget.relation),
+                "delta": budget.delta,
+                "relation": self.relation,
+                "ledger": None,
+                "cap": None,
+                "account": self.account,
+            }
+        )
 
     def predict(self, X: Any) -> Any:
         """What the best model says."""
@@ -163,7 +178,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "best_estimator_")
         return float(self.best_estimator_.score(X, y))
 
-    def _state(self, model: Any, event: events.Event, z: float) -> float:
+    def _state(self, model: Any, event: events.Event) -> float:
         """Say on the chosen model what choosing it cost, not what its own round would have cost alone."""
         from quietgrad.privacy.accounting import prove
 
@@ -200,48 +215,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
                 "estimator: declare its classes as public; a search cannot look for them in every round."
             )
 
-    def _reserve(self, event: events.Event, budget: Budget) -> Any:
-        if self.ledger is None:
-            from quietgrad.estimators.base import tally
 
-            if self.cap is not None:
-                raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
-            tally(self.account, event, budget.relation)
-            return lambda: None
-        from quietgrad.privacy.ledger import Ledger
-
-        ledger = self.ledger if isinstance(self.ledger, Ledger) else Ledger(self.ledger)
-        reservation = ledger.reserve(
-            self.account, event, delta=budget.delta, relation=budget.relation, run="", cap=self.cap, note="search"
-        )
-        return lambda: ledger.close(reservation.id, reason="searched", data_dependent=False)
-
-
-def _gaussian_budget(z: float, budget: Budget) -> Budget:
-    """An (ε, δ) that a fit of un-sampled Gaussian releases meets if it costs one release of multiplier z."""
-    from quietgrad.privacy.accounting import account as price
-
-    return Budget(
-        price(events.Gaussian(z), delta=budget.delta, relation=budget.relation), budget.delta, budget.relation
-    )
-
-
-def _rounds(mean: float, key: bytes) -> int:
-    """K ≥ 1, geometric with the given mean, independent of the data."""
-    u = float(SecureStream(key, "rounds").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
-    return 1 + math.floor(math.log1p(-u) / math.log1p(-1.0 / mean))
-
-
-def _check_round(model: Any, n: int, z: float, relation: Relation) -> None:
-    """Raise unless all releases of a fit compose to one Gaussian of multiplier z or more, as a round is priced."""
-    from quietgrad.privacy.accounting import mu_of, sensitivity_factor
-
-    try:
-        mu = mu_of(model._plans(n, ()).event, relation=relation)
-    except UnprovableError:
-        mu = math.inf
-    if model.classes is None or mu > sensitivity_factor(relation) / z * (1.0 + 1e-9):
-        raise ValueError(
-            "a round of a search is priced as one Gaussian release: only full-batch methods (algorithm=None, "
-            "WhitenedGD, DPGD) and declared classes can be searched over."
-        )
+def _rounds(mean: float, u: float) -> int:
+    """K ≥ 1, geometric with the given mean, from a uniform number that is independent of the data."""
+    return min(_ROUNDS, 1 + math.floor(math.log1p(-u) / math.log1p(-1.0 / mean)))

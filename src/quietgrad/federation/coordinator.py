@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.curators.account import Account
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.coordinator_session import FederatedSession
 from quietgrad.federation.plan import FederatedPlan
@@ -31,7 +32,7 @@ from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.identity import Identity, Roster
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger, Reservation
+    from quietgrad.privacy.ledger import Ledger
 
 Floats = npt.NDArray[np.float64]
 
@@ -68,10 +69,10 @@ class FederatedCurator:
         if not 0.0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout!r}: must be a number of seconds > 0.")
         self.objective, self.transport, self.timeout = objective, transport, timeout
-        self.account, self.cap, self.tell = account, cap, tell
+        self._account, self.tell = Account(account, ledger, cap), tell
         self.seeded = seed is not None
         self._key = fresh_key() if seed is None else seed_key(seed)
-        self._ledger, self._identity, self._roster = ledger, identity, roster
+        self._identity, self._roster = identity, roster
         self.folder = None if folder is None else Path(folder)
 
     def open(self, plan: FederatedPlan) -> FederatedSession:
@@ -88,27 +89,12 @@ class FederatedCurator:
         ready = caller.call(dict.fromkeys(plan.names, message), faults)
         if len(ready) < plan.quorum:
             raise LostRound(faults)
-        held = self._reserve(plan, store)
-        return FederatedSession(plan, self, store, caller, held)
-
-    def _reserve(self, plan: FederatedPlan, store: AggregateStore) -> tuple[Ledger, Reservation] | None:
-        if self._ledger is None or plan.budget is None:
-            return None
-        from quietgrad.privacy.ledger import Ledger
-
-        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
-        found = ledger.find(store.run) if store.resumed else None
-        if found is not None:
-            return ledger, found
-        return ledger, ledger.reserve(
-            self.account,
-            plan.event,
-            delta=plan.budget.delta,
-            relation=plan.budget.relation,
-            run=store.run,
-            cap=self.cap,
-            note=f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}",
-        )
+        event = plan.event if plan.is_private else None
+        charge = self._account.reopen(event, plan.budget, run=store.run) if store.resumed else None
+        if charge is None:
+            note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
+            charge = self._account.reserve(event, plan.budget, run=store.run, note=note)
+        return FederatedSession(plan, self, store, caller, charge)
 
 
 def adversary(plan: FederatedPlan) -> str:

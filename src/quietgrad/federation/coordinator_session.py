@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.curators.account import Charge
 from quietgrad.curators.base import Spent
-from quietgrad.curators.units import UnitNoise
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
+from quietgrad.federation.cohorts import draw, rescaling
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.queries import Scores, pack
 from quietgrad.federation.rounds import Ask, Caller, LostRound, named, rounds
@@ -21,7 +22,6 @@ from quietgrad.objectives.base import Query, Regularizer
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.noise import l2_laplace_for, noisy_argmax, release_gaussian, release_l2_laplace, sigma_for
 from quietgrad.privacy.rng import SecureStream, run_key
 from quietgrad.sampling import SinglePass
 from quietgrad.secure.faults import DropoutError, ProtocolError
@@ -29,7 +29,6 @@ from quietgrad.vectors import Vector, zeros_like
 
 if TYPE_CHECKING:
     from quietgrad.federation.coordinator import FederatedCurator
-    from quietgrad.privacy.ledger import Ledger, Reservation
 
 Floats = npt.NDArray[np.float64]
 
@@ -43,7 +42,7 @@ class FederatedSession:
         curator: FederatedCurator,
         store: AggregateStore,
         caller: Caller,
-        held: tuple[Ledger, Reservation] | None,
+        charge: Charge,
     ) -> None:
         self.plan: Plan = plan
         self._plan = plan
@@ -51,14 +50,18 @@ class FederatedSession:
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
-        self._store, self._caller, self._held = store, caller, held
+        self._store, self._caller, self._charge = store, caller, charge
+        self.epochs = 1
         self._answered: set[str] = set()
         self._tell = curator.tell
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds = rounds(plan, caller, curator._identity, curator._roster)
         self._zero = zeros_like(curator.objective.initial(plan.shape))
-        self._units = UnitNoise(self._key, "unit")
+        self._sources = {
+            slot.name: slot.mechanism.source(self._key, slot.name, plan.limit(slot.name))
+            for slot in plan.schedule.slots
+        }
         self._made = {slot.name: 0 for slot in plan.schedule.slots}
         self._draws = dict(self._made)
         self._replay = list(reversed(store.done))
@@ -95,13 +98,22 @@ class FederatedSession:
             return total
         return self._zero.new_tensor(total)
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
-        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums."""
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums.
+
+        ``offsets`` are added here, once: parties answer for their records only.
+        """
         relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
+        public = np.zeros(len(queries)) if offsets is None else np.asarray(offsets, np.float64)
         chosen = self._replayed(slot, rho)
         if chosen is None:
-            chosen = self._ask(slot, Scores(tuple(queries), relation), rho)
-        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen))
+            chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
+        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen + public))
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        raise BudgetError("a noisy search needs one curator of all held-out records; parties use Algorithm 4.")
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         if self._closed:
@@ -111,15 +123,13 @@ class FederatedSession:
         words = {"run": self._store.run, "reason": reason, "data_dependent": data_dependent}
         # A party who does not hear of the end keeps the whole plan charged: too much, never too little.
         self._caller.call(dict.fromkeys(self._plan.names, encode(Message("close", words))), {})
-        if self._held is not None:
-            ledger, held = self._held
-            event = ledger.close(held.id, spent_event=event, reason=reason, data_dependent=data_dependent)
+        event = self._charge.close(event, reason=reason, data_dependent=data_dependent)
         self._store.remove()
         return Spent(event, self.used, reason, data_dependent)
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
-    def _ask(self, slot: str, query: Query, rho: float | None) -> Floats:
+    def _ask(self, slot: str, query: Query, rho: float | None, offsets: Floats | None = None) -> Floats:
         """Ask until a round is complete, each time as a new release, and keep the aggregate before it is used."""
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
@@ -136,10 +146,11 @@ class FederatedSession:
             self._readmit()
             t = self._begin(slot, rho)
             words = {"run": self._store.run, "round": t, "slot": slot, "draw": self._draws[slot] - 1, "rho": rho}
-            ask = Ask(t, slot, {**words, "dim": dim, "query": fields}, arrays, dim, float(query.bound), multiplier)
+            words |= {"dim": dim, "query": fields}
+            ask = Ask(draw(self._plan, self._key, t), t, slot, words, arrays, dim, float(query.bound), multiplier)
             faults: dict[str, str] = {}
             try:
-                total = self._rounds.collect(ask, faults)
+                total, present = self._rounds.collect(ask, faults)
             except LostRound as lost:
                 self.faults.append((t, lost.faults))
                 left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]))
@@ -148,8 +159,11 @@ class FederatedSession:
             if faults:
                 self.faults.append((t, faults))
                 self._tell(f"round {t} is complete without some ({named(faults)})")
-            self._answered.update(name for name in self._plan.names if name not in faults)
-            return self._keep(slot, self._finished(ask, query, total, rho), t)
+            self._answered.update(name for name in ask.invited if name not in faults)
+            finished = self._finished(ask, query, total, rho, offsets)
+            if not isinstance(query, Scores):
+                finished *= rescaling(self._plan, present)
+            return self._keep(slot, finished, t)
 
     def _readmit(self) -> None:
         """Open the run again to those who do not know it: they restarted, and come back with their journal."""
@@ -192,23 +206,17 @@ class FederatedSession:
         slots = self._plan.schedule.slots
         return sum(s.sampling.batch_size * self._draws[s.name] for s in slots if isinstance(s.sampling, SinglePass))
 
-    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None) -> Floats:
+    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None, offsets: Floats | None) -> Floats:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
-        bound = ask.bound * self._plan.largest_factor
+        source = self._sources[ask.slot]
         if isinstance(query, Scores):
             assert rho is not None
-            # ε²/8-zCDP; scores are sums of numbers in [0, B] that one record moves by at most the largest factor·B.
             most = max(each.bound for each in query.candidates) * self._plan.largest_factor
-            stream = SecureStream(self._key, f"choice/{ask.slot}")
-            return np.array([float(noisy_argmax(-total, math.sqrt(8.0 * rho), most, stream, ask.round))])
-        if self._plan.schedule[ask.slot].mechanism == "pure":
-            stream = SecureStream(self._key, f"noise/{ask.slot}")
-            release_l2_laplace(total, *l2_laplace_for(1.0 / ask.multiplier, bound, ask.dim), stream, ask.round)
-            return total
-        unit = self._units.row(ask.round, ask.dim)
-        release_gaussian(total, unit, *sigma_for(ask.multiplier, bound, ask.dim))
+            scores = total if offsets is None else total + offsets
+            return np.array([float(source.choose(scores, ask.round, rho, most))])
+        source.add(total, ask.round, ask.multiplier, ask.bound * self._plan.largest_factor)
         return total
 
     def _keep(self, slot: str, total: Floats, t: int) -> Floats:
@@ -244,7 +252,7 @@ class FederatedSession:
             return None
         if self._filter and self.rho_left < self._rho:
             return self._plan.filter_event(self._rho - self.rho_left)
-        whole = data_dependent or any(slot.law is not None for slot in self._plan.schedule.slots)
+        whole = data_dependent or self._plan.whole_only
         return self._plan.event if whole or not any(self._draws.values()) else self._plan.event_of(self._draws)
 
     @property

@@ -21,8 +21,8 @@ from quietgrad.federation import network
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Handler
+from quietgrad.files import write_atomically
 from quietgrad.privacy.budget import Budget
-from quietgrad.training.checkpoint import write_atomically
 
 ADMIN = "admin@quietgrad.local"
 KIT, ADMIN_KIT = "nvflare", "nvflare-admin"

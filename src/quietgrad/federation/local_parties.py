@@ -23,6 +23,7 @@ class Doors:
         self._doors = doors
         self.plan, self.objective, self.regularizer = doors[0].plan, doors[0].objective, doors[0].regularizer
         self.rho_left = doors[0].rho_left
+        self.seeded, self.epochs = doors[0].seeded, 1
         self.noise_sources = len(doors)
 
     @property
@@ -41,8 +42,13 @@ class Doors:
             total = total + door.release(slot, query, rho=rho)
         return total
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         raise BudgetError("parties with their own noise have no joint choice; release the numbers instead.")
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        raise BudgetError("parties with their own noise have no joint search; parties use Algorithm 4.")
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         spent = [door.close(reason, data_dependent=data_dependent) for door in self._doors]
@@ -97,4 +103,4 @@ def run_on_parties(
     the_plan = plan(algorithm, n=sizes.pop(), budget=budget)
     doors = Doors([curator.open(the_plan) for curator in curators])
     x0 = curators[0].initial() if start is None else start
-    return run(algorithm, doors, x0, account="party-0", seeded=seed is not None)
+    return run(algorithm, doors, x0, account="party-0")

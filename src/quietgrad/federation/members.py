@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.federation.cohorts import invited_by, roster_of
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit
 from quietgrad.secure.channel import Endpoint
 from quietgrad.secure.faults import ProtocolError
+from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.masking import MaskingParty
 from quietgrad.secure.mpc import NoiseServer
@@ -40,8 +42,10 @@ class _Member:
             seed,
         )
         self._roles: dict[int, Any] = {}
+        self._drawn: dict[str, int] = {}
+        self._most_drawn = GRAPHS_PER_RELEASE * sum(plan.limit(slot.name) for slot in plan.schedule.slots)
 
-    def _make(self, dim: int, epoch: bytes) -> Endpoint:
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         raise NotImplementedError
 
     def _role(self, message: Message) -> Any:
@@ -58,7 +62,15 @@ class _Member:
         dim = message.fields.get("dim")
         if dim not in set(self._plan.dims.values()):
             raise ProtocolError("coordinator", f"asks for sums of length {dim!r}, which the plan does not have")
-        role = self._make(int(dim), bytes.fromhex(str(message.fields.get("epoch"))))
+        run = str(message.fields.get("run"))
+        self._drawn = {run: self._drawn.get(run, 0) + 1}
+        if self._drawn[run] > self._most_drawn:
+            # Each set-up draws neighbours anew; whoever could ask for ever would find some that do not protect us.
+            raise ProtocolError("coordinator", f"asks for new keys more than {self._most_drawn} times in one run")
+        roster = roster_of(self._plan, self._roster, invited_by(self._plan, message.fields))
+        if self.name not in roster.names:
+            raise ProtocolError("coordinator", "asks for keys for a round of others")
+        role = self._make(int(dim), bytes.fromhex(str(message.fields.get("epoch"))), roster)
         self._roles[int(dim)] = role
         return Message("hello", {}, blobs({"frame": role.hello}))
 
@@ -66,11 +78,13 @@ class _Member:
 class SecureMember(_Member):
     """A party's side."""
 
-    def _make(self, dim: int, epoch: bytes) -> Endpoint:
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         terms = self._plan.terms(dim)
         if terms.mode == "masks":
-            return MaskingParty(self._identity, self._roster, terms, epoch, seed=self._seed)
-        return SharingParty(self._identity, self._roster, terms, epoch)
+            seen = [role.witness for role in self._roles.values() if role.witness is not None]
+            last = max(seen, key=lambda witness: witness.round, default=None)
+            return MaskingParty(self._identity, roster, terms, epoch, seed=self._seed, witness=last)
+        return SharingParty(self._identity, roster, terms, epoch)
 
     def answer(self, message: Message) -> Message:
         """Everything but the vector itself."""
@@ -110,9 +124,9 @@ class SumMember(_Member):
         self._noise: dict[int, Exchange[None]] = {}
         self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
 
-    def _make(self, dim: int, epoch: bytes) -> Endpoint:
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         kind = NoiseServer if self._plan.secure == "mpc" else SumServer
-        return kind(self._identity, self._roster, self._plan.terms(dim), epoch, seed=self._seed)
+        return kind(self._identity, roster, self._plan.terms(dim), epoch, seed=self._seed)
 
     def handle(self, data: Bytes) -> bytearray:
         """Answer one message; never raises."""

@@ -25,10 +25,10 @@ from quietgrad.federation.simulation import train
 from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Bytes, Handler, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
+from quietgrad.files import write_atomically
 from quietgrad.privacy.budget import Budget
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.identity import Roster
-from quietgrad.training.checkpoint import write_atomically
 from quietgrad.training.result import Result
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.units import UnitNoise
+from quietgrad.curators.account import Account, Charge
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.members import SecureMember, Stranger
@@ -25,18 +25,20 @@ from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode,
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.events import PerParty
-from quietgrad.privacy.noise import l2_laplace_for, release_gaussian, release_l2_laplace, sigma_for
-from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
+from quietgrad.privacy.events import Event, PerParty
+from quietgrad.privacy.mechanisms import Source
+from quietgrad.privacy.rng import fresh_key, run_key, seed_key
 from quietgrad.sampling import FixedSize
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.vectors import zeros_like
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger, Reservation
+    from quietgrad.privacy.ledger import Ledger
     from quietgrad.secure.identity import Identity, Roster
 
 Floats = npt.NDArray[np.float64]
+
+_ROUNDS_AT_ONCE = 2**10  # rounds of noise made together for short vectors
 
 
 class PartyCurator:
@@ -77,7 +79,7 @@ class PartyCurator:
         self.records = objective.prepare(data)
         self._place = plan.index(name)
         self._check_records()
-        self._ledger, self._account, self._cap = ledger, account, cap
+        self._account = Account(account, ledger, cap)
         self._seeded = seed is not None
         self._given = seed_key(seed) if seed is not None else key
         self._key: bytes | None = None
@@ -90,11 +92,11 @@ class PartyCurator:
             self._member = SecureMember(plan, identity, roster, seed)
         self._zero = zeros_like(objective.initial(self.records))
         self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
-        self._held: tuple[Ledger, Reservation] | None = None
+        self._charge: Charge | None = None
         self._samplers: dict[str, Draw] = {}
         self._run: str | None = None
         self._reply: bytearray | None = None
-        self._units: UnitNoise | None = None
+        self._sources: dict[str, Source] = {}
 
     def _check_records(self) -> None:
         shape = Shape(self.records.dim, getattr(self.records, "features", 0))
@@ -116,13 +118,13 @@ class PartyCurator:
 
         A run that was interrupted and may be continued is paid for already.
         """
-        event, budget = self.plan.party_event(self._place, None), self.plan.budget
-        if self._ledger is None or event is None or budget is None or self._journal.interrupted():
-            return
-        from quietgrad.privacy.ledger import Ledger
+        event, budget = self._event, self.plan.budget
+        if event is not None and budget is not None and not self._journal.interrupted():
+            self._account.check(event, budget)
 
-        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
-        ledger.check_cap(self._account, event, relation=budget.relation, cap=self._cap)
+    @property
+    def _event(self) -> Event | None:
+        return None if self.plan.budget is None else self.plan.party_event(self._place, None)
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -171,9 +173,12 @@ class PartyCurator:
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
         if self._run != run:
             resumed = self._journal.start(run)
-            self._reserve(run, resumed)
+            self._charge = self._reserve(run, resumed)
             self._key = self._key_of(run)
-            self._units = None
+            self._sources = {
+                slot.name: slot.mechanism.source(self._key, f"local/{self.name}/{slot.name}", _ROUNDS_AT_ONCE)
+                for slot in self.plan.schedule.slots
+            }
             self._run = run
             self._samplers = samplers(
                 self.plan, self._place, self._key, len(self.records), self._ids, self._journal.draws
@@ -186,25 +191,15 @@ class PartyCurator:
             return self._journal.key(run) or fresh_key()
         return self._given if self._seeded else run_key(self._given, run)
 
-    def _reserve(self, run: str, resumed: bool) -> None:
-        event = None if self.plan.budget is None else self.plan.party_event(self._place, None)
-        if self._ledger is None or event is None or self.plan.budget is None:
-            return
-        from quietgrad.privacy.ledger import Ledger
-
-        ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
-        held = ledger.find(run) if resumed else None
-        if held is None:
-            held = ledger.reserve(
-                self._account,
-                event,
-                delta=self.plan.budget.delta,
-                relation=self.plan.budget.relation,
-                run=run,
-                cap=self._cap,
-                note=f"{self.plan.algorithm}, party {self.name}",
-            )
-        self._held = (ledger, held)
+    def _reserve(self, run: str, resumed: bool) -> Charge:
+        charge = self._account.reopen(self._event, self.plan.budget, run=run) if resumed else None
+        return charge or self._account.reserve(
+            self._event,
+            self.plan.budget,
+            run=run,
+            note=f"{self.plan.algorithm}, party {self.name}",
+            contents=None if self._account.ledger is None else self.records.fingerprint_parts(),
+        )
 
     # --- one release ------------------------------------------------------------------------------------------
 
@@ -229,7 +224,9 @@ class PartyCurator:
             bound = query.bound * self.plan.largest_factor
             return self._member.submit(message, total / self.plan.scale(multiplier, bound, dim))
         if self.plan.trust == "local" and multiplier > 0.0:
-            self._add_noise(total, slot, t, query.bound * self.plan.factors[self._place], multiplier)
+            bound = query.bound * self.plan.factors[self._place]
+            if bound > 0.0:
+                self._sources[slot].add(total, t, multiplier, bound)
         return Message("sum", {"run": self._run, "round": t}, {"total": total})
 
     def _check_stability(self, fit: LocalFit) -> None:
@@ -266,34 +263,21 @@ class PartyCurator:
             total *= factor
         return np.asarray(total, np.float64)
 
-    def _add_noise(self, total: Floats, slot: str, t: int, bound: float, multiplier: float) -> None:
-        assert self._key is not None
-        if bound == 0.0:
-            return
-        if self.plan.schedule[slot].mechanism == "pure":
-            stream = SecureStream(self._key, f"local/{self.name}/pure/{slot}")
-            release_l2_laplace(total, *l2_laplace_for(1.0 / multiplier, bound, len(total)), stream, t)
-            return
-        if self._units is None:
-            self._units = UnitNoise(self._key, f"local/{self.name}")
-        release_gaussian(total, self._units.row(t, len(total)), *sigma_for(multiplier, bound, len(total)))
-
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _close(self, message: Message) -> Message:
         reason = str(message.fields.get("reason", ""))[:200]
-        if self._held is not None:
-            ledger, held = self._held
-            ledger.close(held.id, spent_event=self._spent(), reason=reason, data_dependent=self._whole(message))
-            self._held = None
+        if self._charge is not None:
+            spent = self._spent() if self.plan.is_private else None
+            self._charge.close(spent, reason=reason, data_dependent=self._whole(message))
+            self._charge = None
         self._journal.finish()
         self._run = None
         return Message("closed", {"run": message.fields["run"]})
 
     def _whole(self, message: Message) -> bool:
         """Whether the whole plan stays charged: a stop that may have seen data, or a random round."""
-        laws = any(slot.law is not None for slot in self.plan.schedule.slots)
-        return bool(message.fields.get("data_dependent", True)) or self.plan.schedule.adaptive or laws
+        return bool(message.fields.get("data_dependent", True)) or self.plan.whole_only
 
     def _spent(self) -> Any:
         counts = {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}

@@ -28,7 +28,7 @@ from quietgrad.federation.weights import shares
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
-from quietgrad.sampling import FixedSize, from_json
+from quietgrad.sampling import FixedSize, SinglePass
 from quietgrad.secure.terms import Mode, Terms
 
 Trust = Literal["curator", "secure", "local"]
@@ -59,6 +59,8 @@ class FederatedPlan(Plan):
             give w_j·n/n_j, and one record then counts up to max(factors)·C.
         secure: how sums are made when trust is ``"secure"``.
         quorum: how few parties a round may be completed with.
+        cohort: how many parties, drawn anew for every round, are asked in it; 0 asks everybody. Everyone knows
+            who was drawn, so nothing is claimed for it: each party is priced as if it were in every round.
         colluders: masks: how many parties may work with the coordinator.
         servers: names of the servers that ``"servers"`` and ``"mpc"`` need.
         spare: releases of every slot, beyond those the algorithm makes, that pay for rounds that were lost.
@@ -76,6 +78,7 @@ class FederatedPlan(Plan):
     colluders: int = 1
     servers: tuple[str, ...] = ()
     spare: int = 0
+    cohort: int = 0
     shape: Shape = field(default_factory=lambda: Shape(1))
     templates: Mapping[str, tuple[Template, ...]] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -91,15 +94,19 @@ class FederatedPlan(Plan):
         m = len(self.names)
         if m < 1 or len(set(self.names)) < m or not len(self.sizes) == len(self.factors) == m:
             raise ValueError(f"parties {self.names}: must have different names, and one size and factor each.")
-        if not 1 <= self.quorum <= m:
-            raise ValueError(f"quorum={self.quorum}: must be between 1 and the {m} parties.")
+        if not 0 <= self.cohort <= m:
+            raise ValueError(f"cohort={self.cohort}: must be between 1 and the {m} parties, or 0 for all of them.")
+        if not 1 <= self.quorum <= self.invited:
+            raise ValueError(f"quorum={self.quorum}: must be between 1 and the {self.invited} parties of a round.")
+        if self.cohort and any(isinstance(slot.sampling, SinglePass) for slot in self.schedule.slots):
+            raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
         if self.spare < 0:
             raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
         if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):
             raise ValueError(f"factors={self.factors}: must be finite numbers ≥ 0, one at least above 0.")
         if self.trust == "secure":
-            if self.is_private and any(slot.mechanism == "pure" for slot in self.schedule.slots):
-                raise ValueError("mechanism='pure': secure sums have Gaussian noise only; choose 'gaussian'.")
+            if self.is_private and not all(slot.mechanism.in_secure_sums for slot in self.schedule.slots):
+                raise ValueError("mechanism: secure sums have Gaussian noise only; choose mechanism='gaussian'.")
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
 
@@ -107,9 +114,18 @@ class FederatedPlan(Plan):
 
     def index(self, name: str) -> int:
         """The number of a party."""
-        if name not in self.names:
+        if name not in self._numbers:
             raise ValueError(f"{name!r} is not a party of this plan: {', '.join(self.names)}.")
-        return self.names.index(name)
+        return self._numbers[name]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: j for j, name in enumerate(self.names)}
+
+    @property
+    def invited(self) -> int:
+        """How many parties are asked in a round."""
+        return self.cohort or len(self.names)
 
     def limit(self, slot: str) -> int:
         """The most times a slot may be asked, spare rounds included."""
@@ -129,7 +145,7 @@ class FederatedPlan(Plan):
         if (self.schedule.composition == "filter") != (rho is not None):
             raise BudgetError("rho must be given exactly in a plan with a zCDP filter.")
         if rho is None:
-            return self.noise_multiplier * self.schedule[slot].noise
+            return self.schedule[slot].multiplier(self.noise_multiplier)
         from quietgrad.privacy.accounting import noise_multiplier_for_rho
 
         return noise_multiplier_for_rho(rho, self._relation)
@@ -140,7 +156,7 @@ class FederatedPlan(Plan):
         masks = self.secure == "masks"
         return Terms(
             self.secure,
-            parties=len(self.names),
+            parties=self.invited,
             dimension=dimension,
             bound=_REACH if self.is_private else 2.0 * max(self.largest_factor, 1.0) * sum(self.sizes),
             sigma=1.0 if self.is_private else 0.0,
@@ -171,7 +187,8 @@ class FederatedPlan(Plan):
         """Variance of the noise in a sum ÷ that of a trusted curator."""
         if self.trust == "secure":
             return self.terms(1).variance_factor if self.is_private else 0.0
-        return 1.0 if self.trust == "curator" else sum(f * f for f in self.factors) / self.largest_factor**2
+        asked = sorted(self.factors)[-self.invited :]
+        return 1.0 if self.trust == "curator" else sum(f * f for f in asked) / self.largest_factor**2
 
     # --- events -----------------------------------------------------------------------------------------------
 
@@ -195,7 +212,11 @@ class FederatedPlan(Plan):
 
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
         """What ``counts`` askings of each slot released; of all of them, spare rounds too, if ``None``."""
-        parts = [event for j in range(len(self.names)) if (event := self.party_event(j, counts)) is not None]
+        alike: dict[Any, events.Event | None] = {}  # parties of the same local batches go through the same
+        for j, key in enumerate(self._kinds):
+            if key not in alike:
+                alike[key] = self.party_event(j, counts)
+        parts = [event for key in self._kinds if (event := alike[key]) is not None]
         if not parts or (counts is not None and len(parts) < len(self._parts)):
             return self.event_of(None)
         same = all(part == parts[0] for part in parts)
@@ -209,17 +230,26 @@ class FederatedPlan(Plan):
             return None
         run = schedule.event(self.noise_multiplier, self._relation, counts)
         slack = [events.Slack(self.slack)] if self.slack else []
-        return events.composed([*self.extra, run, *slack])
+        return events.composed([run, *slack])
 
     def filter_event(self, rho: float) -> events.Event:
         """What a run with a zCDP filter released when it spent ``rho`` of it."""
         slack = [events.Slack(self.slack)] if self.slack else []
-        part = events.composed([*self.extra, events.ZCDP(rho, self._relation), *slack])
+        part = events.composed([events.ZCDP(rho, self._relation), *slack])
         return events.PerParty((part,) * len(self.names)) if self.trust == "local" else part
 
     @cached_property
+    def _kinds(self) -> list[tuple[int, ...]]:
+        """What sets the parties' events apart: their fixed batches, if there are any."""
+        fixed = [slot.sampling for slot in self.schedule.slots if isinstance(slot.sampling, FixedSize)]
+        batches = [self.batch_sizes(sampling.batch_size) for sampling in fixed]
+        return [(self.sizes[j], *(b[j] for b in batches)) if fixed else () for j in range(len(self.names))]
+
+    @cached_property
     def _parts(self) -> list[int]:
-        return [j for j in range(len(self.names)) if self.party_event(j, None) is not None]
+        some = {key: j for j, key in enumerate(self._kinds)}
+        asked = {key for key, j in some.items() if self.party_event(j, None) is not None}
+        return [j for j, key in enumerate(self._kinds) if key in asked]
 
     @cached_property
     def slack(self) -> float:
@@ -242,8 +272,16 @@ class FederatedPlan(Plan):
 
     def explain(self) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
-        people = ", ".join(f"{name} ({size})" for name, size in zip(self.names, self.sizes, strict=True))
+        shown = [f"{name} ({size})" for name, size in zip(self.names, self.sizes, strict=True)]
+        people = ", ".join(shown if len(shown) <= 20 else [*shown[:10], f"… {len(shown)} in all"])
         lines = [super().explain(), f"parties: {people}; a round needs {self.quorum} of them"]
+        if self.cohort:
+            lines.append(
+                f"cohorts: {self.cohort} of {len(self.names)}, drawn anew in every round, in the open: nothing is "
+                f"claimed for it; a mean has {len(self.names) / self.cohort:.4g} times the noise of everybody's"
+            )
+        if self.secure == "masks":
+            lines.append(f"masks: {self.neighbourhood()}")
         lines += [f"retries: {self.spare} spare rounds of each kind are in the cost"] if self.spare else []
         lines += [f"batches: {text}" for text in [self.local_batches()] if text]
         if self.largest_factor != 1.0:
@@ -258,6 +296,22 @@ class FederatedPlan(Plan):
         )
         return "\n".join([*lines, f"trusted: {who}{'' if self.secure is None else f' ({self.secure})'}{noise}"])
 
+    def neighbourhood(self) -> str:
+        """Among whom secrets are shared, with the probabilities that rest on it."""
+        terms = self.terms(1)
+        graph = terms.graph
+        deviate = "may deviate" if terms.server_may_deviate else "must be honest about who dropped"
+        if graph.complete:
+            return (
+                f"everybody holds shares of everybody, {graph.threshold} open a secret; the coordinator {deviate}"
+            )
+        return (
+            f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret) and "
+            f"masks with {graph.partners} of them; privacy fails with probability "
+            f"2^{math.log2(graph.failure):.1f} per drawing (in δ), a round is lost for lack of holders with "
+            f"2^{math.log2(graph.lost):.1f}; the coordinator {deviate}"
+        )
+
     def local_batches(self) -> str:
         """Fixed local batches in words; empty if every party samples at the one public rate."""
         fixed = [slot.sampling for slot in self.schedule.slots if isinstance(slot.sampling, FixedSize)]
@@ -271,12 +325,9 @@ class FederatedPlan(Plan):
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values: what a party reads, approves and pins."""
         body = super().to_json()
-        for entry, slot in zip(body["slots"], self.schedule.slots, strict=True):
-            entry["law"] = None if slot.law is None else [list(pair) for pair in slot.law]
         return {
             **body,
             "adaptive": self.schedule.adaptive,
-            "extra": [event.to_json() for event in self.extra],
             "trust": self.trust,
             "parties": list(self.names),
             "sizes": list(self.sizes),
@@ -286,6 +337,7 @@ class FederatedPlan(Plan):
             "colluders": self.colluders,
             "servers": list(self.servers),
             "spare": self.spare,
+            "cohort": self.cohort,
             "shape": self.shape.to_json(),
             "queries": {slot: list(templates) for slot, templates in self.templates.items()},
             "dims": dict(self.dims),
@@ -294,17 +346,7 @@ class FederatedPlan(Plan):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FederatedPlan:
         """Rebuild a plan from :meth:`to_json`; its events are recomputed, not believed."""
-        slots = tuple(
-            Slot(
-                entry["name"],
-                from_json(entry["sampling"]),
-                entry["count"],
-                entry["noise"],
-                None if entry["law"] is None else tuple((int(r), float(p)) for r, p in entry["law"]),
-                entry["mechanism"],
-            )
-            for entry in data["slots"]
-        )
+        slots = tuple(Slot.from_json(entry) for entry in data["slots"])
         return cls(
             algorithm=data["algorithm"],
             config=data["config"],
@@ -313,7 +355,6 @@ class FederatedPlan(Plan):
             budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
             noise_multiplier=data["noise_multiplier"],
             paper_noise=data["paper_noise"],
-            extra=tuple(events.from_json(event) for event in data["extra"]),
             trust=data["trust"],
             names=tuple(data["parties"]),
             sizes=tuple(data["sizes"]),
@@ -323,6 +364,7 @@ class FederatedPlan(Plan):
             colluders=data["colluders"],
             servers=tuple(data["servers"]),
             spare=data["spare"],
+            cohort=data["cohort"],
             shape=Shape(**data["shape"]),
             templates={slot: tuple(templates) for slot, templates in data["queries"].items()},
             dims=dict(data["dims"]),

@@ -19,8 +19,8 @@ from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.queries import Scores, Template, flat, merged, pack
 from quietgrad.federation.weights import Weights, factors
 from quietgrad.objectives.base import Query
+from quietgrad.plans.price import price
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.secure.terms import Mode
 from quietgrad.vectors import Vector, zeros_like
@@ -44,6 +44,7 @@ def federate(
     colluders: int = 1,
     servers: int | None = None,
     spare: int = 0,
+    cohort: int | None = None,
     noise_multiplier: float | None = None,
 ) -> FederatedPlan:
     """Price ``algorithm`` for many parties, without touching a record.
@@ -54,7 +55,7 @@ def federate(
         names, sizes: the parties and their public numbers of records.
         shape: the public shape of the records.
         budget: the promise to every record of every party; ``None`` adds no noise.
-        trust, secure, quorum, colluders, spare: see :class:`~quietgrad.federation.plan.FederatedPlan`.
+        trust, secure, quorum, colluders, spare, cohort: see :class:`~quietgrad.federation.plan.FederatedPlan`.
         weights: ``"size"`` (n_j/n: every record the same), ``"equal"`` (1/m: every party the same), or one number
             per party, which are divided by their sum.
         servers: how many servers ``"servers"`` uses; 2 unless given. ``"mpc"`` has 3.
@@ -74,14 +75,13 @@ def federate(
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(n)
-    if any(slot.mechanism == "threshold" for slot in schedule.slots):
+    if any(slot.mechanism.one_curator for slot in schedule.slots):
         raise ValueError(
             f"{algorithm.name}: its noisy search needs one curator of all held-out records; use minimize."
         )
     if budget is not None:
         schedule = schedule.under(budget.relation)
-        if hasattr(algorithm, "check_budget"):
-            algorithm.check_budget(budget)
+        algorithm.check_budget(budget)
     plan = FederatedPlan(
         algorithm=algorithm.name,
         config=json.loads(json.dumps(algorithm.config())),
@@ -94,7 +94,8 @@ def federate(
         sizes=sizes,
         factors=factors(weights, sizes),
         secure=secure,
-        quorum=len(names) if quorum is None else quorum,
+        quorum=(cohort or len(names)) if quorum is None else quorum,
+        cohort=cohort or 0,
         colluders=colluders if secure == "masks" else 1,
         servers=_server_names(secure, servers),
         spare=spare,
@@ -104,16 +105,11 @@ def federate(
     settings = {**_settings(plan), "templates": door.templates, "dims": door.dims}
     if budget is None:
         return FederatedPlan(**settings)
-    printed = algorithm.paper_noise(n, budget) if hasattr(algorithm, "paper_noise") else None
+    printed = algorithm.paper_noise(n, budget)
     if printed is not None:
         return FederatedPlan(**{**settings, "noise_multiplier": printed, "paper_noise": algorithm.name})
     if noise_multiplier is None:
-        from quietgrad.privacy.calibrate import calibrate_event
-
-        def event(z: float) -> events.Event:
-            return FederatedPlan(**{**settings, "noise_multiplier": z}).event
-
-        noise_multiplier = calibrate_event(event, budget=budget)
+        return price(lambda z: FederatedPlan(**{**settings, "noise_multiplier": z}), budget)
     return FederatedPlan(**{**settings, "noise_multiplier": noise_multiplier})
 
 
@@ -154,11 +150,17 @@ class Rehearsal:
             else self._zero.new_tensor(answer)
         )
 
-    def choose(self, slot: str, queries: Sequence[Query], *, rho: float) -> int:
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
         """Write the candidates down and choose in turn."""
         relation = Relation.ADD_REMOVE if self.plan.budget is None else self.plan.budget.relation
         self._note(slot, Scores(tuple(queries), relation), len(queries))
         return self.used[slot] % len(queries)
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        """Not in federations."""
+        raise ValueError("a noisy search needs one curator of all held-out records.")
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Any:
         """Nothing was opened."""
@@ -203,10 +205,9 @@ def _rehearsed(algorithm: Any, door: Rehearsal) -> Rehearsal:
                 break
     except ExhaustedError:
         pass  # made-up answers may use a slot up sooner than real ones
-    if hasattr(algorithm, "examples"):
-        door.used = dict.fromkeys(door.used, 0)
-        for slot, query in algorithm.examples(initial, door):
-            door._note(slot, query, query.dim(door._shape))
+    door.used = dict.fromkeys(door.used, 0)
+    for slot, query in algorithm.examples(initial, door):
+        door._note(slot, query, query.dim(door._shape))
     return door
 
 

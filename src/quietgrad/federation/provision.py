@@ -23,16 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from quietgrad.errors import DataError
+from quietgrad.files import read_json
+from quietgrad.naming import check_path_name
 from quietgrad.secure.identity import Identity, Roster
 
 COORDINATOR = "coordinator"
 _DAYS = 825
+_LARGEST_REQUEST = 1 << 16  # bytes
 _PEM = serialization.Encoding.PEM
 
 
@@ -50,7 +53,7 @@ class Credentials:
         """Read a member's folder; keys that others may read are refused."""
         path = Path(folder)
         try:
-            entry = json.loads((path / "member.json").read_text())
+            entry = read_json(path / "member.json")
             publics = {str(name): bytes.fromhex(key) for name, key in entry["identities"].items()}
             name = str(entry["name"])
             for file in ("ca.pem", "cert.pem", "key.pem"):
@@ -105,6 +108,8 @@ def provision(
     (['a', 'b', 'coordinator'], 'a')
     """
     root = Path(folder)
+    for name in members:
+        check_path_name("member", name)
     if root.exists() and any(root.iterdir()):
         raise DataError(f"{root}: is not empty; keys are never overwritten, choose another folder.")
     asked = {name: _read_request(Path(file), name) for name, file in (requests or {}).items()}
@@ -142,6 +147,7 @@ def request(name: str, folder: str | Path) -> Path:
     ['ca.pem', 'cert.pem', 'member.json']
     """
     home = Path(folder)
+    check_path_name("member", name)
     home.mkdir(parents=True, exist_ok=True)
     if (home / "key.pem").exists():
         raise DataError(f"{home}: has keys already; they are never overwritten.")
@@ -166,7 +172,7 @@ def request(name: str, folder: str | Path) -> Path:
 def asker(path: Path) -> str:
     """Whose request a file is; its name does not matter, mail programs change it."""
     try:
-        return str(json.loads(path.read_text())["name"])
+        return check_path_name("name", read_json(path, most=_LARGEST_REQUEST)["name"])
     except FileNotFoundError:
         raise DataError(f"{path}: no such request.") from None
     except (OSError, ValueError, KeyError, TypeError):
@@ -228,7 +234,7 @@ def _new_keys(home: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
 
 def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
     try:
-        body = json.loads(path.read_text())
+        body = read_json(path, most=_LARGEST_REQUEST)
         pem, public = body["request"].encode(), bytes.fromhex(body["identity"])
         asked = x509.load_pem_x509_csr(pem)
         key = asked.public_key()
@@ -238,7 +244,7 @@ def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, byt
         good = body["name"] == name and asked.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey)
     except FileNotFoundError:
         raise DataError(f"{path}: no such request.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, InvalidSignature):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, InvalidSignature, UnsupportedAlgorithm):
         good = False
     if not good:
         raise DataError(f"{path}: not a valid request of {name!r}.")

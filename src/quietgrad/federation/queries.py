@@ -10,36 +10,36 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from quietgrad.errors import BudgetError
 from quietgrad.federation.wire import Array, WireError
-from quietgrad.objectives.base import Batch, Query
+from quietgrad.objectives.base import (
+    Batch,
+    Gradient,
+    GradientDifference,
+    JointMomentum,
+    Loss,
+    Objective,
+    Query,
+    Records,
+    RecursiveMomentum,
+)
+from quietgrad.objectives.queries.local_fit import LocalFit
+from quietgrad.objectives.queries.second_order import PackedHessian
+from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
+from quietgrad.objectives.tables.table import Affine
+from quietgrad.objectives.tables.whitening import (
+    RowNormHistogram,
+    SecondMomentMatrix,
+    WhitenedGradient,
+    Whitening,
+)
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
-_KINDS = {
-    "Gradient": "objectives.base",
-    "GradientDifference": "objectives.base",
-    "RecursiveMomentum": "objectives.base",
-    "JointMomentum": "objectives.base",
-    "Loss": "objectives.base",
-    "LocalFit": "objectives.queries.local_fit",
-    "PackedHessian": "objectives.queries.second_order",
-    "FeatureMean": "objectives.tables.features",
-    "SecondMoments": "objectives.tables.features",
-    "FeatureMoments": "objectives.tables.features",
-    "SecondMomentMatrix": "objectives.tables.whitening",
-    "RowNormHistogram": "objectives.tables.whitening",
-    "WhitenedGradient": "objectives.tables.whitening",
-    "Whitening": "objectives.tables.whitening",
-    "Affine": "objectives.tables.table",
-    "Scores": "federation.queries",
-}
 FREE = "any"  # a template's word for a finite number ≥ 0 that follows from earlier releases
 Template = dict[str, Any]
 
@@ -52,7 +52,7 @@ class Scores:
     relation and the vector by √k·B; ``bound`` is C with Δ = √k·B.
     """
 
-    candidates: Sequence[Any]
+    candidates: Sequence[Query]
     relation: Relation
 
     @property
@@ -63,14 +63,23 @@ class Scores:
         largest = max(query.bound for query in self.candidates)
         return float(math.sqrt(len(self.candidates)) * largest / sensitivity_factor(self.relation))
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: Records) -> int:
         """k."""
         return len(self.candidates)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """out[i] += the sum of candidate i."""
         for i, query in enumerate(self.candidates):
             query.sum_into(objective, batch, out[i : i + 1])
+
+
+_ASKED = (
+    Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, LocalFit, PackedHessian, FeatureMean,
+    SecondMoments, FeatureMoments, SecondMomentMatrix, RowNormHistogram, WhitenedGradient, Scores,
+)  # fmt: skip
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ASKED, Whitening, Affine)}
+"""What may be on the wire: queries, and what they are made of."""
+_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) for name, kind in _KINDS.items()}
 
 
 def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -93,9 +102,9 @@ def unpack(fields: Any, arrays: Mapping[str, Array], like: Vector) -> Query:
     1.5
     """
     query = _unpack(fields, arrays, like)
-    if not hasattr(query, "sum_into"):
+    if not isinstance(query, _ASKED):
         raise WireError("that is not a query")
-    return query  # type: ignore[no-any-return]
+    return query
 
 
 def _pack(value: Any, arrays: dict[str, Array]) -> Any:
@@ -108,9 +117,9 @@ def _pack(value: Any, arrays: dict[str, Array]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_pack(item, arrays) for item in value]
     kind = type(value).__name__
-    if dataclasses.is_dataclass(value) and kind in _KINDS:
-        named = {f.name: _pack(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
-        return {"kind": kind, **named}
+    if _KINDS.get(kind) is type(value):
+        fields = (f.name for f in dataclasses.fields(value) if f.init)
+        return {"kind": kind, **{name: _pack(getattr(value, name), arrays) for name in fields}}
     array = value if isinstance(value, np.ndarray) else _from_torch(value)
     name = f"q{len(arrays)}"
     arrays[name] = array
@@ -141,16 +150,10 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise WireError(f"query {kind!r} is not known; known are {', '.join(_KINDS)}")
-    maker, names = _maker(kind)
+    maker, names = _KINDS[kind], _FIELDS[kind]
     if value.keys() != names | {"kind"}:
         raise WireError(f"query {kind} must have exactly the fields {', '.join(sorted(names))}")
     return maker(**{name: _unpack(value[name], arrays, like) for name in names})
-
-
-@lru_cache
-def _maker(kind: str) -> tuple[Any, frozenset[str]]:
-    maker = getattr(import_module(f"quietgrad.{_KINDS[kind]}"), kind)
-    return maker, frozenset(f.name for f in dataclasses.fields(maker))
 
 
 def flat(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +18,32 @@ import numpy.typing as npt
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, decode, encode, limit
-from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.faults import DropoutError, ImpossibleSum, ProtocolError
 from quietgrad.secure.identity import Identity, Roster
 
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 1.0 + 1e-6
+_NAMED = 5
 
 
 class LostRound(DropoutError):
-    """A round without enough good answers; the parties at fault are named, with reasons."""
+    """A round without enough good answers, by name what happened; who only accuses another is named as such.
 
-    def __init__(self, faults: Mapping[str, str]) -> None:
-        self.faults = _at_fault(faults)
+    Args:
+        faults: by name, what went wrong.
+        colluders: how many may work together; an accusation by more than that many is proved.
+    """
+
+    def __init__(self, faults: Mapping[str, str], colluders: float = math.inf) -> None:
+        self.faults = blame(faults, colluders)
         super().__init__(list(self.faults), "; ".join(sorted(set(self.faults.values()))) or "lost")
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One asking: its number, its public query, and the noise and bound that go with it."""
+    """One asking: its number, who is asked, its public query, and the noise and bound that go with it."""
 
+    invited: tuple[str, ...]
     round: int
     slot: str
     fields: Mapping[str, Any]
@@ -48,6 +55,13 @@ class Ask:
     def message(self, extra: Mapping[str, Array] | None = None, into: bytearray | None = None) -> bytearray:
         """The message to a party."""
         return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}), into)
+
+
+class Collected(NamedTuple):
+    """A sum, and whose vectors are in it."""
+
+    total: Floats
+    present: tuple[str, ...]
 
 
 @dataclass
@@ -94,21 +108,22 @@ class PlainRounds:
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
+    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
         """The sum of the good answers of at least a quorum."""
         self._message = ask.message(into=self._message)
-        replies = self._caller.call(dict.fromkeys(self._plan.names, self._message), faults)
+        replies = self._caller.call(dict.fromkeys(ask.invited, self._message), faults)
         total = np.zeros(ask.dim)
-        present = 0
+        present = []
         for name, reply in replies.items():
             reason = self._fault(name, reply, ask)
             if reason is None:
                 total += reply.arrays["total"]
-                present += 1
+                present.append(name)
             else:
                 faults[name] = reason
-        _require(present, self._plan.quorum, faults)
-        return total
+        if len(present) < self._plan.quorum:
+            raise LostRound(faults)
+        return Collected(total, tuple(present))
 
     def _fault(self, name: str, reply: Message, ask: Ask) -> str | None:
         if (
@@ -129,23 +144,20 @@ class PlainRounds:
         return None
 
     def _longest(self, name: str, ask: Ask) -> float:
-        place = self._plan.index(name)
-        bound = ask.bound * self._plan.factors[place]
+        bound = ask.bound * self._plan.factors[self._plan.index(name)]
         if math.isinf(bound):
             return math.inf
-        # Under add-remove the true number of records is not public; honest sizes stay within twice the declared.
-        records = 2 * self._plan.sizes[place] + 64
         noise = 0.0
         if self._plan.trust == "local" and ask.multiplier > 0.0:
-            spread = ask.dim + 40 if self._plan.schedule[ask.slot].mechanism == "pure" else math.sqrt(ask.dim) + 10
+            spread = self._plan.schedule[ask.slot].mechanism.reach(ask.dim)
             noise = ask.multiplier * bound * spread * 2.0
-        return (bound * records + noise) * _ROUNDING
+        return (longest(self._plan, (name,), ask.bound) + noise) * _ROUNDING
 
 
 class Rounds(Protocol):
     """A way to add up."""
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
+    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
         """The sum, of at least a quorum; those who were left out are named in ``faults``."""
 
     def reset(self) -> None:
@@ -170,21 +182,49 @@ def largest_reply(plan: FederatedPlan) -> int:
     return limit(max([1, *plan.dims.values()]), 8 + 64 * len(plan.names))
 
 
-def _at_fault(faults: Mapping[str, str]) -> dict[str, str]:
-    """Without those who refused only because of somebody else who is named too.
+def longest(plan: FederatedPlan, names: Iterable[str], bound: float) -> float:
+    """The most that the records of these parties can add up to, if each contributes at most ``bound``."""
+    places = [plan.index(name) for name in names]
+    # Under add-remove the true number of records is not public; honest sizes stay within twice the declared.
+    return bound * math.fsum(plan.factors[j] * (2 * plan.sizes[j] + 64) for j in places)
 
-    >>> _at_fault({"a": "did not answer within 9 s", "b": "refuses: a: has not said hello in this run"})
-    {'a': 'did not answer within 9 s'}
+
+def blame(faults: Mapping[str, str], colluders: float = math.inf) -> dict[str, str]:
+    """Faults with nobody hidden behind another: an accusation is not a proof, and an absence is no excuse.
+
+    Whoever refuses because of somebody else is either right or lies; both are named. If more parties accuse one
+    than may work together, one of them is honest, and the accused alone is at fault.
+
+    >>> blame({"a": "did not answer within 9 s", "b": "refuses: a: dealt shares that are not those committed to"})
+    {'a': 'did not answer within 9 s', 'b': 'or a: dealt shares that are not those committed to'}
+    >>> blame({"a": "refuses: c: dealt a false share", "b": "refuses: c: dealt a false share"}, colluders=1)
+    {'c': 'dealt a false share (so say a, b)'}
     """
-    others = tuple(f"refuses: {name}: " for name in faults)
-    return {name: why for name, why in faults.items() if not why.startswith(others)} or dict(faults)
-
-
-def _require(present: int, quorum: int, faults: Mapping[str, str]) -> None:
-    if present < quorum:
-        raise LostRound(faults)
+    accusers: dict[str, list[str]] = {}
+    out: dict[str, str] = {}
+    said: dict[str, str] = {}
+    for name, why in faults.items():
+        accused, colon, reason = why.removeprefix("refuses: ").partition(": ")
+        if accused == ImpossibleSum.CHECK:  # found by whoever adds up; that is not who made it so
+            out[accused] = said[name] = f"{reason} (so says {name})"
+        elif why.startswith("refuses: ") and colon and " " not in accused and accused not in (name, "coordinator"):
+            accusers.setdefault(accused, []).append(name)
+            said[name] = reason
+    out |= {name: why for name, why in faults.items() if name not in said}
+    for accused, names in accusers.items():
+        if len(names) > colluders:
+            out[accused] = f"{said[names[0]]} (so say {', '.join(names)})"
+        else:
+            out.update({name: f"or {accused}: {said[name]}" for name in names})
+    return out
 
 
 def named(faults: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:
-    """Faults as one line."""
-    return "; ".join(f"{name} {reason}" for name, reason in dict(faults).items())
+    """Faults as one line; of many the first few.
+
+    >>> named({str(i): "did not answer" for i in range(9)})
+    '0 did not answer; 1 did not answer; 2 did not answer; 3 did not answer; 4 did not answer; and 4 more'
+    """
+    words = [f"{name} {reason}" for name, reason in dict(faults).items()]
+    more = [f"and {len(words) - _NAMED} more"] if len(words) > _NAMED else []
+    return "; ".join([*words[:_NAMED], *more])

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.federation.cohorts import invitation, roster_of
 from quietgrad.federation.members import frame_of, frames_of, total_of
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.rounds import Ask, Caller, LostRound
+from quietgrad.federation.rounds import Ask, Caller, Collected, LostRound, longest
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode
+from quietgrad.secure.encoding import check_length
 from quietgrad.secure.faults import DropoutError, ProtocolError
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.masking_server import MaskingServer
@@ -31,55 +33,63 @@ class MaskedRounds:
         """Begin with new keys: someone restarted."""
         self._servers.clear()
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
+    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
         """Prepare, ask, reveal, add up."""
         try:
             return self._collect(ask, faults)
-        except DropoutError as lost:
-            self._servers.clear()  # a lost round leaves roles in different states: begin again with new keys
-            raise LostRound(faults or dict.fromkeys(lost.missing, lost.reason)) from lost
         except ProtocolError as fault:
+            # A lost round leaves roles in different states: begin again with new keys.
+            proved = self._servers.pop(ask.dim).proved if ask.dim in self._servers else {}
             self._servers.clear()
-            raise LostRound({**faults, fault.party: fault.reason}) from fault
+            at_fault = fault.missing if isinstance(fault, DropoutError) else [] if proved else [fault.party]
+            named = {**dict.fromkeys(at_fault, fault.reason), **faults, **proved}
+            raise LostRound(named, self._plan.colluders) from fault
 
-    def _collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
-        if ask.dim not in self._servers:
+    def _collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
+        if ask.dim not in self._servers or self._plan.cohort:
             self._set_up(ask, faults)
         server, t = self._servers[ask.dim], ask.round
         here = {"run": ask.fields["run"], "round": t, "dim": ask.dim}
-        prepare = dict.fromkeys(self._present(faults), encode(Message("prepare", here)))
-        prepared = self._numbered(self._caller.call(prepare, faults))
+        names = server.roster.names
+        prepare = {name: encode(Message("prepare", here)) for name in ask.invited if name not in faults}
+        prepared = self._numbered(server, self._caller.call(prepare, faults))
         delivery = server.relay(t, frames_of(prepared))
-        asks = {self._name(i): ask.message(blobs({"deliver": frame})) for i, frame in delivery.items()}
-        masked = self._numbered(self._caller.call(asks, faults))
+        asks = {names[i]: ask.message(blobs({"deliver": frame})) for i, frame in delivery.items()}
+        masked = self._numbered(server, self._caller.call(asks, faults))
         questions = server.survivors(t, frames_of(masked))
         reveals = {
-            self._name(i): encode(Message("reveal", here, blobs({"frame": frame})))
-            for i, frame in questions.items()
+            names[i]: encode(Message("reveal", here, blobs({"frame": frame}))) for i, frame in questions.items()
         }
-        revealed = self._numbered(self._caller.call(reveals, faults))
+        revealed = self._numbered(server, self._caller.call(reveals, faults))
         total = server.finish(t, frames_of(revealed))
-        return total * self._plan.scale(ask.multiplier, ask.bound * self._plan.largest_factor, ask.dim)
+        faults.update(server.proved)
+        return _checked(self._plan, ask, total, tuple(names[i] for i in masked))
 
     def _set_up(self, ask: Ask, faults: dict[str, str]) -> None:
-        epoch = os.urandom(16)
-        server = MaskingServer(self._identity, self._roster, self._plan.terms(ask.dim), epoch)
-        here = {"run": ask.fields["run"], "dim": ask.dim, "epoch": epoch.hex()}
-        hellos = self._caller.call(dict.fromkeys(self._plan.names, encode(Message("hello", here))), faults)
-        frames = [server.hello, *(frame_of(reply) for reply in hellos.values())]
-        server.meet(frames)
-        meet = encode(Message("meet", here, blobs({f"{i:04}": frame for i, frame in enumerate(frames)})))
-        self._caller.call(dict.fromkeys(hellos, meet), faults)
+        epoch, roster = os.urandom(16), roster_of(self._plan, self._roster, ask.invited)
+        server = MaskingServer(self._identity, roster, self._plan.terms(ask.dim), epoch)
         self._servers[ask.dim] = server
+        here = {
+            "run": ask.fields["run"],
+            "dim": ask.dim,
+            "epoch": epoch.hex(),
+            **invitation(self._plan, ask.invited),
+        }
+        hellos = self._caller.call(dict.fromkeys(ask.invited, encode(Message("hello", here))), faults)
+        for name, reply in hellos.items():
+            try:
+                server.meet([frame_of(reply)])
+            except (ProtocolError, WireError) as wrong:
+                faults[name] = str(wrong).removeprefix(f"{name}: ")
+        meets = {
+            roster.names[i]: encode(Message("meet", here, blobs({f"{k:04}": f for k, f in enumerate(frames)})))
+            for i, frames in server.introductions().items()
+        }
+        self._caller.call(meets, faults)
 
-    def _present(self, faults: Mapping[str, str]) -> list[str]:
-        return [name for name in self._plan.names if name not in faults]
-
-    def _name(self, i: int) -> str:
-        return self._plan.names[i]
-
-    def _numbered(self, replies: Mapping[str, Message]) -> dict[int, Message]:
-        return {self._plan.index(name): reply for name, reply in replies.items()}
+    @staticmethod
+    def _numbered(server: MaskingServer, replies: Mapping[str, Message]) -> dict[int, Message]:
+        return {server.roster.index(name): reply for name, reply in replies.items()}
 
 
 class SharedRounds:
@@ -88,31 +98,36 @@ class SharedRounds:
     def __init__(self, plan: FederatedPlan, caller: Caller) -> None:
         self._plan, self._caller = plan, caller
         self._ready: set[int] = set()
-        m = len(plan.names)
+        m = plan.invited
         self._number = {name: m + k for k, name in enumerate(plan.servers)}
 
     def reset(self) -> None:
         """Begin with new keys: someone restarted."""
         self._ready.clear()
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
+    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
         """Sample the noise (mpc), ask for shares, let the servers add up."""
         try:
             return self._collect(ask, faults)
+        except LostRound as lost:
+            self._ready.clear()
+            raise LostRound({**lost.faults, **faults}) from lost
         except (ProtocolError, WireError) as fault:
             self._ready.clear()
             named = {fault.party: fault.reason} if isinstance(fault, ProtocolError) else {}
-            raise LostRound(faults or named) from fault
+            raise LostRound({**named, **faults}) from fault
 
-    def _collect(self, ask: Ask, faults: dict[str, str]) -> Floats:
-        if ask.dim not in self._ready:
+    def _collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
+        if ask.dim not in self._ready or self._plan.cohort:
             self._set_up(ask, faults)
         here = {"run": ask.fields["run"], "round": ask.round, "dim": ask.dim}
         if self._plan.secure == "mpc" and self._plan.is_private:
             self._sample(here, faults)
-        parties = [name for name in self._plan.names if name not in faults]
+        parties = [name for name in ask.invited if name not in faults]
         shares = self._caller.call(dict.fromkeys(parties, ask.message()), faults)
-        received = self._servers("receive", here, faults, lambda server: self._shares_for(server, shares))
+        if len(shares) < self._plan.quorum:
+            raise LostRound(faults)  # the servers would refuse, and seem to be at fault
+        received = self._servers("receive", here, faults, lambda server: self._shares_for(server, shares, ask))
         present = self._servers("partial", here, faults, lambda server: self._crossed(server, received))
         partials = {self._number[name]: frame_of(r) for name, r in present.items() if "frame" in r.arrays}
         first = self._plan.servers[0]
@@ -120,15 +135,20 @@ class SharedRounds:
         replies = self._caller.call({first: finish}, faults)
         if first not in replies:
             raise LostRound(faults)
-        total = total_of(replies[first], ask.dim)
-        return total * self._plan.scale(ask.multiplier, ask.bound * self._plan.largest_factor, ask.dim)
+        return _checked(self._plan, ask, total_of(replies[first], ask.dim), tuple(shares))
 
     def _set_up(self, ask: Ask, faults: dict[str, str]) -> None:
         here = {"run": ask.fields["run"], "dim": ask.dim, "epoch": os.urandom(16).hex()}
-        everyone = [*self._plan.names, *self._plan.servers]
+        here |= invitation(self._plan, ask.invited)
+        everyone = [*ask.invited, *self._plan.servers]
         hellos = self._caller.call(dict.fromkeys(everyone, encode(Message("hello", here))), faults)
-        frames = {f"{i:04}": frame_of(reply) for i, reply in enumerate(hellos.values())}
-        self._caller.call(dict.fromkeys(hellos, encode(Message("meet", here, blobs(frames)))), faults)
+        frames = {name: frame_of(reply) for name, reply in hellos.items()}
+        # A party needs the servers' hellos only, a server everybody's.
+        of_servers = {f"{i:04}": frames[name] for i, name in enumerate(self._plan.servers) if name in frames}
+        of_all = {f"{i:04}": frame for i, frame in enumerate(frames.values())}
+        to_party, to_server = (encode(Message("meet", here, blobs(each))) for each in (of_servers, of_all))
+        servers = set(self._plan.servers)
+        self._caller.call({name: to_server if name in servers else to_party for name in hellos}, faults)
         self._ready.add(ask.dim)
 
     def _sample(self, here: Mapping[str, Any], faults: dict[str, str]) -> None:
@@ -156,14 +176,17 @@ class SharedRounds:
             raise LostRound({name: why for name, why in faults.items() if name in messages} or faults)
         return replies
 
-    def _shares_for(self, server: str, shares: Mapping[str, Message]) -> dict[str, Array]:
-        number = str(self._number[server])
-        return {
-            str(self._plan.index(name)): reply.arrays[number]
-            for name, reply in shares.items()
-            if number in reply.arrays
-        }
+    def _shares_for(self, server: str, shares: Mapping[str, Message], ask: Ask) -> dict[str, Array]:
+        number, places = str(self._number[server]), {name: str(i) for i, name in enumerate(ask.invited)}
+        return {places[name]: reply.arrays[number] for name, reply in shares.items() if number in reply.arrays}
 
     def _crossed(self, server: str, received: Mapping[str, Message]) -> dict[str, Array]:
         number = str(self._number[server])
         return {str(self._number[name]): r.arrays[number] for name, r in received.items() if name != server}
+
+
+def _checked(plan: FederatedPlan, ask: Ask, total: Floats, present: tuple[str, ...]) -> Collected:
+    """The sum in the query's own units, if the records of those in it can have such a sum."""
+    scale = plan.scale(ask.multiplier, ask.bound * plan.largest_factor, ask.dim)
+    check_length(total, plan.terms(ask.dim).possible_length(longest(plan, present, ask.bound) / scale))
+    return Collected(total * scale, present)

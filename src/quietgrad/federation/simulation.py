@@ -44,6 +44,7 @@ def simulate(
     colluders: int = 1,
     servers: int | None = None,
     spare: int = 0,
+    cohort: int | None = None,
     ledger: Any = None,
     account: str = "default",
     cap: Budget | None = None,
@@ -71,6 +72,8 @@ def simulate(
         colluders: masks: how many parties may work with the coordinator.
         servers: how many servers ``secure="servers"`` uses.
         spare: rounds of each kind reserved to pay for lost ones.
+        cohort: ask this many parties, drawn anew, in every round; ``quorum`` then counts those of the cohort.
+            Who is drawn is known to all, so ε is that of parties who are asked in every round.
         ledger, account, cap: the coordinator's record; each :class:`Party` can have its own.
         seed: fixed randomness for tests; the result is then not private.
         folder: keep aggregates and the parties' journals here; calling again after an interruption resumes.
@@ -90,7 +93,7 @@ def simulate(
         return _as_printed(algorithm, objective, parties, budget, trust, weights, seed)
     plan, federation = assemble(
         algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
-        colluders=colluders, servers=servers, spare=spare, seed=seed, folder=folder,
+        colluders=colluders, servers=servers, spare=spare, cohort=cohort, seed=seed, folder=folder,
         noise_multiplier=noise_multiplier,
     )  # fmt: skip
     if processes and faults:
@@ -200,7 +203,7 @@ def train(
     try:
         result = run(
             algorithm, session, np.array(x0) if isinstance(x0, np.ndarray) else x0, callback=callback,
-            account=account, seeded=curator.seeded, notes=notes,
+            account=account, notes=notes,
         )  # fmt: skip
     except Exception as error:
         if curator.folder is None:
@@ -228,6 +231,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "parties": list(plan.names),
         "sizes": list(plan.sizes),
         "variance_factor": plan.variance_factor,
+        "cohort": plan.cohort or None,
         "lost_rounds": len([1 for _, faults in session.faults if faults]),
     }
     return replace(result, privacy=replace(result.privacy, adversary=adversary(plan), notes=notes), details=details)

@@ -19,18 +19,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quietgrad import files
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.toml_model import algorithm_of, needed, objective_of, reading_of
+from quietgrad.naming import check_path_name
 from quietgrad.privacy.budget import Budget, Relation
 
 COORDINATOR = "coordinator"
+MOST_BYTES = 1 << 20  # about fifteen thousand parties
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "federation": {
         "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
-        "colluders": (int,), "servers": (int,), "spare": (int,), "private": (bool,),
+        "colluders": (int,), "servers": (int,), "spare": (int,), "cohort": (int,), "private": (bool,),
     },
     "coordinator": {"address": (str,), "timeout": (int, float), "grace": (int, float)},
     "data": {"features": (int,), "classes": (list,), "label": (str,), "schema": (dict,)},
@@ -105,9 +108,11 @@ class PlanFile:
 def read_plan(path: str | Path) -> PlanFile:
     """Read a plan file; see :func:`parse_plan`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = files.read_text(path, most=MOST_BYTES)
     except FileNotFoundError:
         raise DataError(f"{path}: no such plan file.") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({files.reason(error)}).") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not a text file.") from None
     return parse_plan(text, str(path))
@@ -143,11 +148,12 @@ def parse_plan(text: str, source: str = "plan") -> PlanFile:
     """
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise DataError(f"{source}: not a TOML file: {error}.") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else error
+        raise DataError(f"{source}: not a TOML file: {why}.") from None
     try:
         return _plan(content)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, AttributeError, RecursionError) as error:
         raise DataError(f"{source}: {error}") from error
 
 
@@ -172,7 +178,7 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     objective, model = objective_of(dict(content.get("objective", {})), data)
     host, port = _address(where.get("address", "127.0.0.1:7443"))
     return PlanFile(
-        name=federation.pop("name", "federation"),
+        name=check_path_name("[federation] name", federation.pop("name", "federation")),
         digest=hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
         algorithm=algorithm_of(dict(content.get("algorithm", {}))),
         objective=objective,

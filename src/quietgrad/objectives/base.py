@@ -7,17 +7,18 @@ loss and how to sum clipped per-example gradients without ever storing them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.vectors import Vector, zeros_like
 
-Indices = npt.NDArray[np.integer[Any]]
+Indices = npt.NDArray[np.int64]
 
 
 class Records(Sized, Protocol):
@@ -55,6 +56,9 @@ def tightened(clip: float) -> float:
     return clip / (1.0 + 1e-12)
 
 
+Numbers = tuple[float, float, float, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One record contributes α·clip_A(g − βg′) + γ·clip_B(g), g and g′ its gradients at the two points of a query.
@@ -73,8 +77,10 @@ class Rule:
     clip: float
     gamma: float = 0.0
     second_clip: float = 0.0
-    numbers: tuple[float, float, float, float, float] = field(init=False, repr=False, compare=False)
+    numbers: Numbers = field(init=False, repr=False, compare=False)
     """(α, β, A, γ, B) with both clips :func:`tightened`."""
+    bound: float = field(init=False, repr=False, compare=False)
+    """αA + γB, the L2 norm that no record's contribution exceeds."""
 
     def __post_init__(self) -> None:
         weights = (self.alpha, self.beta, self.gamma)
@@ -85,38 +91,33 @@ class Rule:
         first, second = tightened(float(self.clip)), tightened(float(self.second_clip))
         numbers = (float(self.alpha), float(self.beta), first, float(self.gamma), second)
         object.__setattr__(self, "numbers", numbers)
-
-    @property
-    def bound(self) -> float:
-        """αA + γB, the L2 norm that no record's contribution exceeds."""
-        return self.alpha * self.clip + self.gamma * self.second_clip if self.gamma else self.alpha * self.clip
+        object.__setattr__(self, "bound", self.alpha * self.clip + self.gamma * self.second_clip)
 
     @staticmethod
+    @lru_cache
     def gradient(clip: float) -> Rule:
         """clip_C(g)."""
-        return _made(1.0, 0.0, clip)
+        return Rule(1.0, 0.0, clip)
 
     @staticmethod
+    @lru_cache
     def difference(clip: float) -> Rule:
         """clip_C(g − g′)."""
-        return _made(1.0, 1.0, clip)
+        return Rule(1.0, 1.0, clip)
 
     @staticmethod
+    @lru_cache
     def momentum(gamma: float, clip: float, difference_clip: float) -> Rule:
         """(1−γ)·clip_C2(g − g′) + γ·clip_C1(g)."""
         if gamma == 1.0 or difference_clip == 0.0:
-            return _made(gamma, 0.0, clip)
-        return _made(1.0 - gamma, 1.0, difference_clip, gamma, clip)
+            return Rule(gamma, 0.0, clip)
+        return Rule(1.0 - gamma, 1.0, difference_clip, gamma, clip)
 
     @staticmethod
+    @lru_cache
     def joint(gamma: float, clip: float) -> Rule:
         """clip_C(g − (1−γ)g′)."""
-        return _made(1.0, 1.0 - gamma, clip)
-
-
-@lru_cache
-def _made(alpha: float, beta: float, clip: float, gamma: float = 0.0, second_clip: float = 0.0) -> Rule:
-    return Rule(alpha, beta, clip, gamma, second_clip)
+        return Rule(1.0, 1.0 - gamma, clip)
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,14 @@ class Constants:
     regularizer_smoothness: float
     convex: bool
 
+    def needed(self, *names: str) -> tuple[float, ...]:
+        """The constants of these names, for settings that a theorem makes of them; raise if one is not finite."""
+        values = [(name, getattr(self, name)) for name in names]
+        for name, value in values:
+            if value is None or not 0.0 < value < float("inf"):
+                raise ValueError(f"theory mode needs a finite {name} constant > 0; this loss states {value!r}.")
+        return tuple(float(value) for _, value in values)
+
 
 @runtime_checkable
 class Regularizer(Protocol):
@@ -149,6 +158,9 @@ class Regularizer(Protocol):
     def convex(self) -> bool: ...
     def value(self, params: Vector) -> float: ...
     def gradient(self, params: Vector) -> Vector: ...
+    def curvature(self, params: Vector) -> Vector:
+        """The diagonal of the Hessian; a term whose Hessian is not diagonal does not fit here."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -167,9 +179,13 @@ class NoRegularizer:
         """Return the zero vector."""
         return zeros_like(params)
 
+    def curvature(self, params: Vector) -> Vector:
+        """Return the zero vector."""
+        return zeros_like(params)
 
-class Objective(Protocol):
-    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums."""
+
+class Reading(Protocol):
+    """How a curator reads data: all it needs to know to hold records that queries are asked about."""
 
     @property
     def regularizer(self) -> Regularizer:
@@ -187,6 +203,18 @@ class Objective(Protocol):
 
     def initial(self, records: Any) -> Vector:
         """The starting point, which depends on no record."""
+        ...
+
+
+class Objective(Reading, Protocol):
+    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums; defaults: :class:`BaseObjective`."""
+
+    def constants(self) -> Constants:
+        """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
+        ...
+
+    def check_domain(self, params: Vector) -> None:
+        """Raise :class:`~quietgrad.errors.DataError` at a point where the constants do not hold."""
         ...
 
     def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
@@ -210,6 +238,28 @@ class Objective(Protocol):
         ...
 
 
+class BaseObjective:
+    """What an objective says of itself unless it knows better."""
+
+    silent_batches: ClassVar[bool] = False
+
+    def constants(self) -> Constants:
+        """None: nothing is known of the losses."""
+        return Constants(math.inf, None, None, None, 0.0, 0.0, False)
+
+    def check_domain(self, params: Vector) -> None:
+        """Do nothing: constants, if any, hold everywhere."""
+
+
+@runtime_checkable
+class Curved(Protocol):
+    """An objective that can also sum its records' Hessians."""
+
+    def add_hessians(self, batch: Batch, params: Vector, clip: float, out: npt.NDArray[np.float64]) -> None:
+        """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; out is (d, d)."""
+        ...
+
+
 class Query(Protocol):
     """What one record contributes to a release."""
 
@@ -227,17 +277,17 @@ class Query(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _RuledQuery:
-    """A sum of gradients: its :class:`Rule` and the points it is taken at."""
+    """A sum of gradients at θ: its :class:`Rule` follows from the fields and is looked up once."""
 
-    __slots__ = ()
+    params: Vector
+    rule: Rule = field(init=False, repr=False)
 
-    @property
-    def rule(self) -> Rule:
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", self._rule())
 
-    @property
-    def points(self) -> tuple[Vector, ...]:
+    def _rule(self) -> Rule:
         raise NotImplementedError
 
     @property
@@ -248,48 +298,41 @@ class _RuledQuery:
         return int(records.dim)
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        objective.add(batch, self.points, self.rule, out)
+        objective.add(batch, (self.params,), self.rule, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TwoPointQuery(_RuledQuery):
+    """The same at θ and θ′."""
+
+    previous: Vector
+
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+        objective.add(batch, (self.params, self.previous), self.rule, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradient(_RuledQuery):
     """Σ clip_C(∇fᵢ(θ)): DP-SGD, DP-GD, the first step of DP-SRM, SPIDER's O1."""
 
-    params: Vector
     clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.gradient(self.clip)
 
-    @property
-    def points(self) -> tuple[Vector, ...]:
-        return (self.params,)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TwoPoints(_RuledQuery):
-    params: Vector
-    previous: Vector
-
-    @property
-    def points(self) -> tuple[Vector, ...]:
-        return self.params, self.previous
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GradientDifference(_TwoPoints):
+class GradientDifference(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′)): SPIDER's O2."""
 
     clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.difference(self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecursiveMomentum(_TwoPoints):
+class RecursiveMomentum(_TwoPointQuery):
     """Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]: DP-SRM with its two clips (Remark 4.3).
 
     Clipping ∇fᵢ(θ) and ∇fᵢ(θ′) apart and subtracting would not bound the difference: one record could then
@@ -300,20 +343,18 @@ class RecursiveMomentum(_TwoPoints):
     clip: float
     difference_clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.momentum(self.gamma, self.clip, self.difference_clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JointMomentum(_TwoPoints):
+class JointMomentum(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′)): recursive momentum with one clip, never looser than two."""
 
     gamma: float
     clip: float
 
-    @property
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         return Rule.joint(self.gamma, self.clip)
 
 

@@ -74,6 +74,10 @@ class L2(_Separable):
         """Return μθ."""
         return self._free_tail(self.strength * params)
 
+    def curvature(self, params: Vector) -> Vector:
+        """Return μ in every penalised coordinate."""
+        return self._free_tail(0.0 * params + self.strength)
+
 
 @dataclass(frozen=True)
 class Nonconvex(_Separable):
@@ -111,3 +115,8 @@ class Nonconvex(_Separable):
     def gradient(self, params: Vector) -> Vector:
         """Return 2λθ/(1+θ²)²."""
         return self._free_tail(2.0 * self.strength * params / (1.0 + params * params) ** 2)
+
+    def curvature(self, params: Vector) -> Vector:
+        """Return 2λ(1−3θ²)/(1+θ²)³."""
+        squares = params * params
+        return self._free_tail(2.0 * self.strength * (1.0 - 3.0 * squares) / (1.0 + squares) ** 3)

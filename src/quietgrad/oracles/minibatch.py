@@ -8,13 +8,22 @@ from typing import Any
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
-from quietgrad.oracles.base import Error, Estimate, SamplingName, noise_multiplier, sampling_of
+from quietgrad.oracles.base import (
+    Error,
+    Estimate,
+    Noise,
+    Oracle,
+    SamplingName,
+    noise_multiplier,
+    sampling_of,
+    slot_of,
+)
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector
 
 
 @dataclass(frozen=True)
-class MiniBatch:
+class MiniBatch(Oracle):
     """ĝ = (1/b) [Σ clip_C(∇fᵢ(θ)) + N(0, (zC)² I)], b the public expected batch.
 
     Dividing by the realised size of a Poisson sample would double the sensitivity, and skipping an empty sample
@@ -25,10 +34,12 @@ class MiniBatch:
     clip: float = 1.0
     sampling: SamplingName = "poisson"
     law: Law | None = None
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
-        sampling = sampling_of(self.sampling, n_public, self.batch_size)
-        return (Slot("gradient", sampling, steps, law=self.law),)
+        sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
+        return (slot_of("gradient", sampling, steps, self.noise, self.law),)
 
     def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
         total = door.release("gradient", Gradient(params, self.clip))
@@ -41,4 +52,5 @@ class MiniBatch:
         return Error(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
 
     def config(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "law"}
+        settings = {key: value for key, value in asdict(self).items() if key != "law"}
+        return {"name": type(self).__name__, **settings}

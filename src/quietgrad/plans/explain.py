@@ -21,7 +21,6 @@ def explain(plan: Plan) -> str:
     lines = [
         head,
         f"promise: {_NEIGHBOURS[relation]} ({relation}) changes every output's odds by at most e^ε, but for δ",
-        *(f"  beforehand, within the same budget: {event}" for event in plan.extra),
         *("  " + _slot(plan, slot, relation) for slot in plan.schedule.slots),
     ]
     lines.append(f"composition: {_composition(plan)}")
@@ -40,21 +39,22 @@ def explain(plan: Plan) -> str:
 
 def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
     times = f"up to {slot.count}×" if slot.law else f"{slot.count}×"
-    kind = {"gaussian": "a sum", "pure": "a model", "threshold": "the first of many numbers to pass a test"}
-    noise = {"gaussian": "Gaussian", "pure": "L2-Laplace", "threshold": "Laplace"}[slot.mechanism]
     text = (
-        f"{times} {slot.name!r}: {kind[slot.mechanism]} over {slot.sampling.describe()}; "
+        f"{times} {slot.name!r}: {slot.mechanism.what} over {slot.sampling.describe()}; "
         f"one record contributes at most C, sensitivity {_SENSITIVITY[relation]}; "
     )
     if plan.schedule.composition == "filter":
         return text + "noise chosen per release within one zCDP filter"
-    text += f"{noise} noise of scale {plan.noise_multiplier * slot.noise:.4g}·C"
+    text += slot.mechanism.describe(slot.multiplier(plan.noise_multiplier))
     return text + ("; the number of releases is drawn before the run" if slot.law else "")
 
 
 def _composition(plan: Plan) -> str:
+    if any(slot.mechanism.whole_run for slot in plan.schedule.slots):
+        return "none: all releases of the run are one Gaussian release, whatever is asked in each"
     return {
         "sequential": "adaptive, all releases on the same people",
         "parallel": "each record is used in one release only, so the worst release counts",
         "filter": "adaptive noise levels under a hard zCDP filter",
+        "select": "a secret random number of rounds, of which only the best leaves",
     }[plan.schedule.composition]

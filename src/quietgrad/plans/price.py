@@ -1,25 +1,42 @@
-"""A plan before a run: the releases of an algorithm, and the noise with which they meet a budget."""
+"""The price of a plan: the noise with which its releases meet a budget, found once and proved before it is used.
+
+Nothing else in quietgrad calibrates a plan. A remembered calibration is a guess like any other: the plan's own
+events are proved before the plan is returned, so no file can make a run dearer than its budget.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from quietgrad.errors import BudgetError
-from quietgrad.plans.schedule import Plan
-from quietgrad.privacy import events
+from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Budget
 
 if TYPE_CHECKING:
-    from quietgrad.algorithms.base import Algorithm
+    from quietgrad.algorithms.base import Releases
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+def price(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
+    """The plan ``make(z)`` with the least noise multiplier z whose events are proved to meet ``budget``."""
+    from quietgrad.privacy.calibrate import calibrate_event
+
+    made = make(calibrate_event(lambda z: make(z).event, budget=budget))
+    if not made.proof.within(budget):
+        raise BudgetError(f"{made.algorithm}: no noise was found that is proved to meet ε = {budget.epsilon:g}.")
+    return made
 
 
 def plan(
-    algorithm: Algorithm,
+    algorithm: Releases,
     *,
     n: int,
     budget: Budget | None,
     noise_multiplier: float | None = None,
-    extra: tuple[events.Event, ...] = (),
+    looks: tuple[Slot, ...] = (),
 ) -> Plan:
     """Price ``algorithm`` on ``n`` records without touching any: find the noise that meets ``budget``.
 
@@ -27,7 +44,8 @@ def plan(
         n: the number of records, a public constant.
         budget: the promise, or ``None`` for a run without noise that is not private.
         noise_multiplier: fix the noise instead; the plan's ε is then whatever it proves to be.
-        extra: what was released for this run beforehand (such as private feature means); it shares the budget.
+        looks: releases made before the algorithm starts, such as labels or ranges found privately; they share
+            the budget and the session.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
     >>> p = plan(DPGD(steps=30), n=10000, budget=Budget(1.0, 1e-5))
@@ -39,30 +57,19 @@ def plan(
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(int(n))
-    if budget is not None:
-        schedule = schedule.under(budget.relation)
-    paper, calibrated = None, False
+    if looks:
+        if schedule.composition != "sequential":
+            raise ValueError(f"{algorithm.name}: a method that cannot share its budget with a look at the data.")
+        schedule = replace(schedule, slots=(*looks, *schedule.slots))
+
+    def made(z: float, paper: str | None = None) -> Plan:
+        return Plan(algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper)
+
     if budget is None:
-        noise_multiplier = 0.0
-    else:
-        if hasattr(algorithm, "check_budget"):
-            algorithm.check_budget(budget)
-        printed = algorithm.paper_noise(int(n), budget) if hasattr(algorithm, "paper_noise") else None
-        if printed is not None:
-            noise_multiplier, paper = printed, algorithm.name
-        elif noise_multiplier is None:
-            from quietgrad.privacy.calibrate import calibrate_event
-
-            def event(z: float) -> events.Event:
-                return events.composed([*extra, schedule.event(z, budget.relation)])
-
-            noise_multiplier = calibrate_event(event, budget=budget)
-            calibrated = True
-    made = Plan(algorithm.name, algorithm.config(), schedule, int(n), budget, float(noise_multiplier), paper, extra)
-    # Calibrations are remembered in files that anybody may have written; the plan's own proof is needed anyway.
-    if calibrated and not made.proof.within(budget):
-        raise BudgetError(
-            f"the remembered noise multiplier {noise_multiplier:g} costs ε = {made.epsilon():.4g}, not the budget: "
-            "the calibration cache was altered. Delete it (QUIETGRAD_CACHE, or ~/.cache/quietgrad) and plan again."
-        )
-    return made
+        return made(0.0)
+    schedule = schedule.under(budget.relation)
+    algorithm.check_budget(budget)
+    printed = algorithm.paper_noise(int(n), budget)
+    if printed is not None:
+        return made(printed, algorithm.name)
+    return price(made, budget) if noise_multiplier is None else made(noise_multiplier)

@@ -11,26 +11,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.sampling import Sampling, SinglePass
 
+if TYPE_CHECKING:
+    from quietgrad.privacy.accounting import Proof
+
 Law = tuple[tuple[int, float], ...]
-Mechanism = Literal["gaussian", "pure", "threshold"]
-Composition = Literal["sequential", "parallel", "filter"]
+Composition = Literal["sequential", "parallel", "filter", "select"]
 
 
 @dataclass(frozen=True)
 class Slot:
     """One kind of release.
 
-    ``count`` releases at most; the noise multiplier is the plan's times ``noise``. Mechanisms are Gaussian noise,
-    L2-Laplace noise (``pure``) and the noisy search for the first small number of a list (``threshold``), the last
-    two of pure ε = Δ/(multiplier·C). With a ``law`` the number of
-    releases is a random round drawn before the run (see :class:`~quietgrad.privacy.events.RandomRound`).
+    ``count`` releases at most, each by ``mechanism`` on a sample; the noise multiplier is the plan's times
+    ``noise``, or ``fixed`` whatever the plan's is (a look that has its own share of the budget). With a ``law`` the
+    number of releases is a random round drawn before the run (see
+    :class:`~quietgrad.privacy.events.RandomRound`).
     """
 
     name: str
@@ -38,7 +41,8 @@ class Slot:
     count: int = 1
     noise: float = 1.0
     law: Law | None = None
-    mechanism: Mechanism = "gaussian"
+    mechanism: Mechanism = field(default_factory=GaussianNoise)
+    fixed: float | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -47,19 +51,67 @@ class Slot:
             )
         if not 0.0 < self.noise < math.inf:
             raise ValueError(f"slot {self.name!r}: noise={self.noise}: must be a finite number > 0.")
+        if self.fixed is not None and not 0.0 < self.fixed < math.inf:
+            raise ValueError(f"slot {self.name!r}: fixed={self.fixed}: must be a finite number > 0, or None.")
+        if self.law is not None and self.mechanism.whole_run:
+            raise ValueError(
+                f"slot {self.name!r}: a random number of releases has no price under noise that is correlated over "
+                "them; return the last iterate or an average."
+            )
+        self.mechanism.check(self.count, self.sampling.participation(self.count), self.sampling.describe())
+
+    def lengthened(self, more: int) -> Slot:
+        """The slot with a mechanism that serves ``more`` releases beyond its count (rounds that may be lost)."""
+        count = self.count + more
+        participation = self.sampling.participation(count)
+        if not more or participation is None:
+            return self
+        return replace(self, mechanism=self.mechanism.over(count, *participation))
+
+    def multiplier(self, noise_multiplier: float) -> float:
+        """The slot's own noise multiplier at the plan's; 0 in a run without noise."""
+        if self.fixed is not None:
+            return self.fixed if noise_multiplier else 0.0
+        return noise_multiplier * self.noise
 
     def event(self, noise_multiplier: float, relation: Relation, count: int | None = None) -> events.Event:
         """The event of ``count`` releases (default: all) at the plan's noise multiplier."""
-        once: events.Event
-        if self.mechanism != "gaussian":
-            from quietgrad.privacy.accounting import sensitivity_factor
-
-            once = events.Pure(sensitivity_factor(relation) / (noise_multiplier * self.noise), relation)
-        else:
-            once = self.sampling.event(events.Gaussian(noise_multiplier * self.noise))
+        z = self.multiplier(noise_multiplier)
         if count is None and self.law is not None:
-            return events.RandomRound(once, self.law)
-        return events.repeated(once, count or self.count)
+            return events.RandomRound(self.mechanism.event(self.sampling.event, z, relation, 1), self.law)
+        count = count or self.count
+        held = None if self.mechanism.whole_run else self.sampling.participation(count)
+        # Where a record is certainly not in every release, it pays for those that it is in.
+        return self.mechanism.event(self.sampling.event, z, relation, count if held is None else held[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """The slot as plain JSON values."""
+        return {
+            "name": self.name,
+            "sampling": self.sampling.to_json(),
+            "count": self.count,
+            "noise": self.noise,
+            "fixed": self.fixed,
+            "mechanism": self.mechanism.to_json(),
+            "law": None if self.law is None else [list(pair) for pair in self.law],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Slot:
+        """Rebuild a slot from :meth:`to_json`."""
+        from quietgrad.privacy.mechanisms import from_json as mechanism_from
+        from quietgrad.sampling import from_json as sampling_from
+
+        law = data["law"]
+        return cls(
+            data["name"],
+            sampling_from(data["sampling"]),
+            data["count"],
+            data["noise"],
+            None if law is None else tuple((int(r), float(p)) for r, p in law),
+            mechanism_from(data["mechanism"]),
+            data["fixed"],
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +120,8 @@ class Schedule:
 
     ``sequential``: all on the same people. ``parallel``: on disjoint records, so the worst release counts.
     ``filter``: every release names its own ρ and a hard zCDP filter stops at the total (DP-AGD).
+    ``select``: a secret random number of rounds of which only the best leaves (private search); the one slot is a
+    round, and ``rounds`` are the mean and the shape of their number's law.
     ``adaptive``: which slot is used when follows from what was released, so the counts of a run depend on data
     and unused releases are never given back.
     """
@@ -75,8 +129,20 @@ class Schedule:
     slots: tuple[Slot, ...]
     composition: Composition = "sequential"
     adaptive: bool = False
+    rounds: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
+            raise ValueError("select: a private search has one slot, its round, and the law of their number.")
+        if any(slot.mechanism.whole_run for slot in self.slots):
+            # A look before the run has its own part of the budget. Releases of other slots in between would need a
+            # theorem on concurrent composition, and none of our methods does.
+            run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.whole_run]
+            if self.composition != "sequential" or len(run) > 1:
+                raise ValueError(
+                    "correlated noise: its releases are one slot of a run, without filters, searches or other "
+                    "noise in between; use independent noise with this method."
+                )
         if self.composition == "parallel":
             passes = [slot.sampling for slot in self.slots if isinstance(slot.sampling, SinglePass)]
             if len(passes) < len(self.slots) or len({p.n for p in passes}) > 1:
@@ -109,6 +175,9 @@ class Schedule:
             from quietgrad.privacy.accounting import sensitivity_factor
 
             return events.ZCDP((sensitivity_factor(relation) / noise_multiplier) ** 2 / 2.0, relation)
+        if self.rounds is not None:
+            # Whatever was tried and did not leave is priced by the law, however many rounds there were.
+            return events.RepeatAndSelect(self.slots[0].event(noise_multiplier, relation, 1), *self.rounds)
         parts = [
             slot.event(noise_multiplier, relation, None if counts is None else counts.get(slot.name, 0))
             for slot in self.slots
@@ -136,7 +205,6 @@ class Plan:
     budget: Budget | None
     noise_multiplier: float
     paper_noise: str | None = None
-    extra: tuple[events.Event, ...] = field(default=())
 
     @property
     def is_private(self) -> bool:
@@ -145,8 +213,17 @@ class Plan:
 
     @property
     def event(self) -> events.Event:
-        """What the whole run releases, with what was released for it beforehand (``extra``)."""
+        """What the whole run releases."""
         return self.event_of(None)
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether a run that stops early costs the whole plan all the same.
+
+        Which releases are made follows from data, or how many is itself secret (a random round, a search).
+        """
+        random = any(slot.law is not None for slot in self.schedule.slots)
+        return self.schedule.adaptive or random or self.schedule.rounds is not None
 
     @property
     def event_rho(self) -> float:
@@ -164,11 +241,10 @@ class Plan:
 
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
         """What was released after ``counts`` releases of each slot."""
-        run = self.schedule.event(self.noise_multiplier, self._relation, counts)
-        return events.composed([*self.extra, run])
+        return self.schedule.event(self.noise_multiplier, self._relation, counts)
 
     @cached_property
-    def proof(self) -> Any:
+    def proof(self) -> Proof:
         """The best proof of the plan's ε at the budget's δ."""
         from quietgrad.privacy.accounting import prove
 
@@ -207,17 +283,7 @@ class Plan:
             "noise_multiplier": self.noise_multiplier,
             "paper_noise": self.paper_noise,
             "composition": self.schedule.composition,
-            "slots": [
-                {
-                    "name": slot.name,
-                    "sampling": slot.sampling.to_json(),
-                    "count": slot.count,
-                    "noise": slot.noise,
-                    "mechanism": slot.mechanism,
-                    "random_round": slot.law is not None,
-                }
-                for slot in self.schedule.slots
-            ],
+            "slots": [slot.to_json() for slot in self.schedule.slots],
             "event": None if self.budget is None else self.event.to_json(),
         }
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from quietgrad.errors import UnprovableError
@@ -163,6 +164,7 @@ def prove(event: Event, *, delta: float, relation: str | Relation, accountant: s
     return proof
 
 
+@lru_cache(maxsize=512)  # a plan is proved when it is priced, explained, reserved and stated
 def bound(event: Event, delta: float, relation: Relation, accountant: str = "best") -> Proof:
     """``prove`` for inputs already checked, with ε = ∞ where it raises for too little noise."""
     slack, failure = total_slack(event), total_failure(event)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import cache as disk
@@ -82,7 +82,9 @@ def calibrate_event(
         "events": [make_event(1.0).to_json(), make_event(2.0).to_json()],
         "key": key,
     }
-    if cache and (known := disk.recall(question)) is not None:
+    # A remembered number was written to a file that anybody may have changed: it is proved again, or forgotten.
+    known = disk.recall(question) if cache else None
+    if known is not None and _keeps(make_event, known, budget):
         return known
     factor = sensitivity_factor(budget.relation)
     answer = _least_noise(
@@ -168,6 +170,14 @@ def _sampler(sampling: str, n: int | None, batch_size: int | None, rate: float |
     raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'fixed-size' or 'full'.")
 
 
+def _keeps(make: Callable[[Any], Event], number: float, budget: Budget) -> bool:
+    """Whether the event at a remembered number is proved to keep the budget."""
+    try:
+        return bound(make(number), budget.delta, budget.relation).epsilon <= budget.epsilon
+    except ValueError:  # not even a number that an event can be made of
+        return False
+
+
 def _guess_noise(mu_at: Callable[[float], float], mu: float) -> float:
     """Where the central limit would put z. Only a place to start from."""
     if not 1e-6 < mu_at(1.0) < 1e6 or mu_at(_MOST_NOISE) > mu or mu_at(1e-6) <= mu:
@@ -219,7 +229,8 @@ def _most(make: Callable[[int], Event], name: str, budget: Budget, limit: int, p
         "events": [make(1).to_json(), make(min(2, limit)).to_json()],
         "limit": limit,
     }
-    if cache and (known := disk.recall(question)) is not None:
+    known = disk.recall(question) if cache else None
+    if known is not None and 1 <= known <= limit and _keeps(make, int(known), budget):
         return int(known)
 
     def epsilon_at(count: int) -> float:

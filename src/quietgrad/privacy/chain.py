@@ -10,7 +10,8 @@ then a small head file ``<path>.head`` that names it, are on the disk. So
 - a write that fails is taken back, and if that fails too, what stays is either such a tail or a whole line.
 
 Writers exclude each other with ``flock`` on the file itself, which the kernel lets go when a process dies.
-The chain is not keyed: it catches accidents and plain edits, not somebody who recomputes it and the head.
+The chain is not keyed: it catches accidents and plain edits, not somebody who recomputes it and the head, nor a
+backup of both. An :func:`anchor` kept elsewhere does: every later state of the same chain has it as its beginning.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quietgrad.errors import LedgerError
+from quietgrad.errors import DataError, LedgerError
+from quietgrad.files import check_regular, read_json, reason, write_atomically
 
 FORMAT = "quietgrad-ledger"
 _BEFORE_FIRST = "0" * 64
+_ANCHOR_DIGITS = 40  # 160 bits of a hash: too many to find a second chain for
 _FIRST_BYTES = b'{"body":{"format":"' + FORMAT.encode() + b'"'
 _MAX_PROBLEMS = 20
 
@@ -69,9 +73,33 @@ class Entry:
             entry = cls(**json.loads(line))
         except (ValueError, TypeError, RecursionError):
             raise ValueError("is not a ledger entry") from None
+        if not isinstance(entry.body, dict) or not all(isinstance(v, str) for v in (entry.kind, entry.time)):
+            raise ValueError("is not a ledger entry")
         if line != canonical(vars(entry)) or entry.hash != entry.digest():
             raise ValueError("was edited (its hash does not fit its content)")
         return entry
+
+
+def anchor(entry: Entry) -> str:
+    """The short text that commits to ``entry`` and, through the chain, to every line before it."""
+    return f"{entry.seq}-{entry.hash[:_ANCHOR_DIGITS]}"
+
+
+def check_anchor(entries: Sequence[Entry], text: str) -> str:
+    """What is wrong with a chain that should begin with the one anchored, in one sentence; '' if nothing.
+
+    >>> check_anchor((), "3-" + "0" * 40)
+    'the anchor names line 3, the file has 0: it is older than the anchor, restored or cut.'
+    """
+    if not re.fullmatch(rf"[1-9][0-9]{{0,17}}-[0-9a-f]{{{_ANCHOR_DIGITS}}}", text):
+        raise ValueError(f"head={text!r}: must be what `quietgrad ledger head` printed, such as 12-3f9a….")
+    seq = int(text.partition("-")[0])
+    if seq > len(entries):
+        lines = len(entries)
+        return f"the anchor names line {seq}, the file has {lines}: it is older than the anchor, restored or cut."
+    if anchor(entries[seq - 1]) != text:
+        return f"line {seq} is not the one anchored: the ledger was restored and continued, or rewritten."
+    return ""
 
 
 @dataclass(frozen=True)
@@ -128,14 +156,19 @@ class Chain:
         pause = 0.001
         while True:
             try:
-                fd = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+                if self.path.exists() and not self.path.is_dir():
+                    check_regular(self.path)
+                # A pipe that took the file's place in between is not waited for; reading it finds no ledger.
+                fd = os.open(self.path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+            except DataError as error:
+                raise LedgerError(str(error)) from None
             except FileNotFoundError:
                 if flags & os.O_CREAT:
                     # A mistyped folder must not become a second, empty ledger.
                     raise LedgerError(f"{self.path}: the folder does not exist; create it first.") from None
                 raise
             except OSError as error:
-                raise LedgerError(f"{self.path}: cannot open the ledger ({error.strerror}).") from None
+                raise LedgerError(f"{self.path}: cannot open the ledger ({reason(error)}).") from None
             try:
                 fcntl.flock(fd, kind | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
@@ -181,11 +214,11 @@ class Chain:
     def _read_head(self) -> tuple[int, str, str]:
         """The last acknowledged line's number (0 if there is no head) and hash, and what is wrong."""
         try:
-            head = json.loads(self.head.read_bytes())
+            head = read_json(self.head, most=1 << 12)
             return int(head["seq"]), str(head["hash"]), ""
         except FileNotFoundError:
             return 0, "", ""
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):
             return 0, "", f"{self.head.name} cannot be read; {_HOW_TO_ADOPT}"
 
 
@@ -246,18 +279,12 @@ class Writer:
 
     def _write_head(self, entry: Entry) -> None:
         """Replace the head in one step. A head that is a line behind after a crash is still a true head."""
-        fresh = self._chain.head.with_name(self._chain.head.name + ".new")
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            _write_all(fd, canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(fresh, self._chain.head)
+        content = canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n"
+        write_atomically(self._chain.head, content, sync_name=False)
 
     def _failed(self, error: OSError) -> LedgerError:
         return LedgerError(
-            f"{self._chain.path}: cannot write the ledger ({error.strerror}); nothing was reserved, so nothing "
+            f"{self._chain.path}: cannot write the ledger ({reason(error)}); nothing was reserved, so nothing "
             "may be released. Make room or permit writing, then run again."
         )
 

@@ -221,7 +221,8 @@ class RandomRound(Event, kind="random-round"):
 class RepeatAndSelect(Event, kind="repeat-and-select"):
     """Private search: ``inner`` run K times, only the best result released, K negative binomial.
 
-    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf Poisson).
+    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf Poisson). All laws
+    but the Poisson one make at least one run; under that one K may be 0, and then nothing is released.
     """
 
     inner: Event
@@ -231,7 +232,7 @@ class RepeatAndSelect(Event, kind="repeat-and-select"):
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", _positive("mean", self.mean))
         if self.mean < 1.0:
-            raise ValueError(f"mean={self.mean!r}: must be ≥ 1; at least one run is made.")
+            raise ValueError(f"mean={self.mean!r}: must be ≥ 1, the number of runs that is expected.")
         if not self.shape >= 0.0:
             raise ValueError(f"shape={self.shape!r}: must be ≥ 0 (1 is the geometric law).")
 

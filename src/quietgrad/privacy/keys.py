@@ -7,13 +7,11 @@ closed: whoever holds it can subtract the noise from everything the run publishe
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from quietgrad.errors import QuietgradError
+from quietgrad.naming import check_path_name
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
-
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class KeyFileError(QuietgradError, RuntimeError):
@@ -110,12 +108,7 @@ class KeyFile:
 
     @classmethod
     def _path(cls, run_id: str) -> Path:
-        if not _RUN_ID.fullmatch(run_id):
-            raise ValueError(
-                f"run_id={run_id!r}: must be 1 to 128 letters, digits, dots, dashes or underscores, "
-                "and begin with a letter or digit."
-            )
-        return cls.directory() / f"{run_id}.key"
+        return cls.directory() / f"{check_path_name('run_id', run_id)}.key"
 
 
 def _check_private(path: Path, remedy: str) -> None:

@@ -12,12 +12,13 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.privacy import events
+from quietgrad.privacy.accounts import checked, identity
 from quietgrad.privacy.budget import Budget, Relation, check_delta
-from quietgrad.privacy.chain import Chain, Entry
+from quietgrad.privacy.chain import Chain, Entry, anchor, check_anchor
 from quietgrad.privacy.fingerprint import fingerprint
 from quietgrad.privacy.spending import Book, Held, Reservation, may_give_back, total
 
@@ -70,19 +71,22 @@ class Ledger:
         cap: Budget | None = None,
         note: str = "",
         fingerprint: str | None = None,
+        part: bool = False,
     ) -> Reservation:
         """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
 
         With a cap (the account's own in the ledger, the argument, or both) the account's entries and ``event``
         are composed and proved under the cap's relation at the cap's δ; ``BudgetError`` if that exceeds it.
-        A run without a name is called after its reservation.
-        ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``.
+        A run without a name is called after its reservation. Spellings of one account (case, spaces around) are
+        one account, kept as first spelled.
+        ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``; the table of a ``part`` (a
+        fold of a cross-validation) is expected to differ from others of its account.
         """
-        _check_name("account", account)
+        account = checked(account)
         if not isinstance(run, str):
             raise ValueError(f"run={run!r}: must be the run's name, or '' for one that is never resumed.")
         new_id = os.urandom(8).hex()
-        body = {
+        body: dict[str, Any] = {
             "id": new_id,
             "account": account,
             "run": run or new_id,
@@ -95,8 +99,9 @@ class Ledger:
         }
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
+            body["account"] = account = book.name(account)
             _check_caps(book, account, event, relation, cap)
-            found = book.table_warnings(account, fingerprint) if fingerprint else []
+            found = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
             for message in found:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
             writer.append("reserve", {**body, "warnings": found})
@@ -106,8 +111,7 @@ class Ledger:
         self, account: str, event: events.Event, *, relation: str | Relation, cap: Budget | None = None
     ) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
-        _check_name("account", account)
-        _check_caps(self.book(), account, _check_event("event", event), relation, cap)
+        _check_caps(self.book(), checked(account), _check_event("event", event), relation, cap)
 
     def close(
         self,
@@ -122,9 +126,12 @@ class Ledger:
         ``spent_event`` is what was really released, a part of what was reserved. It is charged instead of the
         reservation only if the stop did not depend on the data (``data_dependent=False``) or the reservation
         is a zCDP filter; otherwise, and without it, the reserved cost stays.
+        Closing again with the same outcome returns what was booked and writes nothing, so a run that crashed
+        between its close and its result may simply close once more; another outcome is refused.
         """
         with self._chain.writing() as writer:
-            reserved = self._open(writer.entries, reservation_id).reservation.event
+            held = self._held(writer.entries, reservation_id)
+            reserved = held.reservation.event
             counts = reserved
             if spent_event is not None:
                 if may_give_back(_check_event("spent_event", spent_event), reserved, data_dependent=data_dependent):
@@ -134,6 +141,13 @@ class Ledger:
                         f"spent_event={spent_event!r}: is not a part of the reserved {reserved!r}; "
                         "pass the released part of it, or None to be charged in full."
                     )
+            if held.state == "closed":
+                if counts == held.counts:
+                    return counts
+                raise LedgerError(
+                    f"{self.path}: reservation {reservation_id!r} is already closed and booked otherwise; "
+                    "what is booked is not changed."
+                )
             left = None if counts == reserved else counts.to_json()
             outcome = {"reason": reason, "data_dependent": data_dependent, "gives_back_all_but": left}
             writer.append("close", {"id": reservation_id, **outcome})
@@ -142,14 +156,16 @@ class Ledger:
     def cancel(self, reservation_id: str, *, reason: str) -> None:
         """Give a whole reservation back: right only if nothing at all was released under it."""
         with self._chain.writing() as writer:
-            self._open(writer.entries, reservation_id)
+            if self._held(writer.entries, reservation_id).state == "closed":
+                raise LedgerError(f"{self.path}: reservation {reservation_id!r} is already closed, so it counts.")
             writer.append("cancel", {"id": reservation_id, "reason": reason})
 
     def set_cap(self, account: str, budget: Budget) -> None:
         """Bound the account's total from now on; the newest cap counts, the old ones stay on record."""
-        _check_name("account", account)
+        account = checked(account)
         with self._chain.writing() as writer:
-            writer.append("cap", {"account": account, **budget.to_json()})
+            shown = self._book(writer.entries).name(account)
+            writer.append("cap", {"account": shown, "identity": identity(account), **budget.to_json()})
 
     def adopt(self, *, reason: str) -> None:
         """Accept a file whose head is missing or disagrees, on the user's word that its end is not cut."""
@@ -170,17 +186,23 @@ class Ledger:
         return _prove(book.counted(account), check_delta(delta), asked)
 
     def cap(self, account: str) -> Budget | None:
-        """The account's cap, if it has one."""
-        return self.book().caps.get(account)
+        """The account's newest cap, if it has one."""
+        return self.book().cap(account)
 
-    def find(self, run: str) -> Reservation | None:
-        """The newest reservation of ``run`` that is still open: what a resumed run has already paid."""
-        still_open = [
-            held.reservation
-            for held in self.book().held.values()
-            if held.reservation.run == run and held.state == "open"
-        ]
-        return still_open[-1] if still_open else None
+    def find(self, run: str) -> Held | None:
+        """What ``run`` has paid: its newest open reservation, else its newest closed one, else None.
+
+        Look at ``state`` before releasing anything under it: a closed one is booked. ``reservation.event`` is what
+        was reserved, ``counts`` what is charged, ``fingerprint`` the table it was for.
+        """
+        return self.book().find(run)
+
+    def head(self) -> str:
+        """A short text to keep elsewhere: :meth:`verify` tells by it a ledger that was restored from a backup."""
+        entries = self.entries()
+        if not entries:
+            raise LedgerError(f"{self.path}: nothing is written yet, so there is no head to keep.")
+        return anchor(entries[-1])
 
     def entries(self) -> tuple[Entry, ...]:
         """All lines, oldest first; ``LedgerError`` if the file is cut or altered."""
@@ -195,10 +217,15 @@ class Ledger:
         self._fold(book, self.entries())
         return book
 
-    def verify(self) -> VerifyReport:
-        """Check every line, the chain, the head and the sense of it all; never raises for what it finds."""
+    def verify(self, head: str | None = None) -> VerifyReport:
+        """Check every line, the chain, the head and the sense of it all; never raises for what it finds.
+
+        With ``head``, an earlier :meth:`head`, also that this ledger is that one or a continuation of it.
+        """
         reading = self._chain.read()
         problems = list(reading.problems)
+        if head is not None and (problem := check_anchor(reading.entries, head)):
+            problems.append(problem)
         book = Book()
         if not problems:
             try:
@@ -230,16 +257,16 @@ class Ledger:
         except LedgerError as error:
             raise LedgerError(f"{self.path}: {error}") from None
 
-    def _open(self, entries: Sequence[Entry], reservation_id: str) -> Held:
+    def _held(self, entries: Sequence[Entry], reservation_id: str) -> Held:
+        """The reservation of that id, open or closed."""
+        book = self._book(entries)
+        held = book.held.get(reservation_id)
+        if held is not None and held.state == "closed":
+            return held
         try:
-            return self._book(entries).open(reservation_id)
+            return book.open(reservation_id)
         except ValueError as error:
             raise LedgerError(f"{self.path}: {error}") from None
-
-
-def _check_name(name: str, value: str) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name}={value!r}: must be a name that is not empty.")
 
 
 def _check_event(name: str, value: events.Event) -> events.Event:
@@ -268,7 +295,7 @@ def _check_caps(
     book: Book, account: str, event: events.Event, relation: str | Relation, cap: Budget | None
 ) -> None:
     """Hold ``event`` against the account's own cap in the ledger and the one given."""
-    for bound in dict.fromkeys([book.caps.get(account), cap]):
+    for bound in dict.fromkeys([*book.caps_of(account), cap]):
         if bound is not None:
             planned = (*book.relations(account), Relation.parse(relation))
             _check_cap(account, bound, book.counted(account), event, planned)

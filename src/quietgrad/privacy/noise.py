@@ -11,13 +11,12 @@ neighbouring sums apart by one unit per coordinate, √dim units in norm, under 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.privacy.rng import SecureStream, inversion_table
+from quietgrad.privacy.rng import SecureStream
 
 UNITS = 2**20  # a standard deviation (or scale) is between this many units of the grid and twice as many
 
@@ -205,90 +204,3 @@ def noisy_argmax(
     values[~finite] = values[finite].min() if finite.any() else 0.0
     gumbel = -np.log(stream.exponential(block, values.size))
     return int(np.argmax(values * (epsilon / (2.0 * sensitivity)) + gumbel))
-
-
-# A table is used up to this width; its 2·10·σ words then still fit the second-level cache.
-_WIDEST_TABLE = 4096.0
-_STRIDE = 512  # wider noise is X1 + 512·X2 with X1 of width 1024
-_FRACTION_BITS = 192
-_TAIL_BITS = 72  # values with a weight below 2^-72 of the mode's are left out of a table
-
-
-def discrete_gaussian(sigma: float, size: int, stream: SecureStream, block: int) -> npt.NDArray[np.int64]:
-    """Return independent integers with P(k) ∝ exp(−k²/2σ²), within :func:`discrete_gaussian_slack` of it.
-
-    Up to σ = 4096 a number is looked up in a table of exact cumulative probabilities. Wider noise is
-    X₁ + 512·X₂ with discrete Gaussians of widths 1024 and √((σ/512)² − 4), the second drawn in the same way:
-    given the sum, X₂ runs over a shifted lattice with a Gaussian weight of width τ > 1.9, whose total is
-    the same for every shift up to a factor 1 ± 2·exp(−2π²τ²) < 1 ± 10⁻³⁰ (Micciancio and Walter 2017).
-    So, unlike a rounded float, the last bits are right at any width.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> x = discrete_gaussian(2.0**30, 1000, SecureStream(seed_key(0), "share"), 0)
-    >>> bool(abs(x.std() / 2**30 - 1) < 0.1)
-    True
-    """
-    widths = _widths(sigma)
-    words = stream.uint64(block, size * len(widths)).reshape(len(widths), size)
-    total = np.zeros(size, np.int64)
-    for width, row in zip(reversed(widths), words, strict=True):
-        table = _gaussian_table(width)
-        draw = np.searchsorted(table, row, side="right") - table.size // 2
-        total = total * _STRIDE + draw
-    return total
-
-
-def discrete_gaussian_slack(sigma: float) -> float:
-    """Return an upper bound of one draw's total variation from the exact discrete Gaussian.
-
-    The words' granularity costs ½·2⁻⁶⁴ per entry of each table, and the values left out less than 2⁻⁶⁸.
-
-    >>> discrete_gaussian_slack(2.0**20) < 3e-15
-    True
-    """
-    return sum((_gaussian_table(width).size + 1) * 2.0**-65 + 2.0**-68 for width in _widths(sigma))
-
-
-def discrete_gaussian_pmf(k: npt.ArrayLike, sigma: float) -> npt.NDArray[np.float64]:
-    """Return P(k) = exp(−k²/2σ²) / Σ_j exp(−j²/2σ²).
-
-    >>> discrete_gaussian_pmf([0, 1], 0.5).round(4).tolist()
-    [0.7866, 0.1065]
-    """
-    values = np.asarray(k, dtype=np.float64)
-    reach = np.arange(1.0, math.ceil(12.0 * sigma) + 1.0)
-    total = 1.0 + 2.0 * math.fsum(np.exp(-0.5 * (reach / sigma) ** 2))
-    return np.exp(-0.5 * (values / sigma) ** 2) / total
-
-
-def _widths(sigma: float) -> list[float]:
-    """Return the widths of the tables whose draws, with strides 1, 512, 512², …, add up to ``sigma``."""
-    if not 0.1 <= sigma <= 2.0**45:
-        raise ValueError(f"sigma={sigma!r}: must be between 0.1 and 2^45 units of the grid.")
-    widths = []
-    while sigma > _WIDEST_TABLE:
-        widths.append(2.0 * _STRIDE)
-        sigma = math.sqrt((sigma / _STRIDE) ** 2 - 4.0)
-    return [*widths, sigma]
-
-
-@lru_cache(maxsize=32)
-def _gaussian_table(sigma: float) -> npt.NDArray[np.uint64]:
-    """Return the inversion table of the discrete Gaussian on −R…R, exact to the last bit.
-
-    Fixed-point recurrence: exp(−(k+1)²/2σ²) = exp(−k²/2σ²)·r_k with r_{k+1} = r_k·exp(−1/σ²). The error
-    after R steps is below R·2⁻¹⁹⁰.
-    """
-    from decimal import Decimal, localcontext
-
-    with localcontext() as context:
-        context.prec = 80
-        variance = Decimal(sigma) ** 2
-        one = 1 << _FRACTION_BITS
-        ratio = int((Decimal(-1) / (2 * variance)).exp() * one)
-        shrink = int((Decimal(-1) / variance).exp() * one)
-    weights = [one]
-    while weights[-1] >> (_FRACTION_BITS - _TAIL_BITS):
-        weights.append((weights[-1] * ratio) >> _FRACTION_BITS)
-        ratio = (ratio * shrink) >> _FRACTION_BITS
-    return inversion_table(weights[:0:-1] + weights)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.composition import CannotProve, bag, check_relation, rough_mu
 from quietgrad.privacy.events import ZCDP, Event, FixedSize, Gaussian, Laplace, Poisson, Pure, RandomRound
 from quietgrad.privacy.gaussian import gaussian_epsilon
-from quietgrad.privacy.lossgrid import LARGEST_LOSS, LossGrid, compose, discretise, loss_window
+from quietgrad.privacy.lossgrid import LARGEST_LOSS, LossGrid, discretise
+from quietgrad.privacy.losssum import add_losses, chernoff
 from quietgrad.privacy.pairs import (
     FixedSizePair,
     GaussianPair,
@@ -26,9 +28,16 @@ _MOST_POINTS = 1 << 21
 # Rounding adds at most about h²/6 to each release's loss variance; h ≤ 0.035 τ keeps that below 2·10⁻⁴ of τ².
 _STEPS_PER_DEVIATION = 1 / 0.035
 _TAIL_PER_DELTA = 1e-7
-_LEAST_TAIL = 1e-16
-# Powers of spectra lose about one unit in the last place per release: measured below this for up to 10⁷ releases.
-_ROUNDING = 2.0**-53
+_TAIL_AT_EPSILON = 1e-16  # where ε is given, δ is not known beforehand
+_LEAST_TAIL = 1e-280
+
+
+class _Asked(TypedDict):
+    tail: float
+    one_tail: float
+    delta: float | None
+    epsilon: float | None
+
 
 _Base = GaussianPair | LaplacePair | PurePair
 
@@ -66,7 +75,7 @@ def pld_profile(
     releases = bag(event)
     uses = _uses(releases)
     pairs = {leaf: pair_of(leaf, relation, factor) for leaf in uses}
-    tail = max(_LEAST_TAIL, _TAIL_PER_DELTA * delta if delta is not None else 0.0)
+    tail = _TAIL_AT_EPSILON if delta is None else max(_LEAST_TAIL, _TAIL_PER_DELTA * delta)
     number = math.fsum(uses.values())
     one_tail = max(tail / (8 * number), 1e-300)
     reach = max(max(p.reach_above(one_tail), p.reach_below(one_tail)) for p in pairs.values())
@@ -84,17 +93,17 @@ def pld_profile(
         if adapt and step > max(1.5 * fine, floor):
             step = fine
             continue
-        window = loss_window(releases, grids, deviation, tail)
-        points = (window[1] - window[0]) / step
+        bounds = chernoff(releases, grids, deviation, tail)
+        points = (bounds.high - bounds.low) / step
         if adapt and points > _MOST_POINTS:
             floor = step = step * points / _MOST_POINTS * 1.01
             continue
         break
-    lost = tail + _ROUNDING * (number + 64)
-    orders = [compose(releases, grids, window, lost)]
+    asked: _Asked = {"tail": tail, "one_tail": one_tail, "delta": delta, "epsilon": epsilon}
+    orders = [add_losses(releases, uses, grids, bounds, **asked)]
     if not all(pair.symmetric for pair in pairs.values()):
         turned = {leaf: grid.reversed() for leaf, grid in grids.items()}
-        orders.append(compose(releases, turned, loss_window(releases, turned, deviation, tail), lost))
+        orders.append(add_losses(releases, uses, turned, chernoff(releases, turned, deviation, tail), **asked))
     return ComposedPLD(tuple(orders), _name(uses))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from quietgrad.errors import LedgerError
 from quietgrad.privacy import events
+from quietgrad.privacy.accounts import identity
 from quietgrad.privacy.budget import Budget, Relation, check_delta
 from quietgrad.privacy.chain import Entry
 
@@ -68,7 +69,8 @@ class Book:
     """The entries of a ledger, folded one by one."""
 
     held: dict[str, Held] = field(default_factory=dict)
-    caps: dict[str, Budget] = field(default_factory=dict)
+    caps: dict[str, dict[str, Budget]] = field(default_factory=dict)  # by identity, then by spelling, newest last
+    names: dict[str, str] = field(default_factory=dict)  # by identity: the first spelling, which is shown
     last: Entry | None = None
 
     def apply(self, entry: Entry) -> None:
@@ -84,6 +86,7 @@ class Book:
             new = Reservation.from_body(body)
             if new.id in self.held:
                 raise ValueError(f"reservation {new.id} is already there.")
+            self.names.setdefault(identity(new.account), new.account)
             self.held[new.id] = Held(new, time, str(body["note"]), body["fingerprint"], counts=new.event)
         elif kind in ("close", "cancel"):
             old = self.open(str(body["id"]))
@@ -95,9 +98,16 @@ class Book:
             changed = replace(old, counts=counts, state=state, reason=str(body["reason"]))
             self.held[old.reservation.id] = changed
         elif kind == "cap":
-            self.caps[str(body["account"])] = Budget.from_json(body)
+            self._cap(str(body["account"]), Budget.from_json(body), every_spelling="identity" in body)
         elif kind not in ("open", "quarantine", "adopt"):
             raise ValueError("unknown kind; it was written by a newer quietgrad.")
+
+    def _cap(self, account: str, budget: Budget, *, every_spelling: bool) -> None:
+        """Old ledgers capped each spelling by itself: until a cap for all of them is set, all of those hold."""
+        who = identity(account)
+        self.names.setdefault(who, account)
+        kept = {} if every_spelling else {k: v for k, v in self.caps.get(who, {}).items() if k != account}
+        self.caps[who] = {**kept, account: budget}
 
     def open(self, reservation_id: str) -> Held:
         """The open reservation of that id; ``ValueError`` if there is none."""
@@ -109,12 +119,29 @@ class Book:
 
     def of(self, account: str) -> list[Held]:
         """The reservations of one account, oldest first."""
-        return [held for held in self.held.values() if held.reservation.account == account]
+        who = identity(account)
+        return [held for held in self.held.values() if identity(held.reservation.account) == who]
 
     def accounts(self) -> tuple[str, ...]:
-        """All accounts with a reservation or a cap, in the order in which they appeared."""
-        names = [held.reservation.account for held in self.held.values()]
-        return tuple(dict.fromkeys([*names, *self.caps]))
+        """All accounts with a reservation or a cap, in the order in which they appeared, as first spelled."""
+        return tuple(self.names.values())
+
+    def name(self, account: str) -> str:
+        """How the account is shown: as it was first spelled."""
+        return self.names.get(identity(account), account)
+
+    def cap(self, account: str) -> Budget | None:
+        """The account's newest cap."""
+        return next(reversed(self.caps_of(account)), None)
+
+    def caps_of(self, account: str) -> tuple[Budget, ...]:
+        """The caps that hold for the account, the newest last."""
+        return tuple(self.caps.get(identity(account), {}).values())
+
+    def find(self, run: str) -> Held | None:
+        """The newest reservation of ``run`` that is open, else the newest that was closed."""
+        mine = [h for h in self.held.values() if h.reservation.run == run and h.state != "cancelled"]
+        return max(reversed(mine), key=lambda held: held.state == "open", default=None)  # max takes the first
 
     def counted(self, account: str) -> list[events.Event]:
         """The events that count for one account."""
@@ -124,13 +151,18 @@ class Book:
         """The relations that what counts for one account was planned under."""
         return tuple(dict.fromkeys(h.reservation.relation for h in self.of(account) if h.counts is not None))
 
-    def table_warnings(self, account: str, fingerprint: str) -> list[str]:
+    def table_warnings(self, account: str, fingerprint: str, *, part: bool = False) -> list[str]:
         """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
-        pairs = {(held.reservation.account, held.fingerprint) for held in self.held.values() if held.fingerprint}
+        pairs = {
+            (self.name(held.reservation.account), held.fingerprint)
+            for held in self.held.values()
+            if held.fingerprint
+        }
+        account = self.name(account)
         if (account, fingerprint) in pairs:
             return []
         found = []
-        if any(name == account for name, _ in pairs):
+        if not part and any(name == account for name, _ in pairs):
             found.append(
                 f"account {account!r} was used with another table before; "
                 "if these are other people, give them another account."

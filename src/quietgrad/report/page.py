@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from quietgrad import __version__
-from quietgrad.errors import QuietgradError
+from quietgrad.errors import DataError, QuietgradError
+from quietgrad.files import read_json, write_atomically
 from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
 from quietgrad.report.charts import Series, line_chart
+from quietgrad.shown import shown
 from quietgrad.training.result import Result, load
+from quietgrad.training.verification import problems_of, refuted
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -77,43 +80,66 @@ class Run:
         return rows
 
 
-def write_report(folders: Sequence[Path], target: Path) -> Path:
-    """Write the page about the runs in ``folders`` to ``target`` and return it."""
-    from quietgrad.training.checkpoint import write_atomically
-
+def write_report(folders: Sequence[Path], target: Path, runs: Sequence[Run] | None = None) -> Path:
+    """Write the page about the runs in ``folders`` (read before, or now) to ``target`` and return it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, render([Path(folder) for folder in folders]).encode())
+    write_atomically(target, render([Path(folder) for folder in folders], runs).encode())
     return target
 
 
-def render(folders: Sequence[Path]) -> str:
+@contextmanager
+def _shown_or_refused(what: str) -> Iterator[None]:
+    """A result whose parts are of another kind than they should be is refused, whatever trips over it."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        if isinstance(error, QuietgradError):
+            raise
+        raise DataError(
+            f"{what}: the result holds something that cannot be shown ({type(error).__name__})."
+        ) from None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in ``folders``, each statement proved again and held against its options and its ledger."""
+    runs = []
+    for k, (name, folder, result) in enumerate(_named(folders)):
+        ledger = _ledger_of(folder)
+        with _shown_or_refused(str(folder)):
+            problems = problems_of(result, folder, ledger)
+            if problems:
+                result = replace(result, privacy=refuted(result.privacy, *problems))
+            runs.append(Run(name, f"run-{k + 1}", result, certify_run(result, ledger)))
+    return runs
+
+
+def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
     """The page about the runs in ``folders`` as text."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError:
         raise QuietgradError("reports need jinja2; install it with `pip install 'quietgrad[report]'`.") from None
-    runs = [
-        Run(name, f"run-{k + 1}", result, certify_run(result, _ledger_of(folder)))
-        for k, (name, folder, result) in enumerate(_named(folders))
-    ]
+    runs = read_runs(folders) if runs is None else runs
     environment = Environment(
         loader=PackageLoader("quietgrad.report", "."),
         autoescape=True,
+        finalize=_fit_for_a_page,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"plain": _plain, "power": _power}
-    return environment.get_template("page.html.j2").render(
-        runs=runs,
-        metrics=_compared(runs),
-        charts=_charts(runs),
-        promises=_promises(runs),
-        assumptions=ASSUMPTIONS,
-        not_covered=NOT_COVERED,
-        version=__version__,
-        date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
-    )
+    with _shown_or_refused(", ".join(str(folder) for folder in folders)):
+        return environment.get_template("page.html.j2").render(
+            runs=runs,
+            metrics=_compared(runs),
+            charts=_charts(runs),
+            promises=_promises(runs),
+            assumptions=ASSUMPTIONS,
+            not_covered=NOT_COVERED,
+            version=__version__,
+            date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
+        )
 
 
 def _compared(runs: Sequence[Run]) -> list[str]:
@@ -136,10 +162,10 @@ def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:
 def _ledger_of(folder: Path) -> Path | None:
     """The ledger the run was paid from: the one its options name, else the folder's own."""
     try:
-        named = json.loads((folder / "run.json").read_text())["ledger"]
+        named = read_json(folder / "run.json")["ledger"]
     except (OSError, ValueError, KeyError, TypeError):
         named = None
-    return folder / "ledger.jsonl" if named is None else Path(named)
+    return Path(named) if isinstance(named, str) and "\0" not in named else folder / "ledger.jsonl"
 
 
 def _charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
@@ -196,6 +222,11 @@ def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
 def _promises(runs: Sequence[Run]) -> int:
     """How many different promises (δ, relation) the runs were made under; their ε do not compare across them."""
     return len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs})
+
+
+def _fit_for_a_page(value: Any) -> Any:
+    """Names and notes come from files: marks that turn a line around have no place on a page either."""
+    return shown(value) if type(value) is str else value
 
 
 def _power(value: float | None) -> str:

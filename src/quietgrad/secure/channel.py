@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from quietgrad.secure.encoding import Words
 from quietgrad.secure.faults import ProtocolError
-from quietgrad.secure.identity import Identity, Roster, read_hello, write_hello
+from quietgrad.secure.identity import Hello, Identity, Roster, read_hello, write_hello
 from quietgrad.secure.terms import Terms
 
 _HEADER = struct.Struct("<4sB16sQHHQI")
@@ -165,12 +165,13 @@ class Endpoint:
         if identity.public != roster.keys[roster.index(identity.name)]:
             raise ValueError(f"{identity.name}: the roster has another key under this name.")
         self.name, self.me, self.roster, self.terms = identity.name, roster.index(identity.name), roster, terms
-        self.context = hashlib.sha256(terms.digest(run) + roster.digest()).digest()
+        self.context = hashlib.sha256(terms.digest(run) + roster.digest).digest()
         self._identity, self._view = identity, view
         self._exchange = X25519PrivateKey.generate()
-        self._hellos: dict[int, bytes] = {}
         self._channels: dict[int, Channel] = {}
-        self.hello = write_hello(identity, roster, self.context, self._exchange.public_key().public_bytes_raw())
+        self.picks = self._draw()
+        public = self._exchange.public_key().public_bytes_raw()
+        self.hello = write_hello(identity, roster, self.context, public, self.picks)
 
     @property
     def servers(self) -> range:
@@ -178,31 +179,40 @@ class Endpoint:
         return range(self.terms.parties, len(self.roster.names))
 
     def meet(self, hellos: Iterable[bytes]) -> None:
-        """Verify everyone's hello and derive the keys shared with each; one's own hello is skipped."""
+        """Verify hellos and derive the keys shared with each of their senders; one's own hello is skipped.
+
+        A role needs the hellos of those it exchanges frames with: a party those of the servers, and with masks
+        of its neighbours; a server everybody's.
+        """
         for hello in hellos:
-            peer, exchange_key = read_hello(hello, self.roster, self.context)
+            known = read_hello(hello, self.roster, self.context)
+            peer = known.sender
             if peer == self.me:
                 continue
             if peer in self._channels:
                 raise ProtocolError(self.roster.names[peer], "said hello twice in one run")
             try:
-                shared = self._exchange.exchange(X25519PublicKey.from_public_bytes(exchange_key))
+                shared = self._exchange.exchange(X25519PublicKey.from_public_bytes(known.exchange_key))
             except ValueError as error:
                 raise ProtocolError(self.roster.names[peer], "hello has a degenerate exchange key") from error
             first, second = sorted([self.hello, bytes(hello)])
             secret = derive(shared, salt=hashlib.sha256(first + second).digest(), info=b"pair")
-            limit = 8 * self.terms.dimension + 256 * len(self.roster.names) + 1024
+            limit = 8 * self.terms.dimension + 512 * len(self.roster.names) + 1024
             limit = max(limit, self._noise_limit())
+            self._met(known, secret, bytes(hello))  # refuses what this role cannot use, before anything is kept
             self._channels[peer] = Channel(
                 secret, self.context[:16], self.me, peer, self.roster.names[peer], limit=limit
             )
-            self._met(peer, secret)
+
+    def _draw(self) -> tuple[int, ...]:
+        """Hook: the neighbours that are signed in the hello."""
+        return ()
 
     def _noise_limit(self) -> int:
         return 0
 
-    def _met(self, peer: int, secret: bytes) -> None:
-        """Hook: derive more keys from a pair's secret."""
+    def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
+        """Hook: derive more keys from a pair's secret, or remember what a hello says."""
 
     def _seal(self, peer: int, kind: Kind, round: int, payload: bytes | memoryview) -> bytes:
         return self._channel(peer).seal(kind, round, payload)

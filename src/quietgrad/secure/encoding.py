@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.secure.faults import ImpossibleSum
 
 Words = npt.NDArray[np.uint64]
 Vector = npt.NDArray[np.float64]
@@ -78,6 +79,22 @@ def require_headroom(*, parties: int, bound: float, step: float, noise_support: 
             f"{parties} parties must stay below 2^63. Raise the noise or lower the bound."
         )
     return largest
+
+
+def check_length(total: Vector, most: float) -> None:
+    """Refuse a sum longer than what was proved possible: a mask did not cancel, or a share was falsified.
+
+    It looks at the released sum only, so it costs no privacy.
+
+    >>> check_length(np.array([3.0, 4.0]), most=5.0)
+    >>> check_length(np.array([3.0, 4.0]), most=4.9)
+    Traceback (most recent call last):
+    ...
+    quietgrad.secure.faults.ImpossibleSum: headroom check: the sum has length 5, the most that ... is 4.9; ...
+    """
+    length = float(np.linalg.norm(total))
+    if not length <= most:
+        raise ImpossibleSum(length, most)
 
 
 def sensitivity_growth(dimension: int) -> float:

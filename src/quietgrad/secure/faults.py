@@ -1,4 +1,4 @@
-"""What can go wrong between parties; every fault names the one it came from."""
+"""What can go wrong between parties; every fault names the one it came from, if that is proved."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ class DropoutError(ProtocolError):
     def __init__(self, missing: list[str], reason: str) -> None:
         super().__init__(", ".join(missing) or "nobody", reason)
         self.missing = missing
+
+
+class ImpossibleSum(ProtocolError):
+    """A sum that no data within the bounds can have; nobody is named, because nothing proves who made it so."""
+
+    CHECK = "headroom check"
+
+    def __init__(self, length: float, most: float) -> None:
+        super().__init__(
+            self.CHECK,
+            f"the sum has length {length:.3g}, the most that clipped data and noise can have is {most:.3g}; a mask "
+            "or share was falsified, or somebody ignored the clip",
+        )

@@ -1,23 +1,28 @@
 """Who is who: long-term Ed25519 identities, the roster of a run, and the signed hello that opens it.
 
 A hello carries a fresh X25519 key for this run, signed together with the digest of the run, its terms and its
-roster. Whoever relays hellos cannot put himself in the middle, and keys are new in every run, so a restarted
-role can never repeat a stream of an earlier one.
+roster, and in large masked sums the neighbours that its sender drew. Whoever relays hellos cannot put himself
+in the middle, and keys are new in every run, so a restarted role can never repeat a stream of an earlier one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from quietgrad.secure.faults import ProtocolError
 
-_HELLO = struct.Struct("<4sH32s32s64s")
-_MAGIC = b"QGH1"
+_HELLO = struct.Struct("<4sH32s32sH")
+_MAGIC = b"QGH2"
+_SIGNATURE = 64
+_HELLO_DOMAIN = b"quietgrad hello 2\0"
 
 
 class Identity:
@@ -86,14 +91,28 @@ class Roster:
 
     def index(self, name: str) -> int:
         """The number of ``name`` in this roster."""
-        if name not in self.names:
+        if name not in self._numbers:
             raise ValueError(f"{name!r} is not on the roster: {', '.join(self.names)}.")
-        return self.names.index(name)
+        return self._numbers[name]
 
+    def only(self, names: Iterable[str]) -> Roster:
+        """The roster of these alone, in the given order.
+
+        >>> Roster.of([Identity("a"), Identity("b"), Identity("c")]).only(["c", "a"]).names
+        ('c', 'a')
+        """
+        numbers = [self.index(name) for name in names]
+        return Roster(tuple(self.names[i] for i in numbers), tuple(self.keys[i] for i in numbers))
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the names and keys in order.
 
-        >>> len(Roster.of([Identity("a")]).digest())
+        >>> len(Roster.of([Identity("a")]).digest)
         32
         """
         hasher = hashlib.sha256(b"quietgrad roster 1\0")
@@ -103,36 +122,61 @@ class Roster:
         return hasher.digest()
 
 
-def write_hello(identity: Identity, roster: Roster, context: bytes, exchange_key: bytes) -> bytes:
-    """A signed hello: (roster number, context, X25519 public key).
+class Hello(NamedTuple):
+    """A verified hello."""
+
+    sender: int
+    exchange_key: bytes
+    picks: tuple[int, ...]
+
+
+def write_hello(
+    identity: Identity, roster: Roster, context: bytes, exchange_key: bytes, picks: tuple[int, ...] = ()
+) -> bytes:
+    """A signed hello: (roster number, context, X25519 public key, the neighbours that its sender drew).
 
     >>> me = Identity("a")
     >>> len(write_hello(me, Roster.of([me]), bytes(32), bytes(32)))
-    134
+    136
     """
-    body = struct.pack("<4sH32s32s", _MAGIC, roster.index(identity.name), context, exchange_key)
-    return body + identity.sign(b"quietgrad hello 1\0" + body)
+    body = _HELLO.pack(_MAGIC, roster.index(identity.name), context, exchange_key, len(picks))
+    body += struct.pack(f"<{len(picks)}H", *picks)
+    return body + identity.sign(_HELLO_DOMAIN + body)
 
 
-def read_hello(hello: bytes, roster: Roster, context: bytes) -> tuple[int, bytes]:
-    """Verify a hello and return (roster number, X25519 public key).
+def read_hello(hello: bytes, roster: Roster, context: bytes) -> Hello:
+    """Verify a hello.
 
     >>> me = Identity("a")
     >>> roster = Roster.of([me])
-    >>> read_hello(write_hello(me, roster, bytes(32), b"k" * 32), roster, bytes(32))[1] == b"k" * 32
+    >>> read_hello(write_hello(me, roster, bytes(32), b"k" * 32), roster, bytes(32)).exchange_key == b"k" * 32
     True
     """
-    if len(hello) != _HELLO.size:
-        raise ProtocolError("hello", f"has {len(hello)} bytes, must have {_HELLO.size}")
-    magic, sender, theirs, exchange_key, signature = _HELLO.unpack(hello)
+    if len(hello) < _HELLO.size + _SIGNATURE:
+        raise ProtocolError("hello", f"has {len(hello)} bytes, too few")
+    magic, sender, theirs, exchange_key, count = _HELLO.unpack_from(hello)
     if magic != _MAGIC or sender >= len(roster.names):
         raise ProtocolError("hello", "is not a hello of anyone on the roster")
     name = roster.names[sender]
-    try:
-        key = Ed25519PublicKey.from_public_bytes(roster.keys[sender])
-        key.verify(signature, b"quietgrad hello 1\0" + hello[: -len(signature)])
-    except (InvalidSignature, ValueError) as error:
-        raise ProtocolError(name, "hello is not signed with the key on the roster") from error
+    if len(hello) != _HELLO.size + 2 * count + _SIGNATURE:
+        raise ProtocolError(name, f"hello has {len(hello)} bytes, a wrong number")
+    body, signature = hello[:-_SIGNATURE], hello[-_SIGNATURE:]
+    if not is_signed(roster.keys[sender], signature, _HELLO_DOMAIN + body):
+        raise ProtocolError(name, "hello is not signed with the key on the roster")
     if theirs != context:
         raise ProtocolError(name, "hello is for another run, other terms or another roster")
-    return sender, exchange_key
+    return Hello(sender, exchange_key, struct.unpack(f"<{count}H", body[_HELLO.size :]))
+
+
+def is_signed(key: bytes, signature: bytes, message: bytes) -> bool:
+    """Whether ``message`` was signed by the owner of the Ed25519 public ``key``.
+
+    >>> me = Identity("a")
+    >>> is_signed(me.public, me.sign(b"text"), b"text"), is_signed(me.public, me.sign(b"text"), b"other")
+    (True, False)
+    """
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

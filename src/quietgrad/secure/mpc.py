@@ -31,7 +31,7 @@ from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.secure.channel import Kind, View, derive
 from quietgrad.secure.encoding import Words
 from quietgrad.secure.faults import ProtocolError
-from quietgrad.secure.identity import Identity, Roster
+from quietgrad.secure.identity import Hello, Identity, Roster
 from quietgrad.secure.replicated import Exchange, Replicated, Shared
 from quietgrad.secure.sampler import alias_table, gaussian_masses
 from quietgrad.secure.servers import SumServer
@@ -97,7 +97,8 @@ class NoiseServer(SumServer):
         except StopIteration as done:
             self._coarse[t] = done.value * np.uint64(COARSE_STEP)
 
-    def _met(self, peer: int, secret: bytes) -> None:
+    def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
+        peer = known.sender
         if peer in self.servers:
             # The stream of two neighbours is component i of everything random, i the later of the two.
             key = derive(secret, salt=self.context, info=b"replicated")

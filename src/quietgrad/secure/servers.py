@@ -70,8 +70,10 @@ class SumServer(Endpoint):
     >>> roster, run = Roster.of(people), b"a name that is new in every run"
     >>> parties = [SharingParty(person, roster, terms, run) for person in people[:2]]
     >>> first, second = (SumServer(person, roster, terms, run) for person in people[2:])
-    >>> for role in (*parties, first, second):
-    ...     role.meet([other.hello for other in (*parties, first, second)])
+    >>> for party in parties:
+    ...     party.meet([first.hello, second.hello])  # the other parties' hellos are not her business
+    >>> for server in (first, second):
+    ...     server.meet([other.hello for other in (*parties, first, second)])
     >>> shares = {p.me: p.share(0, [0.25 + p.me]) for p in parties}
     >>> from_first = first.receive(0, {i: frames[first.me] for i, frames in shares.items()})
     >>> from_second = second.receive(0, {i: frames[second.me] for i, frames in shares.items()})
@@ -97,7 +99,7 @@ class SumServer(Endpoint):
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
         self._noise_share = NoiseShare(terms, self.me, seed)
-        self._shares: dict[int, Words] = {}
+        self._shares: dict[int, bytes] = {}
         self._round, self._last = -1, -1
         self._partial: Words | None = None
         self._released: Words | None = None
@@ -119,9 +121,10 @@ class SumServer(Endpoint):
             if self.me != self.servers[-1]:
                 if len(payload) != _SEED:
                     raise ProtocolError(self.roster.names[i], f"seed has {len(payload)} bytes, not {_SEED}")
-                shares[i] = _expand(bytes(payload), t, self.terms.dimension)
+                shares[i] = bytes(payload)
             else:
-                shares[i] = self._words(i, payload)
+                self._words(i, payload)  # refused by name if the length is wrong
+                shares[i] = payload
         self._round, self._shares, self._partial, self._released = t, shares, None, None
         present = bytes(1 if i in shares else 0 for i in range(self.terms.parties))
         return {k: self._seal(k, Kind.PRESENT, t, present) for k in self.servers if k != self.me}
@@ -146,8 +149,8 @@ class SumServer(Endpoint):
                 self._missing(present), f"missing; {len(present)} present, {self.terms.least_parties} needed"
             )
         total = self._noise(t)
-        for i in present:
-            total = total + self._shares[i]
+        for i in sorted(present):
+            total += self._words_of(i, t)
         self._shares = {}
         if self.is_first:
             self._partial = total
@@ -161,7 +164,9 @@ class SumServer(Endpoint):
         total = self._partial
         for k in self._others(frames):
             total = total + self._words(k, self._open(k, Kind.PARTIAL, t, frames[k]))
-        self._partial, self._released = None, total
+        self._partial = None
+        self.terms.require_possible(total)
+        self._released = total
         return decode(total, self.terms.step)
 
     def results(self, t: int, to: Collection[int]) -> dict[int, bytes]:
@@ -173,6 +178,11 @@ class SumServer(Endpoint):
 
     def _noise(self, t: int) -> Words:
         return self._noise_share.draw(t)
+
+    def _words_of(self, i: int, t: int) -> Words:
+        """Party i's share; seeds are expanded when they are needed, so that m of them take no memory."""
+        kept = self._shares[i]
+        return self._words(i, kept) if self.me == self.servers[-1] else _expand(kept, t, self.terms.dimension)
 
     def _others(self, frames: Mapping[int, bytes]) -> list[int]:
         others = [k for k in self.servers if k != self.me]

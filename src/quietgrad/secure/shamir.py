@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
+from functools import lru_cache
 
 PRIME = (1 << 257) - 93
 SHARE_BYTES = 33
@@ -35,32 +37,37 @@ def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
-    """The secret of at least ``threshold`` shares by Lagrange interpolation at 0, or None if they are not of one.
+    """The secret of exactly ``threshold`` of the shares by Lagrange interpolation at 0, or None if it is not one.
 
-    Shares beyond the threshold are used to check the others: they must lie on the same polynomial.
+    Those of the lowest holders are taken and the others ignored: which shares are true is settled before, by what
+    the dealer committed to (:mod:`quietgrad.secure.deals`), and what comes out is compared with its own commitment.
+    The coefficients depend on the holders only and are kept, so that a complete graph of m parties costs O(m²).
 
-    >>> join({0: bytes(33), 1: bytes(33), 2: b"\\0" * 32 + b"\\1"}, threshold=2) is None
+    >>> join({0: bytes(33), 1: bytes(32) + b"\\1"}, threshold=2) is None
     True
     """
     if len(shares) < threshold:
         raise ValueError(f"{len(shares)} shares: at least {threshold} are needed.")
-    points = {holder + 1: int.from_bytes(share, "big") for holder, share in sorted(shares.items())}
-    if any(value >= PRIME for value in points.values()):
+    holders = tuple(sorted(shares)[:threshold])
+    values = [int.from_bytes(shares[holder], "big") for holder in holders]
+    if any(value >= PRIME for value in values):
         return None
-    base = dict(list(points.items())[:threshold])
-    if any(_interpolate(base, x) != value for x, value in points.items() if x not in base):
-        return None
-    secret = _interpolate(base, 0)
+    secret = sum(value * weight for value, weight in zip(values, _weights(holders), strict=True)) % PRIME
     return secret.to_bytes(SECRET_BYTES, "big") if secret >> (8 * SECRET_BYTES) == 0 else None
 
 
-def _interpolate(points: dict[int, int], at: int) -> int:
-    total = 0
-    for x, value in points.items():
-        numerator = denominator = 1
-        for other in points:
-            if other != x:
-                numerator = numerator * (at - other) % PRIME
-                denominator = denominator * (x - other) % PRIME
-        total += value * numerator * pow(denominator, -1, PRIME)
-    return total % PRIME
+@lru_cache(maxsize=4096)
+def _weights(holders: tuple[int, ...]) -> tuple[int, ...]:
+    """λ_i = Π_{j≠i} x_j/(x_j − x_i) at the points x = holder + 1, with one inversion for all of them."""
+    points = [holder + 1 for holder in holders]
+    whole = math.prod(points)
+    below = [x * math.prod(other - x for other in points if other != x) for x in points]
+    # Montgomery's trick: invert the product, then peel the factors off from the end.
+    before = [1]
+    for factor in below:
+        before.append(before[-1] * factor % PRIME)
+    rest, weights = pow(before[-1], -1, PRIME), [0] * len(points)
+    for i in reversed(range(len(points))):
+        weights[i] = whole * rest * before[i] % PRIME
+        rest = rest * below[i] % PRIME
+    return tuple(weights)

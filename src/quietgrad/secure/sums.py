@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.secure.channel import Endpoint, View
+from quietgrad.secure.channel import View
 from quietgrad.secure.encoding import Vector
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.masking import MaskingParty
@@ -58,15 +58,19 @@ class SecureSession:
         if terms.mode == "masks":
             self._mask_parties = [MaskingParty(p, roster, terms, run, view=view, seed=seed) for p in holders]
             self._mask_server = MaskingServer(others[0], roster, terms, run, view=view)
-            roles: list[Endpoint] = [*self._mask_parties, self._mask_server]
+            self._mask_server.meet([party.hello for party in self._mask_parties])
+            hellos = self._mask_server.introductions()
+            for party in self._mask_parties:
+                party.meet(hellos[party.me])
         else:
             kind = NoiseServer if terms.mode == "mpc" else SumServer
             self._sharing_parties = [SharingParty(p, roster, terms, run, view=view) for p in holders]
             self._sum_servers = [kind(p, roster, terms, run, view=view, seed=seed) for p in others]
-            roles = [*self._sharing_parties, *self._sum_servers]
-        hellos = [role.hello for role in roles]
-        for role in roles:
-            role.meet(hellos)
+            of_servers = [server.hello for server in self._sum_servers]
+            for sharer in self._sharing_parties:
+                sharer.meet(of_servers)
+            for server in self._sum_servers:
+                server.meet([*of_servers, *(sharer.hello for sharer in self._sharing_parties)])
 
     def prepare(self) -> None:
         """Do what the next round needs before there are data: masks, or the three servers' noise."""

@@ -13,7 +13,8 @@ import operator
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
-from quietgrad.secure.encoding import require_headroom, rounded_gaussian_distance
+from quietgrad.secure.encoding import Words, check_length, decode, require_headroom, rounded_gaussian_distance
+from quietgrad.secure.graph import GRAPHS_PER_RELEASE, Graph, choose, left_out
 from quietgrad.secure.sampler import SMOOTHING, discrete_gaussian, smoothing_error
 
 Mode = Literal["masks", "servers", "mpc"]
@@ -23,6 +24,8 @@ COARSE_SIGMA = 24.0  # σ₂ of the noise sampled inside the three-server comput
 COARSE_TOP = 255  # its largest magnitude: 10.6σ₂
 COARSE_STEP = 1 << 23  # c: what one unit of it is worth on the grid
 COARSE_WORD_BITS = 56  # λ of its table
+IMPOSSIBLE_BITS = 40  # an honest sum fails the check of its length with probability 2^-40
+_MOST_PARTIES = 10_000
 _EXACT_UNITS = 2.0**44  # grid units per bound when there is no noise
 
 
@@ -47,10 +50,15 @@ class Terms:
             may drop in a round.
         servers: K ≥ 2 for ``"servers"``; 3 for ``"mpc"``.
         quorum: servers and mpc: how few parties a sum may have; default all of them.
+        neighbours: masks: k, among how many others each party's secrets are shared. Left out, it is everybody
+            up to 64 parties and beyond that the fewest for which the bounds of :mod:`quietgrad.secure.graph`
+            hold.
 
     >>> terms = Terms("masks", parties=5, dimension=123, bound=1.0, sigma=2.0, honest=3)
     >>> terms.variance_factor, terms.least_parties, terms.threshold
     (1.6666666666666667, 4, 4)
+    >>> Terms("masks", parties=1000, dimension=123, bound=1.0, sigma=2.0, honest=899).neighbours
+    37
     >>> Terms("mpc", parties=5, dimension=123, bound=1.0, sigma=2.0).variance_factor < 1.003
     True
     """
@@ -64,12 +72,13 @@ class Terms:
     colluders: int = 1
     servers: int | None = None
     quorum: int | None = None
+    neighbours: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(get_args(Mode))}.")
         # Plain numbers only: the digest must be the same for a numpy integer as for its value.
-        for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum"):
+        for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum", "neighbours"):
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else operator.index(given))
         for name in ("bound", "sigma"):
@@ -88,8 +97,8 @@ class Terms:
 
     def _check_masks(self) -> None:
         m, c = self.parties, self.colluders
-        if not 2 <= m <= 1000:
-            raise ValueError(f"parties={m}: masks need between 2 and 1000 parties.")
+        if not 2 <= m <= _MOST_PARTIES:
+            raise ValueError(f"parties={m}: masks need between 2 and {_MOST_PARTIES} parties.")
         if self.servers is not None or self.quorum is not None:
             raise ValueError("servers and quorum belong to the other modes; masks take honest and colluders.")
         if self.honest is None:
@@ -97,12 +106,15 @@ class Terms:
         h = self.honest
         if h is None or not 1 <= h <= m or not 0 <= c <= m - h:
             raise ValueError(f"honest={h}, colluders={c}: must have honest ≥ 1 and honest + colluders ≤ {m}.")
+        object.__setattr__(self, "neighbours", choose(m, c, m - h - c, self.neighbours).neighbours)
 
     def _check_servers(self) -> None:
-        if self.honest is not None or self.colluders != 1:
-            raise ValueError("honest and colluders belong to masks; this mode takes servers and quorum.")
-        if not 1 <= self.parties <= 1000:
-            raise ValueError(f"parties={self.parties}: must be between 1 and 1000.")
+        if self.honest is not None or self.colluders != 1 or self.neighbours is not None:
+            raise ValueError(
+                "honest, colluders and neighbours belong to masks; this mode takes servers and quorum."
+            )
+        if not 1 <= self.parties <= _MOST_PARTIES:
+            raise ValueError(f"parties={self.parties}: must be between 1 and {_MOST_PARTIES}.")
         if self.servers is None:
             object.__setattr__(self, "servers", 3 if self.mode == "mpc" else 2)
         if self.mode == "mpc" and self.servers != 3:
@@ -129,13 +141,18 @@ class Terms:
         return int(self.honest or 0) + self.colluders if self.mode == "masks" else int(self.quorum or 0)
 
     @property
-    def threshold(self) -> int:
-        """Masks: how many shares open a secret. 2T > m + colluders, so no server can open both of one party.
+    def graph(self) -> Graph:
+        """Masks: who masks with whom and who holds shares, and with which probability that goes wrong."""
+        return choose(self.parties, self.colluders, self.parties - self.least_parties, self.neighbours)
 
-        Each honest party gives a share of only one of the two secrets of a party, a colluding one of both:
-        opening both takes 2T ≤ (m − c) + 2c shares.
+    @property
+    def threshold(self) -> int:
+        """Masks: how many shares of the k + 1 open a secret. 2T > k + 1 + c: no server can open both of one party.
+
+        Each honest holder gives a share of only one of the two secrets of a party, a colluding one of both:
+        opening both takes 2T ≤ (k + 1 − c) + 2c shares. In a large graph c is the most that are near one party.
         """
-        return (self.parties + self.colluders) // 2 + 1
+        return self.graph.threshold
 
     @property
     def tolerated_dropouts(self) -> int:
@@ -144,8 +161,41 @@ class Terms:
         >>> Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=3).tolerated_dropouts
         4
         """
-        least = self.least_parties
-        return self.parties - (max(least, self.threshold) if self.mode == "masks" else least)
+        everybody = self.mode == "masks" and self.graph.complete
+        return self.parties - max(self.least_parties, self.threshold if everybody else 0)
+
+    @property
+    def server_may_deviate(self) -> bool:
+        """Masks: whether the noise holds against a server that tells different parties different things.
+
+        Either nobody may be missing, or everybody holds shares of everybody and T is so large that no
+        combination of lists opens a sum of fewer than the planned honest parties
+        (:func:`quietgrad.secure.graph.left_out`).
+
+        >>> [Terms("masks", 10, 1, 1.0, 1.0, honest=h).server_may_deviate for h in (9, 8, 7, 5)]
+        [True, True, True, False]
+        """
+        m, x = self.parties, self.parties - self.least_parties
+        return x == 0 or (self.graph.complete and left_out(m, self.colluders, x, self.threshold) <= x)
+
+    def require_possible(self, total: Words) -> None:
+        """Refuse a sum that no vectors within the bound and no noise can give; see :func:`possible_length`."""
+        most = self.possible_length(self.parties * self.bound)
+        check_length(decode(total, self.step), most)
+
+    def possible_length(self, data: float) -> float:
+        """The largest L2 norm that a sum can have, if the data in it have at most ``data``.
+
+        Rounding adds √d grid steps per party; the noise has variance s² = variance_factor·σ², and exceeds
+        s(√d + √(2·40·ln 2)) with probability 2⁻⁴⁰ (plus :meth:`slack`): its norm is 1-Lipschitz in d normals.
+
+        >>> Terms("servers", parties=4, dimension=100, bound=1.0, sigma=0.0).possible_length(4.0) < 4.00001
+        True
+        """
+        d = self.dimension
+        noise = self.sigma * math.sqrt(self.variance_factor) if self.sigma > 0.0 else 0.0
+        tail = math.sqrt(d) + math.sqrt(2.0 * IMPOSSIBLE_BITS * math.log(2.0))
+        return (data + self.parties * math.sqrt(d) * self.step + noise * tail) * (1.0 + 1e-9)
 
     @property
     def noise_units(self) -> float:
@@ -192,7 +242,7 @@ class Terms:
 
         Charge it as ``events.Slack(total_variation=terms.slack())`` per release: d coordinates, each within the
         distance of a discrete from a rounded Gaussian, of the tables from discrete Gaussians, and of a sum of
-        shares from one discrete Gaussian.
+        shares from one discrete Gaussian; and the probability that drawn neighbours do not protect someone.
 
         >>> Terms("masks", parties=5, dimension=62_006, bound=1.0, sigma=1.0).slack() < 1e-13
         True
@@ -209,7 +259,8 @@ class Terms:
             distance = honest * share.total_variation
             # Adding share k + 1 to the sum of k: the narrower of the two smooths.
             distance += sum(smoothing_error(share.sigma, 1, share.sigma * math.sqrt(k)) for k in range(1, honest))
-        return self.dimension * (distance + rounded_gaussian_distance(self.noise_units))
+        graph = GRAPHS_PER_RELEASE * self.graph.failure if self.mode == "masks" else 0.0
+        return self.dimension * (distance + rounded_gaussian_distance(self.noise_units)) + graph
 
     def digest(self, run: bytes) -> bytes:
         """SHA-256 of the run and these terms; what every role signs.

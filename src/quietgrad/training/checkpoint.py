@@ -1,18 +1,13 @@
 """Saving where a run stands: one safetensors file, written atomically, never a pickle.
 
-Arrays go to tensors; everything else goes to the file's JSON header with a format version. The header also keeps
-the environment a run is bit-exact in: replaying noise is free only if every query is bit-identical, so a resumed
-run compares environments before it draws the same noise again.
+Arrays go to tensors; everything else goes to the file's JSON header with a format version. Nothing here decides
+whether noise may be drawn again: that is the transcript's to say, by content.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
-import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,9 +18,10 @@ import numpy as np
 
 from quietgrad.algorithms.base import State
 from quietgrad.errors import DataError
+from quietgrad.files import check_regular, parse_json, write_atomically
 from quietgrad.oracles.base import Estimate
 
-FORMAT = 1
+FORMAT = 2
 _KINDS = {"State": State, "Estimate": Estimate}
 _PACKAGES = ("numpy", "scipy", "numba", "torch", "quietgrad")
 
@@ -40,21 +36,6 @@ class Checkpoint:
     meta: dict[str, Any]
 
 
-def environment() -> dict[str, Any]:
-    """Versions, threads and machine: what must be equal for a replay to be bit-exact.
-
-    >>> sorted(environment())[:3]
-    ['kernels', 'machine', 'numba']
-    """
-    return {
-        "python": platform.python_version(),
-        "machine": f"{sys.platform}-{platform.machine()}",
-        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
-        "kernels": kernel_digest(),
-        **versions(),
-    }
-
-
 def versions() -> dict[str, str | None]:
     """Versions of quietgrad and of what its numbers depend on; ``None`` where not installed."""
     return {package: _version(package) for package in _PACKAGES}
@@ -65,24 +46,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def kernel_digest() -> str:
-    """A hash of the code that computes queries, so that an edited kernel is a new environment."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("objectives/*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` so that a crash leaves the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -105,8 +68,9 @@ def load(path: Path) -> Checkpoint:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         with safe_open(path, framework="numpy") as file:
-            header = json.loads(file.metadata()["quietgrad"])
+            header = parse_json(file.metadata()["quietgrad"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise DataError(f"{path}: there is no checkpoint; train with --out DIR first.") from None
@@ -114,9 +78,13 @@ def load(path: Path) -> Checkpoint:
         raise DataError(
             f"{path}: not a readable checkpoint ({type(error).__name__}); start the run again."
         ) from None
-    if header.get("format") != FORMAT:
-        raise DataError(f"{path}: checkpoint format {header.get('format')!r}; this version reads {FORMAT}.")
-    return Checkpoint(_unpack(header["state"], tensors), header["used"], header["rho_left"], header["meta"])
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else None
+        raise DataError(f"{path}: checkpoint format {found!r}; this version reads {FORMAT}.")
+    try:
+        return Checkpoint(_unpack(header["state"], tensors), header["used"], header["rho_left"], header["meta"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a checkpoint of a run ({type(error).__name__}); start it again.") from None
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:

@@ -6,15 +6,17 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.central import CentralCurator
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError
 from quietgrad.plans.price import plan
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result
 from quietgrad.training.running import Callback, run
-from quietgrad.training.saving import Saver, discard, finished_result, identity_of, json_values, make_key
+from quietgrad.training.saving import Saver, discard, finished_result, json_values
 from quietgrad.vectors import Vector, all_finite, copy
 
 
@@ -34,6 +36,7 @@ def minimize(
     checkpoint_seconds: float = 10.0,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
+    planned: Plan | None = None,
 ) -> Result:
     """Minimise an empirical risk privately.
 
@@ -50,6 +53,7 @@ def minimize(
         folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
             result is saved here.
         seed: fixed randomness for tests; the result is then not private.
+        planned: the plan, if it was made already from the same algorithm, budget and number of records.
 
     >>> import numpy as np
     >>> from quietgrad import objectives
@@ -64,26 +68,26 @@ def minimize(
         raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed)
     declared = len(curator.records) if n_public is None else n_public
-    the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    the_plan = planned or plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    if (the_plan.budget, the_plan.n_public) != (budget, declared):
+        raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
     notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
     x0 = curator.initial() if start is None else _check_start(start, curator.initial())
-    if hasattr(algorithm, "check_run"):
-        algorithm.check_run(objective, the_plan, x0)
+    algorithm.check_run(objective, the_plan, x0)
     saver = None
     try:
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            identity = identity_of(curator, make_key(name, curator))
-            saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity, curator.seeded)
+            key = None if seed is not None else KeyFile.create(name)
+            saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
             saver.write(algorithm.init(x0), {}, None)
-        session = curator.open(the_plan)
+        session = curator.open(the_plan, transcript=None if saver is None else saver.transcript)
     except Exception:
+        if saver is not None:
+            saver.close()
         discard(name, folder)
         raise
-    result = run(
-        algorithm, session, x0, callback=callback, saver=saver, account=account, seeded=curator.seeded, notes=notes
-    )
-    return result if saver is None else saver.finish(result)
+    return _run(algorithm, session, x0, saver, account, notes, callback)
 
 
 def resume(
@@ -100,12 +104,11 @@ def resume(
 ) -> Result:
     """Continue an interrupted :func:`minimize` with the same arguments and ``folder``.
 
-    In an unchanged environment the run replays the same samples and noise from its last checkpoint, so the model is
-    bit for bit that of an undisturbed run and nothing is spent twice. If versions, threads or kernels changed,
-    fresh noise is drawn and the plan is charged again.
+    The run replays what it had released since its last checkpoint: where the sums are bit for bit those of before,
+    with the same noise, so that the model is that of an undisturbed run and nothing is spent twice. Where they are
+    not (other data, an edited loss, other versions or threads), fresh noise is drawn and the plan is charged again,
+    and the result says so. Settings that differ publicly are refused.
     """
-    from quietgrad.privacy.keys import KeyFile
-
     saved = checkpoints.load(Path(folder) / Saver.FILE)
     meta = saved.meta
     if (result := finished_result(Path(folder), meta["run"])) is not None:
@@ -119,29 +122,36 @@ def resume(
     if meta["seeded"]:
         raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
-    same = meta["environment"] == checkpoints.environment()
-    name = meta["run"] if same else uuid.uuid4().hex
-    key = KeyFile.load(meta["run"]) if same else KeyFile.create(name)
-    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, key=key)
-    if same and meta["identity"] != identity_of(curator, key):
-        raise DataError(
-            f"{folder}: the data or the objective are not those that the run was interrupted on; its noise on "
-            "others would expose them. Resume with the same, or start a new run in another folder."
-        )
-    notes = tuple(meta["notes"])
-    if not same:
-        notes = (*notes, "resumed in another environment: fresh noise was drawn and charged again")
-    session = curator.open(the_plan, used=saved.used if same else None, rho_left=saved.rho_left if same else None)
-    if not same:
-        KeyFile.destroy(meta["run"])
-        session.advance(saved.used, saved.rho_left)
-    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity_of(curator, key))
+    name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
+    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
+    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key, resumed=True)
     saver.history, saver.seconds_before = meta["history"], meta["seconds"]
-    result = run(
-        algorithm, session, curator.initial(), state=saved.state, callback=callback, saver=saver, account=account,
-        notes=notes,
-    )  # fmt: skip
-    return saver.finish(result)
+    try:
+        session = curator.open(the_plan, transcript=saver.transcript, used=saved.used, rho_left=saved.rho_left)
+    except Exception:
+        saver.close()
+        raise
+    return _run(algorithm, session, curator.initial(), saver, account, notes, callback, saved.state)
+
+
+def _run(
+    algorithm: Algorithm,
+    session: CentralSession,
+    x0: Vector,
+    saver: Saver | None,
+    account: str,
+    notes: tuple[str, ...],
+    callback: Callback | None,
+    state: State | None = None,
+) -> Result:
+    try:
+        result = run(
+            algorithm, session, x0, state=state, callback=callback, saver=saver, account=account, notes=notes
+        )
+        return result if saver is None else saver.finish(result)
+    finally:
+        if saver is not None:
+            saver.close()
 
 
 def _check_start(start: Vector, like: Vector) -> Vector:

@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError
+from quietgrad.files import check_regular, read_json, write_atomically
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import Event
 from quietgrad.vectors import Vector
 
 SCHEMA_VERSION = 1
 SEEDED = "seeded randomness: not private"
+REFUTED = "refuted"
+
+
+_STATEMENT: dict[str, tuple[type, ...]] = {
+    "epsilon": (float, int, type(None)), "delta": (float, int, type(None)), "noise_multiplier": (float, int),
+    "accountant": (str, type(None)), "sampling": (str,), "adversary": (str,), "account": (str, type(None)),
+    "is_private": (bool,), "releases": (dict,), "notes": (list,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,13 @@ class Privacy:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Privacy:
-        """Rebuild a statement from :meth:`to_json`."""
+        """Rebuild a statement from :meth:`to_json`; ``ValueError`` if its parts are not of their kind."""
         from quietgrad.privacy.events import from_json
 
+        for key, kinds in _STATEMENT.items():
+            value = data[key]
+            if not isinstance(value, kinds) or (isinstance(value, float) and not value >= 0.0):
+                raise ValueError(f"{key}={value!r}: is not what a privacy statement has there.")
         return cls(
             epsilon=data["epsilon"],
             delta=data["delta"],
@@ -77,7 +90,14 @@ class Privacy:
             notes=tuple(data["notes"]),
         )
 
+    @property
+    def refuted(self) -> tuple[str, ...]:
+        """What contradicts the statement, if it was read from a file that does not prove it."""
+        return tuple(note for note in self.notes if note.startswith(f"{REFUTED}: "))
+
     def __str__(self) -> str:
+        if self.refuted:
+            return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
         if self.epsilon is None:
             return "NOT PRIVATE"
         text = f"({self.epsilon:.4g}, {self.delta:g})-DP, {self.relation}, proved by {self.accountant}"
@@ -140,8 +160,6 @@ class Result:
         """Write ``model.safetensors`` and ``result.json`` into ``folder``; :func:`quietgrad.load` reads them."""
         from safetensors.numpy import save as to_bytes
 
-        from quietgrad.training.checkpoint import write_atomically
-
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         params = self.params if hasattr(self.params, "tobytes") else self.params.detach().cpu().numpy()
@@ -151,36 +169,46 @@ class Result:
 
 
 def load(folder: str | Path) -> Result:
-    """Read a result that :meth:`Result.save` wrote."""
+    """Read a result that :meth:`Result.save` wrote, and prove its ε again from the releases it lists.
+
+    A statement that its own events do not prove comes back as not private, with ``privacy.refuted`` saying why;
+    ``quietgrad report`` also holds it against the options of the run and its ledger.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
+    from quietgrad.training.verification import checked
+
     path = Path(folder)
     try:
-        text = (path / "result.json").read_text()
+        data = read_json(path / "result.json")
+        check_regular(path / "model.safetensors")
         params = load_file(path / "model.safetensors")["params"]
-        data = json.loads(text)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no result here ({Path(error.filename or '').name} is missing).") from None
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, OSError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"{path}: the result cannot be read ({type(error).__name__}): it may be cut short."
         ) from None
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise DataError(
-            f"{path}: schema_version {data.get('schema_version')!r}; this version reads {SCHEMA_VERSION}."
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise DataError(f"{path}: schema_version {version!r}; this version reads {SCHEMA_VERSION}.")
+    try:
+        return Result(
+            params=params,
+            privacy=checked(Privacy.from_json(data["privacy"])),
+            algorithm=str(data["algorithm"]),
+            config=dict(data["config"]),
+            n_public=int(data["data"]["n_public"]),
+            history=[dict(record) for record in data["history"]],
+            stopped_by=str(data["stopped_by"]),
+            seconds=float(data["seconds"]),
+            versions=dict(data["versions"]),
+            details=dict(data["details"]),
+            data={k: v for k, v in data["data"].items() if k not in ("d", "n_public")},
+            metrics=dict(data["metrics"]),
         )
-    return Result(
-        params=params,
-        privacy=Privacy.from_json(data["privacy"]),
-        algorithm=data["algorithm"],
-        config=data["config"],
-        n_public=data["data"]["n_public"],
-        history=data["history"],
-        stopped_by=data["stopped_by"],
-        seconds=data["seconds"],
-        versions=data["versions"],
-        details=data["details"],
-        data={k: v for k, v in data["data"].items() if k not in ("d", "n_public")},
-        metrics=data["metrics"],
-    )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path / 'result.json'}: not a result of this version ({type(error).__name__}).") from None

@@ -26,7 +26,6 @@ def run(
     callback: Callback | None = None,
     saver: Saver | None = None,
     account: str | None = None,
-    seeded: bool = False,
     notes: tuple[str, ...] = (),
 ) -> Result:
     """Step ``algorithm`` through an open ``session`` until it is done, close, and state what was proved."""
@@ -52,12 +51,12 @@ def run(
             saver.save(state, session)
     if saver is not None:
         saver.save(state, session, now=True)  # a crash between closing and saving the result costs nothing
-    data_dependent = session.plan.schedule.adaptive or state.stopped_by not in ("steps", "budget")
+    data_dependent = session.plan.whole_only or state.stopped_by not in ("steps", "budget")
     spent = session.close(state.stopped_by, data_dependent=data_dependent)
     slots = session.plan.to_json()["slots"]
     return Result(
         params=algorithm.output(state),
-        privacy=statement(session, spent, account, seeded or getattr(session, "seeded", False), notes),
+        privacy=statement(session, spent, account, notes),
         algorithm=algorithm.name,
         config=session.plan.config,
         n_public=session.plan.n_public,
@@ -66,7 +65,9 @@ def run(
         seconds=time.perf_counter() - started + (0.0 if saver is None else saver.seconds_before),
         versions=checkpoints.versions(),
         details={
-            **{key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool))},
+            **{
+                key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))
+            },
             **({} if saver is None else {"run": saver.name}),
             "composition": session.plan.schedule.composition,
             "slots": slots,

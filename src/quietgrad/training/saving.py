@@ -1,8 +1,7 @@
-"""Checkpoints of a run, and its secret key: what is kept while it lasts and destroyed when it is over."""
+"""Checkpoints of a run, its transcript and its secret key: kept while it lasts and destroyed when it is over."""
 
 from __future__ import annotations
 
-import hmac
 import json
 import time
 from pathlib import Path
@@ -10,14 +9,18 @@ from typing import Any
 
 from quietgrad.algorithms.base import State
 from quietgrad.curators.base import Session
-from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.transcript import Transcript
 from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result, load
 
 
 class Saver:
-    """Writes checkpoints of one run, at most every few seconds, and removes them and the key when it is over."""
+    """Writes checkpoints of one run, at most every few seconds, and removes them and the key when it is over.
+
+    A seeded run has no secret, so it has no key and no transcript and is never resumed.
+    """
 
     FILE = "checkpoint.safetensors"
 
@@ -28,11 +31,13 @@ class Saver:
         the_plan: Plan,
         seconds: float,
         notes: tuple[str, ...],
-        identity: str | None,
-        seeded: bool = False,
+        key: bytes | None,
+        *,
+        resumed: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.FILE
+        self.transcript = None if key is None else Transcript(_transcript(name), name, key, resumed=resumed)
         self.name = name
         self.seconds = seconds
         self.seconds_before = 0.0
@@ -45,10 +50,8 @@ class Saver:
             "n_public": the_plan.n_public,
             "budget": None if the_plan.budget is None else the_plan.budget.to_json(),
             "noise_multiplier": the_plan.noise_multiplier,
-            "environment": checkpoints.environment(),
             "notes": list(notes),
-            "identity": identity,
-            "seeded": seeded,
+            "seeded": key is None,
         }
 
     def save(self, state: State, session: Session, *, now: bool = False) -> None:
@@ -64,44 +67,33 @@ class Saver:
         """Write a checkpoint now."""
         seconds = time.monotonic() - self.started + self.seconds_before
         meta = {**self.meta, "history": self.history, "seconds": seconds}
+        if self.transcript is not None:
+            self.transcript.sync()
         checkpoints.save(self.path, checkpoints.Checkpoint(state, used, rho_left, meta))
 
     def finish(self, result: Result) -> Result:
         """The run is closed: once its result is safe, its key must not outlive it."""
         result.save(self.path.parent)
+        self.close()
         discard(self.name, self.path.parent)
         return result
 
-
-def make_key(name: str, curator: CentralCurator) -> bytes | None:
-    """Make the run's key file and let the curator draw from it; a seeded run has no secret to keep."""
-    if curator.seeded:
-        return None
-    from quietgrad.privacy.keys import KeyFile
-
-    key = KeyFile.create(name)
-    curator.use_key(key)
-    return key
-
-
-def identity_of(curator: CentralCurator, key: bytes | None) -> str | None:
-    """A hash of records and objective under the run's own key, which tells nobody else anything."""
-    contents = getattr(curator.records, "contents", None)
-    if key is None or contents is None:
-        return None
-    mac = hmac.new(key, repr(curator.objective).encode(), "sha256")
-    for part in contents():
-        mac.update(part)
-    return mac.hexdigest()
+    def close(self) -> None:
+        """Let go of the transcript, so that another process may resume the run."""
+        if self.transcript is not None:
+            self.transcript.close()
 
 
 def discard(name: str, folder: str | Path | None) -> None:
     """Leave neither a key nor a checkpoint of a run that is over or never began; the key goes first."""
     if folder is not None:
-        from quietgrad.privacy.keys import KeyFile
-
         KeyFile.destroy(name)
-        (Path(folder) / Saver.FILE).unlink(missing_ok=True)
+        for file in (Path(folder) / Saver.FILE, _transcript(name)):
+            file.unlink(missing_ok=True)
+
+
+def _transcript(name: str) -> Path:
+    return KeyFile.directory() / f"{name}.transcript"
 
 
 def finished_result(folder: Path, name: str) -> Result | None:

@@ -6,7 +6,7 @@ from quietgrad.curators.base import Session, Spent
 from quietgrad.training.result import SEEDED, Privacy
 
 
-def statement(session: Session, spent: Spent, account: str | None, seeded: bool, notes: tuple[str, ...]) -> Privacy:
+def statement(session: Session, spent: Spent, account: str | None, notes: tuple[str, ...]) -> Privacy:
     """State what ``spent`` proves about the people of ``account``, and what it does not cover."""
     the_plan = session.plan
     sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
@@ -30,13 +30,16 @@ def statement(session: Session, spent: Spent, account: str | None, seeded: bool,
 
     budget = the_plan.budget
     # A filter's run is charged what it spent, but how much that is depends on data: what is proved is its total.
-    whole = spent.event == the_plan.event or the_plan.schedule.composition == "filter"
+    whole = session.epochs == 1 and (spent.event == the_plan.event or the_plan.schedule.composition == "filter")
     proof = the_plan.proof if whole else prove(spent.event, delta=budget.delta, relation=budget.relation)
     if the_plan.paper_noise:
         notes = (f"noise as printed for {the_plan.paper_noise}; ε is what is proved, not what was claimed", *notes)
     if budget.delta * the_plan.n_public >= 1.0:
         notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
-    if seeded:
+    if session.epochs > 1:
+        again = "resumed on other sums than it was interrupted on: fresh noise was drawn and charged again"
+        notes = (again, *notes)
+    if session.seeded:
         notes = (SEEDED, *notes)
     return Privacy(
         epsilon=proof.epsilon,
@@ -49,6 +52,6 @@ def statement(session: Session, spent: Spent, account: str | None, seeded: bool,
         sampling=sampling,
         adversary=adversary,
         account=account,
-        is_private=not seeded,
+        is_private=not session.seeded,
         notes=notes,
     )

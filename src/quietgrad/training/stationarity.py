@@ -37,8 +37,15 @@ class Certificate:
     alpha: float
     rho: float | None
 
+    @property
+    def tolerance(self) -> float | None:
+        """√(ρα), the negative curvature that ``alpha`` lets pass; ``None`` without ρ."""
+        return None if self.rho is None else math.sqrt(self.rho * self.alpha)
+
     def __str__(self) -> str:
-        return f"{self.kind} at α={self.alpha:.3g}: ‖∇F‖={self.gradient_norm:.3g}, λ_min={self.lambda_min:.3g}"
+        allows = "" if self.tolerance is None else f" (α lets −√(ρα)={-self.tolerance:.3g} pass)"
+        found = f"‖∇F‖={self.gradient_norm:.3g}, λ_min={self.lambda_min:.3g}"
+        return f"{self.kind} at α={self.alpha:.3g}: {found}{allows}"
 
 
 def classify(gradient_norm: float, lambda_min: float, alpha: float, rho: float | None) -> Kind:

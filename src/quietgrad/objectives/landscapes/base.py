@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Constants, Indices, NoRegularizer, Rule, tightened
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule, tightened
 
 Floats = npt.NDArray[np.float64]
 
@@ -47,13 +47,19 @@ class Sample:
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self.columns[name]
 
-    def fingerprint_parts(self) -> list[npt.NDArray[Any]]:
-        """The arrays a keyed fingerprint is made of."""
-        return list(self.columns.values())
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """The columns as bytes."""
+        for name, column in self.columns.items():
+            yield f"{name} {column.dtype} {column.shape}".encode()
+            yield np.ascontiguousarray(column).data.cast("B")
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The same: a sample is made for one landscape."""
+        return self.contents()
 
 
 @dataclass(frozen=True)
-class Landscape(ABC):
+class Landscape(BaseObjective, ABC):
     """What all landscapes share; subclasses give the population risk, the records and one record's gradient.
 
     Args:
@@ -64,7 +70,6 @@ class Landscape(ABC):
 
     name: ClassVar[str]
     regularizer: ClassVar[NoRegularizer] = NoRegularizer()
-    silent_batches: ClassVar[bool] = False
 
     # --- the population risk ------------------------------------------------------------------------------------
 
@@ -176,13 +181,11 @@ class Landscape(ABC):
                 if gamma:
                     out += gamma * clipped_sum(now, second)
 
-    def add_hessians(
-        self, records: Sample, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; out is (d, d)."""
         with np.errstate(over="ignore", invalid="ignore"):
-            for which in self._blocks(records, indices, self.dim**2):
-                each = self._hessians(records, which, params)
+            for which in self._blocks(batch.records, batch.indices, self.dim**2):
+                each = self._hessians(batch.records, which, params)
                 each[~np.isfinite(each).all(axis=(1, 2))] = 0.0
                 lengths = np.abs(np.linalg.eigvalsh(each)).max(axis=1)
                 out += np.einsum("n,nij->ij", _shortening(lengths, tightened(clip)), each)

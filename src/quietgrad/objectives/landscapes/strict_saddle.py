@@ -197,10 +197,9 @@ class StrictSaddle(Landscape):
         both = np.stack([np.diag(self._curve(params, sign)) for sign in _SIGNS])
         return both[s]
 
-    def add_hessians(
-        self, records: Sample, indices: Indices | None, params: Floats, clip: float, out: Floats
-    ) -> None:
-        for sign, count in zip(_SIGNS, self._counts(records, indices).sum(axis=(1, 2)), strict=True):
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
+        counts = self._counts(batch.records, batch.indices).sum(axis=(1, 2))
+        for sign, count in zip(_SIGNS, counts, strict=True):
             with np.errstate(over="ignore"):
                 diagonal = self._curve(params, sign)
             if np.isfinite(diagonal).all():

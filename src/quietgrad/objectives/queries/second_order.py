@@ -14,22 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, Curved, Objective, Rule
 from quietgrad.vectors import Vector, norm, zeros_like
 
 Floats = npt.NDArray[np.float64]
 
 
-def hessian_total(objective: Any, batch: Batch, params: Vector, clip: float) -> Floats:
+def hessian_total(objective: Objective, batch: Batch, params: Vector, clip: float) -> Floats:
     """Σ ∇²fᵢ(θ) over a batch, each shortened to a spectral norm of at most ``clip``; (d, d)."""
+    if not isinstance(objective, Curved):
+        raise ValueError(
+            f"{type(objective).__name__}: a summed Hessian is known for landscapes and one-score losses."
+        )
     out = np.zeros((len(params), len(params)))
-    add = getattr(objective, "add_hessians", None)
-    if add is not None:
-        add(batch.records, batch.indices, params, clip, out)
-        return out
-    from quietgrad.objectives.tables import curvature
-
-    curvature.add_hessians(objective, batch.records, batch.indices, params, clip, out)
+    objective.add_hessians(batch, params, clip, out)
     return out
 
 
@@ -52,7 +50,7 @@ class GradientNorm(_Scalar):
         """C."""
         return self.clip
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """out += the norm."""
         total = zeros_like(self.params)
         objective.add(batch, (self.params,), Rule.gradient(self.clip), total)
@@ -72,7 +70,7 @@ class LeastEigenvalue(_Scalar):
         """M."""
         return self.smoothness
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """out += the eigenvalue."""
         out += float(np.linalg.eigvalsh(_risk_hessian(self, objective, batch))[0])
 
@@ -97,7 +95,7 @@ class Excess(_Scalar):
         """1."""
         return 1.0
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """out += the excess."""
         slope, curve = np.zeros(1), np.zeros(1)
         GradientNorm(self.params, self.clip, self.n).sum_into(objective, batch, slope)
@@ -132,7 +130,7 @@ class PackedHessian:
         d = len(self.params)
         return d * (d + 1) // 2
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """out += the packed sum."""
         total = hessian_total(objective, batch, self.params, self.smoothness)
         rows, columns = np.triu_indices(len(self.params))
@@ -158,10 +156,8 @@ class PackedHessian:
         return matrix
 
 
-def _risk_hessian(query: LeastEigenvalue, objective: Any, batch: Batch) -> Floats:
+def _risk_hessian(query: LeastEigenvalue, objective: Objective, batch: Batch) -> Floats:
     total = hessian_total(objective, batch, query.params, query.smoothness)
     if objective.regularizer.smoothness:
-        from quietgrad.objectives.tables import curvature
-
-        total[np.diag_indices(len(total))] += query.n * curvature.regularizer_curvature(objective, query.params)
+        total[np.diag_indices(len(total))] += query.n * objective.regularizer.curvature(query.params)
     return total

@@ -1,43 +1,99 @@
 """Generalised linear models: logistic, multinomial logistic, Huber, squared and smoothed-hinge losses.
 
-Each class states its loss, its derivative in the score, and the constants G, L, ρ that hold on all of ℝᵈ for rows
-no longer than R (Objectives of the DP-SRM §6.1 and of the output-perturbation experiments; the latter's printed
-logistic loss lacks a minus sign: it is log(1+exp(−y⟨w,x⟩))).
+A class is the whole declaration of its loss: the value, its first and second derivative in the score, what targets
+it takes, and the constants G, L, ρ that hold on all of ℝᵈ for rows no longer than R. Kernels, full-batch sums,
+Hessians and constants are all read from it. (Objectives of the DP-SRM §6.1 and of the output-perturbation
+experiments; the latter's printed logistic loss lacks a minus sign: it is log(1+exp(−y⟨w,x⟩)).)
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import DataError
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.table import Floats
+from quietgrad.objectives.base import Indices, Numbers
+from quietgrad.objectives.tables.linear import LinearObjective, Task
+from quietgrad.objectives.tables.table import Floats, Packed
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _CUBIC = 1.0 / (6.0 * math.sqrt(3.0))  # the largest third central moment of a variable of range 1
 
 
-def _binary(y: npt.NDArray[Any]) -> Floats:
-    if not ((y == 0) | (y == 1)).all():
-        raise DataError("y: labels must be 0 and 1. Encode the two classes first.")
-    return np.ascontiguousarray(y, dtype=np.float64)
+class OneScoreLoss(LinearObjective):
+    """A loss f(score, y) of one score, given by three formulas of numbers.
+
+    ``value``, ``residual`` and ``curvature`` take arrays as well as numbers, so they are written with arithmetic,
+    comparisons and numpy's functions, without ``if``. The residual is compiled besides (see
+    :mod:`~quietgrad.objectives.tables.kernels`), so it calls nothing else of this file. ``h`` is the loss's one
+    number, the field that :attr:`number` names.
+    """
+
+    number: ClassVar[str | None] = None
+    """The field that is h, if the loss has one: a finite number > 0."""
+
+    @staticmethod
+    @abstractmethod
+    def value(score: Floats, y: Floats, h: float) -> Floats:
+        """f, at least 0."""
+
+    @staticmethod
+    @abstractmethod
+    def residual(score: Floats, y: Floats, h: float) -> Floats:
+        """∂f/∂score."""
+
+    @staticmethod
+    @abstractmethod
+    def curvature(score: Floats, y: Floats, h: float) -> Floats:
+        """∂²f/∂score², of the shape of ``score``; where it jumps, either side's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.number is not None and not (math.isfinite(self.h) and self.h > 0.0):
+            raise ValueError(f"{self.number}={self.h!r}: must be a finite number > 0.")
+
+    @cached_property
+    def h(self) -> float:
+        """The loss's one number, or 0."""
+        return 0.0 if self.number is None else float(vars(self)[self.number])
+
+    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+        """f of each record."""
+        return np.asarray(self.value(scores[:, 0], y, self.h))
+
+    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+        """∂f/∂score of each record, (records, 1)."""
+        return np.asarray(self.residual(scores, y[:, None], self.h))
+
+    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+        """∂²f/∂score² times the tilt of each record, (records, 1)."""
+        return np.asarray(self.curvature(scores, y[:, None], self.h) * tilts)
+
+    def add_indexed(
+        self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        """One compiled pass over the rows at ``indices``."""
+        add, formula = _compiled(self.residual)
+        add(table, indices, formula, self.h, params, previous, rule, out)
 
 
-def _sigmoid(scores: Floats) -> Floats:
-    return 0.5 * (1.0 + np.tanh(0.5 * scores))  # no overflow at either end
-
-
-def _required_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0.0):
-        raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+@cache
+def _compiled(residual: Callable[..., Floats]) -> tuple[Callable[..., None], int]:
+    """The kernel and where this formula's code is; an address holds in this process only, so no object keeps it."""
+    kernels = _kernels()
+    return kernels.add_scalar, kernels.address_of(residual)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logistic(LinearObjective):
+class Logistic(OneScoreLoss):
     """f = log(1 + exp(−(2y−1)·score)), y ∈ {0, 1}. G = R, L = R²/4, ρ = R³/(6√3).
 
     >>> objective = Logistic(row_bound=1.0)
@@ -48,23 +104,123 @@ class Logistic(LinearObjective):
     0.25
     """
 
-    _code: ClassVar[int] = 1
+    task: ClassVar[Task] = "binary"
 
-    def _targets(self, y: npt.NDArray[Any]) -> Floats:
-        return _binary(y)
+    @staticmethod
+    def value(score: Floats, y: Floats, h: float) -> Floats:
+        return np.logaddexp(0.0, (1.0 - 2.0 * y) * score)
 
-    def _residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        return np.asarray(_sigmoid(scores) - y[:, None])
+    @staticmethod
+    def residual(score: Floats, y: Floats, h: float) -> Floats:
+        e = np.exp(-np.abs(score))  # at most 1: no overflow at either end
+        sigmoid: Floats = np.maximum(e, (score >= 0.0) * 1.0) / (1.0 + e)
+        return sigmoid - y
 
-    def _losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        return np.logaddexp(0.0, (1.0 - 2.0 * y) * scores[:, 0])
+    @staticmethod
+    def curvature(score: Floats, y: Floats, h: float) -> Floats:
+        e: Floats = np.exp(-np.abs(score))
+        return e / (1.0 + e) ** 2
 
-    def _moduli(self) -> tuple[float, float, float]:
+    def moduli(self) -> tuple[float, float, float]:
         return 1.0, 0.25, _CUBIC
 
     def probabilities(self, data: Any, params: Floats) -> Floats:
         """P(y = 1) of each record."""
-        return _sigmoid(self.decision(data, params))
+        return self.residual(self.decision(data, params), np.zeros(()), 0.0)
+
+    def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
+        """0 or 1."""
+        return (self.decision(data, params) > 0.0).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Huber(OneScoreLoss):
+    """f = e²/2 for e = score − y within ±h, else h·abs(e) − h²/2. G = hR, L = R², no ρ (the curvature jumps).
+
+    >>> Huber(0.5, row_bound=2.0).constants().lipschitz
+    1.0
+    """
+
+    threshold: float = 1.0
+    number: ClassVar[str | None] = "threshold"
+    task: ClassVar[Task] = "regression"
+
+    @staticmethod
+    def value(score: Floats, y: Floats, h: float) -> Floats:
+        error = np.abs(score - y)
+        inner = np.minimum(error, h)
+        return np.asarray(inner * (error - 0.5 * inner))
+
+    @staticmethod
+    def residual(score: Floats, y: Floats, h: float) -> Floats:
+        return np.minimum(np.maximum(score - y, -h), h)
+
+    @staticmethod
+    def curvature(score: Floats, y: Floats, h: float) -> Floats:
+        return np.asarray((np.abs(score - y) <= h) * 1.0)
+
+    def moduli(self) -> tuple[float, float, None]:
+        return self.threshold, 1.0, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squared(OneScoreLoss):
+    """f = (score − y)²/2. L = R², ρ = 0; no G, because residuals are unbounded: it needs clipping.
+
+    >>> Squared(row_bound=2.0).constants().lipschitz is None
+    True
+    """
+
+    task: ClassVar[Task] = "regression"
+
+    @staticmethod
+    def value(score: Floats, y: Floats, h: float) -> Floats:
+        return np.asarray(0.5 * (score - y) ** 2)
+
+    @staticmethod
+    def residual(score: Floats, y: Floats, h: float) -> Floats:
+        return score - y
+
+    @staticmethod
+    def curvature(score: Floats, y: Floats, h: float) -> Floats:
+        return np.ones_like(score)
+
+    def moduli(self) -> tuple[None, float, float]:
+        return None, 1.0, 0.0
+
+
+@dataclass(frozen=True)
+class Hinge(OneScoreLoss):
+    """The hinge (1 − (2y−1)·score)₊ with its corner rounded over a width h. G = R, L = R²/h, no ρ.
+
+    With g = 1 − (2y−1)·score: 0 if g ≤ 0, g²/(2h) if g ≤ h, else g − h/2.
+
+    >>> Hinge(0.5, row_bound=1.0).constants().smoothness
+    2.0
+    """
+
+    smoothing: float = 1.0
+    number: ClassVar[str | None] = "smoothing"
+    task: ClassVar[Task] = "binary"
+
+    @staticmethod
+    def value(score: Floats, y: Floats, h: float) -> Floats:
+        gap = np.maximum(1.0 - (2.0 * y - 1.0) * score, 0.0)
+        inner = np.minimum(gap, h)
+        return np.asarray(inner * (gap - 0.5 * inner) / h)
+
+    @staticmethod
+    def residual(score: Floats, y: Floats, h: float) -> Floats:
+        sign = 2.0 * y - 1.0
+        return -sign * np.minimum(np.maximum((1.0 - sign * score) / h, 0.0), 1.0)
+
+    @staticmethod
+    def curvature(score: Floats, y: Floats, h: float) -> Floats:
+        gap = 1.0 - (2.0 * y - 1.0) * score
+        return ((gap > 0.0) & (gap < h)) / h
+
+    def moduli(self) -> tuple[float, float, None]:
+        return 1.0, 1.0 / self.smoothing, None
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
         """0 or 1."""
@@ -85,9 +241,10 @@ class Multinomial(LinearObjective):
     """
 
     classes: int
+    task: ClassVar[Task] = "multiclass"
 
     def __post_init__(self) -> None:
-        LinearObjective.__post_init__(self)
+        super().__post_init__()
         if self.classes < 2:
             raise ValueError(f"classes={self.classes!r}: must be >= 2, a public number.")
 
@@ -96,25 +253,28 @@ class Multinomial(LinearObjective):
         """K."""
         return self.classes
 
-    def _targets(self, y: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        if not ((y >= 0) & (y < self.classes) & (y == np.floor(y))).all():
-            raise DataError(
-                f"y: labels must be the whole numbers 0 to {self.classes - 1}. Encode the classes first."
-            )
-        return np.ascontiguousarray(y, dtype=np.int64)
-
-    def _residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        probabilities = _softmax(scores)
-        probabilities[np.arange(len(y)), y] -= 1.0
-        return probabilities
-
-    def _losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
         top = scores.max(axis=1)
         losses: Floats = np.log(np.exp(scores - top[:, None]).sum(axis=1)) + (top - scores[np.arange(len(y)), y])
         return losses
 
-    def _moduli(self) -> tuple[float, float, float]:
+    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+        residuals = _softmax(scores)
+        residuals[np.arange(len(y)), y] -= 1.0
+        return residuals
+
+    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+        p = _softmax(scores)
+        return np.asarray(p * (tilts - (p * tilts).sum(axis=1, keepdims=True)))
+
+    def moduli(self) -> tuple[float, float, float]:
         return math.sqrt(2.0), 0.5, math.sqrt(2.0) ** 3 * _CUBIC
+
+    def add_indexed(
+        self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        """One compiled pass over the rows at ``indices``; the softmax is this kernel's own."""
+        _kernels().add_classes(table, indices, self.classes, params, previous, rule, out)
 
     def probabilities(self, data: Any, params: Floats) -> Floats:
         """P(y = k) of each record and class."""
@@ -131,102 +291,19 @@ def _softmax(scores: Floats) -> Floats:
     return powers
 
 
-@dataclass(frozen=True)
-class Huber(LinearObjective):
-    """f = e²/2 for e = score − y within ±h, else h·abs(e) − h²/2. G = hR, L = R², no ρ (the curvature jumps).
-
-    >>> Huber(0.5, row_bound=2.0).constants().lipschitz
-    1.0
-    """
-
-    threshold: float = 1.0
-    _code: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        LinearObjective.__post_init__(self)
-        _required_positive("threshold", self.threshold)
-
-    @property
-    def _knob(self) -> float:
-        return float(self.threshold)
-
-    def _targets(self, y: npt.NDArray[Any]) -> Floats:
-        return np.ascontiguousarray(y, dtype=np.float64)
-
-    def _residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        return np.asarray(np.clip(scores - y[:, None], -self.threshold, self.threshold))
-
-    def _losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        error = np.abs(scores[:, 0] - y)
-        inner = np.minimum(error, self.threshold)
-        losses: Floats = inner * (error - 0.5 * inner)
-        return losses
-
-    def _moduli(self) -> tuple[float, float, None]:
-        return self.threshold, 1.0, None
+LOSSES: dict[str, type[LinearObjective]] = {
+    "logistic": Logistic,
+    "multinomial": Multinomial,
+    "huber": Huber,
+    "squared": Squared,
+    "hinge": Hinge,
+}
+"""The losses of tables by name; whatever is here is tested against finite differences and attacked by the audit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Squared(LinearObjective):
-    """f = (score − y)²/2. L = R², ρ = 0; no G, because residuals are unbounded: it needs clipping.
+@cache
+def _kernels() -> ModuleType:
+    """The compiled sums; importing them imports numba, which only index batches pay for."""
+    from quietgrad.objectives.tables import kernels
 
-    >>> Squared(row_bound=2.0).constants().lipschitz is None
-    True
-    """
-
-    _code: ClassVar[int] = 3
-
-    def _targets(self, y: npt.NDArray[Any]) -> Floats:
-        return np.ascontiguousarray(y, dtype=np.float64)
-
-    def _residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        return np.asarray(scores - y[:, None])
-
-    def _losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        losses: Floats = 0.5 * (scores[:, 0] - y) ** 2
-        return losses
-
-    def _moduli(self) -> tuple[None, float, float]:
-        return None, 1.0, 0.0
-
-
-@dataclass(frozen=True)
-class Hinge(LinearObjective):
-    """The hinge (1 − (2y−1)·score)₊ with its corner rounded over a width h. G = R, L = R²/h, no ρ.
-
-    With g = 1 − (2y−1)·score: 0 if g ≤ 0, g²/(2h) if g ≤ h, else g − h/2.
-
-    >>> Hinge(0.5, row_bound=1.0).constants().smoothness
-    2.0
-    """
-
-    smoothing: float = 1.0
-    _code: ClassVar[int] = 4
-
-    def __post_init__(self) -> None:
-        LinearObjective.__post_init__(self)
-        _required_positive("smoothing", self.smoothing)
-
-    @property
-    def _knob(self) -> float:
-        return float(self.smoothing)
-
-    def _targets(self, y: npt.NDArray[Any]) -> Floats:
-        return _binary(y)
-
-    def _residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        sign = 2.0 * y[:, None] - 1.0
-        return np.asarray(-sign * np.clip((1.0 - sign * scores) / self.smoothing, 0.0, 1.0))
-
-    def _losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        gap = np.maximum(1.0 - (2.0 * y - 1.0) * scores[:, 0], 0.0)
-        inner = np.minimum(gap, self.smoothing)
-        losses: Floats = inner * (gap - 0.5 * inner) / self.smoothing
-        return losses
-
-    def _moduli(self) -> tuple[float, float, None]:
-        return 1.0, 1.0 / self.smoothing, None
-
-    def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """0 or 1."""
-        return (self.decision(data, params) > 0.0).astype(np.int64)
+    return kernels

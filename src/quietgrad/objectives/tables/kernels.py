@@ -5,7 +5,9 @@ A kernel reads the ``packed`` view of a :class:`~quietgrad.objectives.tables.tab
 may be reassociated; nothing may assume that numbers are finite, for that is what protects the others from one
 broken record.
 
-All in one file: numba's cache is renewed when a function's own file changes, not when one it calls does.
+All in one file: numba's cache is renewed when a function's own file changes, not when one it calls does. A loss's
+residual is therefore not called by name: it is compiled by itself, remembered beside the file that declares it, and
+reached by its address. One compiled kernel serves every loss, and none can be run with another's formula.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import cfunc, njit, types
+from numba.core.errors import NumbaError
 from numba.extending import intrinsic, overload
 
-LOGISTIC, HUBER, SQUARED, HINGE = 1, 2, 3, 4
 _TILE = 32  # rows asked for ahead: random rows of a sparse table are cache misses, and waiting for each costs most
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -114,20 +116,41 @@ def _clipped(r: float, limit: float) -> float:
     return limit if r > limit else (-limit if r < -limit else r)
 
 
-@_EXACT
-def _residual(code: int, knob: float, score: float, y: float) -> float:
-    """∂f/∂score for one record."""
-    if code == LOGISTIC:
-        e = math.exp(-abs(score))
-        return (1.0 if score >= 0.0 else e) / (1.0 + e) - y
-    if code == HUBER:
-        r = score - y
-        return knob if r > knob else (-knob if r < -knob else r)
-    if code == SQUARED:
-        return score - y
-    sign = 2.0 * y - 1.0
-    gap = (1.0 - sign * score) / knob
-    return -sign * (1.0 if gap > 1.0 else (0.0 if gap < 0.0 else gap))
+_FORMULA = types.float64(types.float64, types.float64, types.float64)
+_compiled: list[Any] = []  # the code behind every address that was given out must stay
+
+
+def address_of(residual: Callable[..., Any]) -> int:
+    """Where the machine code of ``residual(score, y, h)`` begins.
+
+    Raises:
+        TypeError: numba cannot compile the formula; index batches then cannot be summed.
+    """
+    for remember in (True, False):  # a formula typed at a prompt has no file to be remembered beside
+        try:
+            code = cfunc(_FORMULA, cache=remember, error_model="numpy")(residual)
+        except NumbaError as error:
+            reason = str(error).splitlines()[0]
+            raise TypeError(f"{residual.__qualname__}: cannot be compiled for index batches: {reason}") from None
+        except RuntimeError:
+            if not remember:
+                raise
+            continue
+        _compiled.append(code)
+        return int(code.address)
+    raise AssertionError
+
+
+@_emits
+def _residual(typing_context: Any, address: Any, score: Any, y: Any, h: Any) -> Any:
+    """∂f/∂score for one record, by the formula at ``address``."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = ir.DoubleType()
+        formula = builder.inttoptr(arguments[0], ir.FunctionType(number, [number] * 3).as_pointer())
+        return builder.call(formula, arguments[1:])
+
+    return types.float64(types.intp, types.float64, types.float64, types.float64), emit
 
 
 @_SUM
@@ -167,9 +190,9 @@ def _lifted(params: Any, features: int, shift: Any, scale: Any) -> tuple[Any, fl
 
 @_EXACT
 def add_scalar(
-    table: Any, batch: Any, code: int, knob: float, params: Any, previous: Any, rule: Any, out: Any
+    table: Any, batch: Any, formula: int, h: float, params: Any, previous: Any, rule: Any, out: Any
 ) -> None:
-    """Add the batch's clipped contributions for a loss of one score."""
+    """Add the batch's clipped contributions for the loss of one score whose residual's code is at ``formula``."""
     rows, y, norms, factors, shift, scale, column = table
     alpha, beta, first, gamma, second = rule
     features = out.size - (1 if column != 0.0 else 0)
@@ -202,10 +225,11 @@ def add_scalar(
         for k in range(tile.size):
             i = tile[k]
             factor = factors[i] if factors.size else 1.0
-            r = _residual(code, knob, factor * (now[k] + offset) + constant, y[i])
+            r = _residual(formula, factor * (now[k] + offset) + constant, y[i], h)
             moved = r
             if beta != 0.0:
-                moved = r - beta * _residual(code, knob, factor * (before[k] + other_offset) + other_constant, y[i])
+                score = factor * (before[k] + other_offset) + other_constant
+                moved = r - beta * _residual(formula, score, y[i], h)
             weight = alpha * _clipped(moved, first / norms[i])
             if gamma != 0.0:
                 weight += gamma * _clipped(r, second / norms[i])

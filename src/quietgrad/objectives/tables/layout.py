@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from numbers import Real
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from quietgrad.errors import DataError
 
@@ -25,10 +27,7 @@ def lay_out(X: Any) -> Any:
 
         if sparse.issparse(X):
             return _lay_out_sparse(X)
-        try:
-            X = np.asarray(X)
-        except ValueError:
-            raise DataError("X: rows of different lengths. Pass a matrix with one row per record.") from None
+    X = numbers_of(X, "X")
     if X.ndim != 2:
         raise DataError(f"X: has {X.ndim} dimension(s), must have 2. Reshape to (records, features).")
     X = np.ascontiguousarray(X, dtype=_float_type(X.dtype))
@@ -37,6 +36,78 @@ def lay_out(X: Any) -> Any:
         if not np.isfinite(X[start : start + step]).all():
             raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
     return X
+
+
+def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
+    """``values`` as an array of numbers; an error names columns and how many rows, never what a cell holds.
+
+    numpy's own errors quote the cell they failed at, so nothing is converted before every cell is known to be a
+    number; nor is a text type named, whose width is the length of the longest cell.
+
+    >>> numbers_of([[1, "a secret"], [2, "another"]], "X")
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: X: column 1 must be numbers and 2 rows are not. Encode categories, or fill ...
+    """
+    try:
+        array = np.asarray(values)
+        cells = array if array.dtype.kind in "buif" else np.asarray(values, dtype=object)
+    except (TypeError, ValueError):
+        raise DataError(f"{what}: rows of different lengths. Pass one row per record, all equally long.") from None
+    if cells.dtype.kind in "buif":
+        return cells
+    _refuse(values, cells, ~_are(Real, cells), what)
+    try:
+        return cells.astype(np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise DataError(f"{what}: holds numbers that are no float64. Rescale them first.") from None
+
+
+def refuse_text(values: Any, what: str) -> None:
+    """Raise DataError as :func:`numbers_of` does if a cell is text; other libraries' checks would quote it."""
+    from scipy import sparse
+
+    if sparse.issparse(values):
+        return
+    try:
+        array = np.asarray(values)
+        cells = array if array.dtype.kind in "buif" else np.asarray(values, dtype=object)
+    except (TypeError, ValueError):
+        return  # not a table at all, which is said without looking at cells
+    if cells.dtype.kind not in "buif":
+        _refuse(values, cells, _are((str, bytes), cells), what)
+
+
+def _are(kind: Any, cells: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    return np.asarray(np.frompyfunc(lambda cell: isinstance(cell, kind), 1, 1)(cells), dtype=bool)
+
+
+def _refuse(values: Any, cells: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) -> None:
+    if not wrong.any():
+        return
+    if cells.ndim != 2:
+        raise DataError(
+            f"{what}: must be one number per record and {_rows(wrong)} not. Encode them as numbers first."
+        )
+    first, *others = np.flatnonzero(wrong.any(axis=0))
+    columns = list(values.columns) if isinstance(values, _Frame) else range(cells.shape[1])
+    more = f" (and {len(others)} more columns)" if others else ""
+    raise DataError(
+        f"{what}: column {columns[first]!r}{more} must be numbers and {_rows(wrong[:, first])} not. "
+        "Encode categories, or fill what is missing, first."
+    )
+
+
+@runtime_checkable
+class _Frame(Protocol):
+    """A data frame of any library."""
+
+    @property
+    def columns(self) -> Any: ...
+
+
+def _rows(wrong: npt.NDArray[np.bool_]) -> str:
+    count = int(wrong.sum())
+    return f"{count} rows are" if count > 1 else "1 row is"
 
 
 def _lay_out_sparse(X: Any) -> Any:

@@ -12,21 +12,32 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Constants, NoRegularizer, Regularizer, Rule
+from quietgrad.objectives.base import (
+    BaseObjective,
+    Batch,
+    Constants,
+    Indices,
+    NoRegularizer,
+    Numbers,
+    Regularizer,
+    Rule,
+)
+from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, contributions, lift
-from quietgrad.objectives.tables.layout import lay_out
-from quietgrad.objectives.tables.table import Affine, Floats, Rows, Table
+from quietgrad.objectives.tables.layout import lay_out, numbers_of
+from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table
+
+Task = Literal["binary", "multiclass", "regression"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearObjective(ABC):
+class LinearObjective(BaseObjective, ABC):
     """What the losses of :mod:`quietgrad.objectives.tables.glm` share.
 
     Parameters are the flattened (features [+ 1], outputs) weight matrix, the intercept row last.
@@ -49,7 +60,6 @@ class LinearObjective(ABC):
 
     silent_batches: ClassVar[bool] = True
     """Sums over index batches are compiled and raise no warnings, whatever the records hold."""
-    _code: ClassVar[int] = 0  # which loss, for the kernels
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.intercept_scale) and self.intercept_scale > 0.0):
@@ -64,33 +74,38 @@ class LinearObjective(ABC):
         if self.rows != "refuse" and self.row_bound is None:
             raise ValueError(f"rows={self.rows!r}: needs a public row_bound to {self.rows} to.")
 
-    # --- what a loss says about itself ----------------------------------------------------------------------
+    # --- what a loss says about itself; nothing about it is written anywhere else ---------------------------------
+
+    task: ClassVar[Task]
+    """What its targets are: 0 or 1, class codes, or any finite numbers."""
+    convex: ClassVar[bool] = True
 
     @property
     def outputs(self) -> int:
         """Scores per record: 1, or the number of classes."""
         return 1
 
-    @property
-    def _knob(self) -> float:
-        """The loss's one number, if it has one, for the kernels."""
-        return 0.0
+    @abstractmethod
+    def moduli(self) -> tuple[float | None, float | None, float | None]:
+        """G, L and ρ for rows of norm 1, ``None`` where there is none; they grow as R, R² and R³."""
 
     @abstractmethod
-    def _targets(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Validate the targets and give them the kernels' type."""
+    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+        """f of each record, from scores of shape (records, outputs)."""
 
     @abstractmethod
-    def _residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        """∂f/∂score, of the shape of ``scores``: (records, outputs)."""
+    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+        """∂f/∂score, (records, outputs)."""
 
     @abstractmethod
-    def _losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        """f for each record."""
+    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+        """∂²f/∂score² applied to ``tilts``, (records, outputs): how residuals move with the scores."""
 
     @abstractmethod
-    def _moduli(self) -> tuple[float | None, float | None, float | None]:
-        """G, L and ρ for rows of norm 1; they grow as R, R² and R³."""
+    def add_indexed(
+        self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        """The same sums over an index batch, in one compiled call that checks no length."""
 
     def constants(self, row_bound: float | None = None) -> Constants:
         """G, L, ρ of the unregularised per-example loss and the regulariser's own, for rows bounded by R.
@@ -102,7 +117,7 @@ class LinearObjective(ABC):
         if bound is None:
             raise ValueError("row_bound=None: constants hold for bounded rows only. Declare a public row_bound.")
         full = math.hypot(bound, self._column)
-        moduli = self._moduli()
+        moduli = self.moduli()
         lipschitz, smoothness, curvature = (
             None if m is None else m * full**k for m, k in zip(moduli, (1, 2, 3), strict=True)
         )
@@ -113,7 +128,7 @@ class LinearObjective(ABC):
             hessian_lipschitz=curvature,
             strong_convexity=self.regularizer.strong_convexity,
             regularizer_smoothness=self.regularizer.smoothness,
-            convex=self.regularizer.convex,
+            convex=self.convex and self.regularizer.convex,
         )
 
     # --- records --------------------------------------------------------------------------------------------
@@ -136,19 +151,24 @@ class LinearObjective(ABC):
             except (TypeError, ValueError):
                 raise DataError("data: must be a pair (X, y) of a matrix and its targets.") from None
             X = lay_out(X)
-        try:
-            targets = np.asarray(y)
-        except ValueError:
-            raise DataError("y: must be one number per record.") from None
-        if targets.ndim != 1 or targets.dtype.kind not in "buif":
-            raise DataError(
-                f"y: has {targets.ndim} dimension(s) of type {targets.dtype.name}, must be one number per record."
-            )
+        targets = numbers_of(y, "y")
+        if targets.ndim != 1:
+            raise DataError(f"y: has {targets.ndim} dimension(s), must be one number per record.")
         if len(targets) != X.shape[0]:
             raise DataError("X and y have different numbers of records.")
         if not np.isfinite(targets).all():
             raise DataError("y: contains NaN or infinity. Remove or impute such records first.")
-        return self._table(X, self._targets(targets))
+        return self._table(X, self._coded(targets))
+
+    def _coded(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The targets as the kernels read them, if they are what the task says."""
+        if self.task == "regression":
+            return np.ascontiguousarray(y, dtype=np.float64)
+        classes = max(self.outputs, 2)
+        if not ((y >= 0) & (y < classes) & (y == np.floor(y))).all():
+            known = "0 and 1" if classes == 2 else f"the whole numbers 0 to {classes - 1}"
+            raise DataError(f"y: labels must be {known}. Encode the classes first.")
+        return np.ascontiguousarray(y, dtype=np.float64 if self.task == "binary" else np.int64)
 
     def _table(self, X: Any, y: npt.NDArray[Any] | None) -> Table:
         return Table(
@@ -177,19 +197,17 @@ class LinearObjective(ABC):
     def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
-        params = points[0]
-        previous = points[1] if rule.beta else params
+        params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
         if batch.indices is None:
             out += self._sum(records, params, previous, rule)
             return
         if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
-        kernels, numbers = _kernels(), rule.numbers
-        if self.outputs == 1:
-            knob = self._knob
-            kernels.add_scalar(records.packed, batch.indices, self._code, knob, params, previous, numbers, out)
-        else:
-            kernels.add_classes(records.packed, batch.indices, self.outputs, params, previous, numbers, out)
+        self.add_indexed(records.packed, batch.indices, params, previous, rule.numbers, out)
+
+    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
+        """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; for losses of one score."""
+        curvature.add_hessians(self, batch, params, clip, out)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(self, records: Table, params: Floats, previous: Floats, rule: Rule | None) -> Floats:
@@ -199,9 +217,9 @@ class LinearObjective(ABC):
         assert records.y is not None
         for block in blocks_of(records):
             y = records.y[block.which]
-            residuals = self._residuals(at.scores(block), y)
+            residuals = self.residuals(at.scores(block), y)
             if rule is not None:
-                before = None if other is None else self._residuals(other.scores(block), y)
+                before = None if other is None else self.residuals(other.scores(block), y)
                 residuals = contributions(residuals, before, records.norms[block.which], rule)
             total.add(block, residuals)
         return total.result()
@@ -231,7 +249,7 @@ class LinearObjective(ABC):
         total = 0.0
         assert records.y is not None
         for block in blocks_of(records, batch.indices):
-            losses = self._losses(at.scores(block), records.y[block.which])
+            losses = self.losses(at.scores(block), records.y[block.which])
             if bound < math.inf:
                 losses = np.fmin(np.maximum(losses, 0.0), bound)  # of a NaN and the bound, the bound
             total += float(losses.sum())
@@ -262,11 +280,3 @@ class LinearObjective(ABC):
             return weights.copy(), bias
         weights = self.transform.apply(weights)
         return weights, bias - self.transform.shift @ weights
-
-
-@cache
-def _kernels() -> Any:
-    """The compiled sums; importing them imports numba, which only index batches pay for."""
-    from quietgrad.objectives.tables import kernels
-
-    return kernels

@@ -20,6 +20,8 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.tables.layout import csr_around
 
 Floats = npt.NDArray[np.float64]
+Packed = tuple[Any, ...]
+"""What the compiled kernels read of a table: see :attr:`Table.packed`."""
 Rows = Literal["refuse", "clip", "normalize"]
 
 _EPS = float(np.finfo(np.float64).eps)
@@ -102,7 +104,8 @@ class Table:
         self.intercept = intercept
         self.transform = transform
         self.row_bound = row_bound
-        self.views: dict[int, Table] = {}  # the same rows under other transforms; shares their memory
+        self.views: dict[int, Table] = {}  # the same rows under other transforms and frames
+        self.frame: Any = None  # the public box these rows were moved into, if any
         self.features = int(X.shape[1])
         self.dim = (self.features + (intercept != 0.0)) * outputs
         """Number of parameters: (features + intercept) × outputs."""
@@ -138,7 +141,7 @@ class Table:
             yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
     @cached_property
-    def packed(self) -> tuple[Any, ...]:
+    def packed(self) -> Packed:
         """What the compiled kernels read: rows, y, norms, factors, shift, scale, intercept.
 
         Read-only views throughout: one compiled version then serves every caller's arrays.

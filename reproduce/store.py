@@ -1,0 +1,44 @@
+"""Rows of a reproduction, written one by one, so that a run that is interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import save
+
+Row = dict[str, Any]
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Store:
+    """The result file of one script: lists of rows by kind, and the tables that are made of them.
+
+    ``about`` is written beside the rows; ``tables`` makes what `quietgrad reproduce` shows and may look at all
+    rows.
+    """
+
+    path: Path
+    command: str
+    about: Mapping[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ("search", "fits")
+    tables: Callable[[dict[str, list[Row]]], list[Table]] = lambda rows: []
+
+    def rows(self, kind: str) -> list[Row]:
+        """The rows of one kind made so far."""
+        found: list[Row] = json.loads(self.path.read_text()).get(kind, []) if self.path.exists() else []
+        return found
+
+    def find(self, kind: str, **wanted: Any) -> Row | None:
+        """The first row whose fields have these values; a list is as good as a tuple."""
+        return next((row for row in self.rows(kind) if all(row.get(k) == v for k, v in wanted.items())), None)
+
+    def keep(self, kind: str, *rows: Row) -> None:
+        """Write more rows at once; the file is read again, since calls for other parts may run side by side."""
+        known = {name: self.rows(name) for name in self.kinds}
+        known[kind] = [*known[kind], *rows]
+        save(self.path, {"command": self.command, **self.about, **known, "tables": self.tables(known)})

@@ -1,0 +1,156 @@
+"""Whether numbers are what noise must be: independent standard normals, release by release and coordinate by
+coordinate.
+
+Every mechanism's noise can be mapped to standard normals under its own law (:mod:`~quietgrad.audit.mechanisms`),
+so one set of tests serves all. Rows are releases, columns coordinates. All p-values are exact, and shared out by
+Bonferroni: a correct program is accused with probability at most ``alpha``, 10⁻⁶ unless told otherwise.
+
+=============== ==========================================================================================
+L0 noise scale  Σz² of every release, every coordinate, every k-th release and coordinate, and of halves,
+                quarters, … of both: noise that is missing, or too small, anywhere
+L0 noise law    the pooled law, by 64 bins of equal probability, and the means of the same parts
+L0 freshness    every two releases, and all pairs at every distance: noise used again
+L0 coordinates  the same between coordinates
+=============== ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import betainc, chdtrc, gammainc, gammaincc, ndtr
+
+from quietgrad.audit.distinguish import Finding
+
+Floats = npt.NDArray[np.float64]
+_BINS = 64
+_LONGEST_PERIOD = 64
+_CUT = 64
+_FEWEST_PAIRED = 16  # numbers of two releases below which only all pairs of a distance are compared
+
+
+def judge_noise(samples: Floats, sigma: float, what: str, alpha: float = 1e-6) -> list[Finding]:
+    """Test noise of a claimed σ, one row per release; long rows are cut into shorter ones.
+
+    >>> rng = np.random.default_rng(0)
+    >>> [f.verdict for f in judge_noise(0.9 * rng.standard_normal((2, 10_000)), 1.0, "too little")]
+    ['violation', 'violation', 'pass', 'pass']
+    """
+    z = np.atleast_2d(samples) / sigma
+    if z.shape[1] > 8 * _CUT:
+        z = z[:, : z.shape[1] // _CUT * _CUT].reshape(-1, _CUT)
+    return judge_units(z, what, alpha)
+
+
+def judge_units(z: Floats, what: str, alpha: float = 1e-6) -> list[Finding]:
+    """Test rows of releases that are claimed to be independent standard normals.
+
+    >>> rng = np.random.default_rng(0)
+    >>> noise = rng.standard_normal((300, 64))
+    >>> [f.verdict for f in judge_units(noise, "sound")]
+    ['pass', 'pass', 'pass', 'pass']
+    >>> noise[6::7] = 0.0
+    >>> [f.layer for f in judge_units(noise, "every 7th dropped") if f.verdict == "violation"][0]
+    'L0 noise scale'
+    """
+    z = np.atleast_2d(np.asarray(z, np.float64))
+    if not np.isfinite(z).all():
+        return [Finding("L0 noise scale", what, "numbers", 0.0, math.nan, "violation")]
+    found = [_scale(z, what, alpha / 4), _law(z, what, alpha / 4)]
+    found.append(_independent(z, f"releases of {what}", "L0 freshness", alpha / 4))
+    if z.shape[1] > 1:
+        found.append(_independent(z.T, f"coordinates of {what}", "L0 coordinates", alpha / 4))
+    return found
+
+
+def _scale(z: Floats, what: str, alpha: float) -> Finding:
+    blocks = list(_blocks(z * z))
+    total, count = (np.concatenate([block[k] for block in blocks]) for k in (0, 1))
+    # χ² both ways, by the incomplete gamma function.
+    chance = 2.0 * np.minimum(gammainc(count / 2, total / 2), gammaincc(count / 2, total / 2))
+    worst = int(np.argmin(chance))
+    ratio = math.sqrt(total[worst] / count[worst])
+    if float(chance[worst]) >= alpha / len(chance):
+        return Finding("L0 noise scale", what, "σ/claim", 1.0, ratio, "pass")
+    return Finding("L0 noise scale", what, "σ/claim", 1.0, ratio, "violation", note=_where(blocks, worst))
+
+
+def _where(blocks: list[tuple[Floats, Floats, str]], place: int) -> str:
+    for sums, _, words in blocks:
+        if place < len(sums):
+            return words.format(place)
+        place -= len(sums)
+    raise IndexError(place)
+
+
+def _blocks(values: Floats) -> Iterator[tuple[Floats, Floats, str]]:
+    """Sums over parts of the releases and coordinates, how many numbers each has, and where it is."""
+    for axis, name in ((1, "release"), (0, "coordinate")):
+        sums, width = values.sum(axis=axis), values.shape[axis]
+        yield sums, np.full(len(sums), float(width)), f"{name} {{}}"
+        at = np.arange(len(sums))
+        for period in range(2, min(_LONGEST_PERIOD, len(sums) // 4) + 1):
+            part = np.bincount(at % period, weights=sums).astype(np.float64)
+            count = (width * np.bincount(at % period)).astype(np.float64)
+            yield part, count, f"every {period}th {name}, from {{}}"
+    rows, columns = (_halves(size) for size in values.shape)
+    for r in rows:
+        parts = [values[r, c] for c in columns]
+        sums, counts = np.array([p.sum() for p in parts]), np.array([float(p.size) for p in parts])
+        yield sums, counts, f"releases {r.start} to {r.stop}, part {{}} of the coordinates"
+
+
+def _halves(size: int) -> list[slice]:
+    found, parts = [], 1
+    while size // parts >= 4 and parts <= 16:
+        edges = np.linspace(0, size, parts + 1).astype(int).tolist()
+        found += [slice(a, b) for a, b in pairwise(edges)]
+        parts *= 2
+    return found or [slice(0, size)]
+
+
+def _law(z: Floats, what: str, alpha: float) -> Finding:
+    bins = min(_BINS, max(2, z.size // 20))
+    counts = np.bincount(np.minimum((ndtr(z.ravel()) * bins).astype(int), bins - 1), minlength=bins)
+    expected = z.size / bins
+    whole = float(chdtrc(bins - 1, float(((counts - expected) ** 2).sum() / expected)))
+    blocks = list(_blocks(z))
+    sums, sizes = (np.concatenate([block[k] for block in blocks]) for k in (0, 1))
+    means = 2.0 * ndtr(-np.abs(sums) / np.sqrt(sizes))
+    worst = int(np.argmin(means))
+    shifted = float(means[worst]) * len(means)
+    chance = 2.0 * min(whole, shifted)
+    if chance >= alpha:
+        return Finding("L0 noise law", what, "p", alpha, min(1.0, chance), "pass")
+    note = f"the mean at {_where(blocks, worst)}" if shifted < whole else ""
+    return Finding("L0 noise law", what, "p", alpha, chance, "violation", note=note)
+
+
+def _independent(z: Floats, what: str, layer: str, alpha: float) -> Finding:
+    """Rows that are related: any two of them, or all that lie a certain distance apart."""
+    size, width = z.shape
+    products = z @ z.T
+    squares = products.diagonal()
+    scores, tests = [0.0], 0
+    for lag in range(1, size):
+        for offset in (0, lag):
+            first = np.arange(offset, size - lag)
+            first = first[((first - offset) // lag) % 2 == 0]  # each row in one pair at most
+            if len(first) * width >= _FEWEST_PAIRED:
+                # Given the first rows, the sum of the pairs' products is exactly normal.
+                spread = math.sqrt(max(float(squares[first].sum()), 1e-300))
+                scores.append(abs(float(products[first, first + lag].sum())) / spread)
+    chances = [2.0 * float(ndtr(-max(scores)))]
+    tests += len(scores) - 1
+    if width >= _FEWEST_PAIRED:
+        lengths = np.sqrt(np.maximum(squares, 1e-300))
+        cosine = np.abs(np.triu(products / np.outer(lengths, lengths), 1)).max()
+        # The squared cosine of two independent directions is Beta(1/2, (d − 1)/2), whatever their lengths.
+        chances.append(1.0 - float(betainc(0.5, (width - 1) / 2, min(1.0, cosine**2))))
+        tests += size * (size - 1) // 2
+    worst = min(chances) * max(1, tests)
+    return Finding(layer, what, "p", alpha, min(1.0, worst), "violation" if worst < alpha else "pass")

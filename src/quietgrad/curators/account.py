@@ -1,0 +1,190 @@
+"""Who pays: every reservation and every close of quietgrad, for tables, modules, searches and parties alike.
+
+*Reserve → release → close.* An :class:`Account` is a group of people and the ledger that keeps their spending; a
+:class:`Charge` is one plan's entry in it. Opening an existing entry again demands the identical event, closing is
+idempotent, and without a ledger the events are added up in this process (:func:`spent`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quietgrad.errors import BudgetError, UnprovableError
+from quietgrad.privacy import events
+from quietgrad.privacy.accounts import checked, identity
+from quietgrad.privacy.budget import Budget, Relation
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.ledger import Ledger, Reservation
+
+
+_tally: dict[str, list[tuple[events.Event, Relation]]] = {}
+_tally_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Account:
+    """The people whose privacy is spent, where it is written down, and the most it may come to.
+
+    Args:
+        name: the people the records are about; all entries of one account compose.
+        ledger: path of a ledger file, a :class:`~quietgrad.privacy.ledger.Ledger`, or ``None``: then nothing is
+            durable, and only runs of this process are added up.
+        cap: a budget the account as a whole may not exceed; needs a ledger.
+    """
+
+    name: str = "default"
+    ledger: Ledger | str | Path | None = None
+    cap: Budget | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", checked(self.name))
+        if self.cap is not None and self.ledger is None:
+            raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
+
+    def check(self, event: events.Event, budget: Budget) -> None:
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
+        if (ledger := self._open()) is not None:
+            ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap)
+
+    def reserve(
+        self,
+        event: events.Event | None,
+        budget: Budget | None,
+        *,
+        run: str = "",
+        note: str = "",
+        contents: Iterable[bytes | memoryview] | None = None,
+        part: bool = False,
+    ) -> Charge:
+        """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
+
+        Args:
+            event, budget: ``None`` for a run without noise, which has no cost that could be stated.
+            run: its name in the ledger; empty for one that is never resumed.
+            contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
+            part: it may be a part of a table that the account knows, such as a fold.
+        """
+        if event is None or budget is None:
+            return Charge(event)
+        ledger = self._open()
+        if ledger is None:
+            with _tally_lock:
+                _tally.setdefault(identity(self.name), []).append((event, budget.relation))
+            return Charge(event)
+        from quietgrad.privacy.fingerprint import fingerprint
+
+        reservation = ledger.reserve(
+            self.name,
+            event,
+            delta=budget.delta,
+            relation=budget.relation,
+            run=run,
+            cap=self.cap,
+            note=note,
+            fingerprint=None if contents is None else fingerprint(contents),
+            part=part,
+        )
+        return Charge(event, ledger, reservation)
+
+    def reopen(self, event: events.Event | None, budget: Budget | None, *, run: str) -> Charge | None:
+        """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
+
+        What was reserved under a name pays for that event only: another one under the same name is refused.
+        """
+        ledger = self._open()
+        if event is None or budget is None or ledger is None:
+            return None
+        held = ledger.find(run)
+        if held is None:
+            return None
+        found = held.reservation
+        same = (found.event, found.delta, found.relation) == (event, budget.delta, budget.relation)
+        if not same or identity(found.account) != identity(self.name):
+            raise BudgetError(
+                f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
+                "with. Resume it with what it was started with, or start a new run."
+            )
+        return Charge(event, ledger, found, paid=held.state != "open")
+
+    def _open(self) -> Ledger | None:
+        from quietgrad.privacy.ledger import Ledger
+
+        return self.ledger if self.ledger is None or isinstance(self.ledger, Ledger) else Ledger(self.ledger)
+
+
+@dataclass
+class Charge:
+    """One plan's entry: what it may release, and whether it was closed already.
+
+    ``paid`` marks an entry that an earlier process closed: nothing new may be released under it.
+    """
+
+    event: events.Event | None
+    ledger: Ledger | None = None
+    reservation: Reservation | None = None
+    paid: bool = False
+    spent: events.Event | None = field(default=None, init=False)
+
+    def close(self, spent: events.Event | None, *, reason: str, data_dependent: bool) -> events.Event | None:
+        """Close the entry and return the event that is charged; closing again changes nothing.
+
+        Only a stop that does not depend on data gives back what was not released.
+        """
+        if self.paid or self.ledger is None or self.reservation is None:
+            self.spent = self.event if self.paid or data_dependent else spent
+        elif self.spent is None:
+            self.spent = self.ledger.close(
+                self.reservation.id, spent_event=spent, reason=reason, data_dependent=data_dependent
+            )
+        return self.spent
+
+    def part(self, event: events.Event, budget: Budget | None) -> Charge:
+        """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
+        from quietgrad.privacy.accounting import mu_of
+
+        inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
+        try:
+            pays = (
+                inner is not None
+                and budget is not None
+                and mu_of(event, relation=budget.relation) <= mu_of(inner, relation=budget.relation) * (1.0 + 1e-9)
+            )
+        except UnprovableError:
+            pays = False
+        if not pays:
+            raise UnprovableError(
+                "a round of a search is priced as one Gaussian release: only full-batch methods (algorithm=None, "
+                "WhitenedGD, DPGD) and declared classes can be searched over."
+            )
+        return Charge(event)
+
+    def cancel(self, reason: str) -> None:
+        """Give the whole entry back: right only if nothing at all was released under it."""
+        if self.ledger is not None and self.reservation is not None and not self.paid:
+            self.ledger.cancel(self.reservation.id, reason=reason)
+
+
+def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = "replace-one") -> float:
+    """The ε that all runs of this process without a ledger spent together on ``account``.
+
+    Runs under replace-one are not priced under add-remove: they publish n, and some of their bounds are about two
+    records. Other processes, joblib's workers among them, are not seen: give every run a ledger instead.
+
+    >>> spent("nobody")
+    0.0
+    """
+    from quietgrad.privacy.accounting import account as price
+
+    with _tally_lock:
+        parts = list(_tally.get(identity(account), []))
+    if not parts:
+        return 0.0
+    asked = Relation.parse(relation)
+    if asked is Relation.ADD_REMOVE and any(planned is Relation.REPLACE_ONE for _, planned in parts):
+        raise UnprovableError(f"{account}: a fit was made under replace-one; ask for what was spent under that.")
+    return price(events.composed([event for event, _ in parts]), delta=delta, relation=asked)

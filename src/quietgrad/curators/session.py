@@ -1,0 +1,350 @@
+"""The open door of a central curator: one release after another, until the plan's counts are used up.
+
+Each release draws its sample, sums clipped contributions in one compiled call, leaves a MAC of the sum in the run's
+private transcript if it has one, and lets the slot's mechanism add the noise. This is the only place, besides the
+sessions of a federation, where data meet a mechanism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.curators.account import Charge
+from quietgrad.curators.base import Spent
+from quietgrad.curators.transcript import Transcript
+from quietgrad.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
+from quietgrad.objectives.queries.labels import LabelCounts
+from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy import events
+from quietgrad.privacy.rng import SecureStream
+from quietgrad.sampling import Sampler, SinglePass
+from quietgrad.vectors import Vector, wide_zeros, zeros_like
+
+_FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
+
+
+class Drawn(NamedTuple):
+    """A release that has begun: its slot, its number there, and where its fresh records start."""
+
+    slot: str
+    number: int
+    fresh: int
+
+
+class CentralSession:
+    """The open door of a :class:`CentralCurator`; see :class:`quietgrad.curators.base.Session`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        objective: Reading,
+        records: Any,
+        key: bytes,
+        charge: Charge,
+        *,
+        transcript: Transcript | None = None,
+        again: Callable[[int], Charge] | None = None,
+        seeded: bool = False,
+    ) -> None:
+        self.plan, self.seeded = plan, seeded
+        self._key, self._again, self._transcript = key, again, transcript
+        self._charges = [charge]
+        self._epoch = 0
+        self._trusted = not charge.paid and (transcript is None or transcript.complete)
+        self._private = plan.budget is not None
+        self._filter = plan.schedule.composition == "filter"
+        self._closed = False
+        self.rho_left = plan.event_rho if self._filter and plan.budget is not None else math.inf
+        self._slots = {slot.name: slot for slot in plan.schedule.slots}
+        self._multipliers = {slot.name: slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots}
+        self._used = dict.fromkeys(self._slots, 0)
+        self._begun: set[Drawn] = set()  # drawn and not yet released
+        self._fresh_at = 0  # fresh records taken by single passes
+        self._see(objective, records)
+        self._draw_from(key)
+
+    def _see(self, objective: Reading, records: Any) -> None:
+        self.objective: Any = objective
+        self._records = records
+        self.regularizer: Regularizer = objective.regularizer
+        self._zero = zeros_like(objective.initial(records))
+        self._dim = len(self._zero)
+        self._compiled = objective.silent_batches
+
+    def _draw_from(self, key: bytes) -> None:
+        """Samples and noise of all slots from ``key``, by number of the release: a replay draws the same."""
+        n = len(self._records)
+        passes = [slot.sampling for slot in self._slots.values() if isinstance(slot.sampling, SinglePass)]
+        # One store of unused records serves all single-pass slots of a plan.
+        self._fresh = passes[0].sampler(n, SecureStream(key, "sample/fresh")) if passes else None
+        self._samplers: dict[str, Sampler] = {
+            name: slot.sampling.sampler(n, SecureStream(key, f"sample/{name}"))
+            for name, slot in self._slots.items()
+            if not isinstance(slot.sampling, SinglePass)
+        }
+        self._batches: dict[Drawn, Batch] = {}  # of releases that have begun and are not over
+        self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
+        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
+
+    # --- what algorithms ask ----------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> dict[str, int]:
+        return dict(self._used)
+
+    @property
+    def charge(self) -> Charge:
+        """The entry that pays for this session."""
+        return self._charges[-1]
+
+    def initial(self) -> Vector:
+        """The starting point, which depends on no record."""
+        return self.objective.initial(self._records)
+
+    def expected_batch(self, slot: str) -> float:
+        return self._slot(slot).sampling.expected_batch(self.plan.n_public)
+
+    def uniform(self, label: str) -> float:
+        return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
+
+    def draw(self, slot: str) -> Drawn:
+        """Begin a release: it counts from here on, whether or not it is ever made.
+
+        For a loop that reads the records itself (:meth:`batch`): whoever has seen them may act on them.
+        """
+        begun = self._begin(slot, "release")
+        self._begun.add(begun)
+        return begun
+
+    def _begin(self, slot: str, verb: str) -> Drawn:
+        chosen = self._slot(slot)
+        if chosen.mechanism.verb != verb:
+            raise BudgetError(
+                f"{slot!r} was planned as {chosen.mechanism.what}, to be asked by {chosen.mechanism.verb}(): by "
+                f"{verb}() it would cost otherwise."
+            )
+        if self._closed:
+            raise BudgetError("this session is closed; open a new one for a new plan.")
+        number = self._used[slot]
+        if number >= chosen.count:
+            raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
+        begun = Drawn(slot, number, self._fresh_at)
+        if isinstance(chosen.sampling, SinglePass):
+            self.batch(begun)  # refuses when fresh records are used up, before anything counts
+            self._fresh_at += chosen.sampling.batch_size
+        self._used[slot] = number + 1
+        return begun
+
+    def batch(self, drawn: Drawn) -> Batch:
+        """The records of a release that has begun, drawn once, and the secret of its own randomness."""
+        found = self._batches.get(drawn)
+        if found is None:
+            found = self._batches[drawn] = self._batch(drawn)
+        return found
+
+    def _batch(self, drawn: Drawn) -> Batch:
+        sampler = self._samplers.get(drawn.slot)
+        indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
+        # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
+        key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
+        return Batch(self._records, indices, key)
+
+    def _take_fresh(self, drawn: Drawn) -> npt.NDArray[np.int64]:
+        sampling = self._slots[drawn.slot].sampling
+        assert self._fresh is not None
+        assert isinstance(sampling, SinglePass)
+        self._fresh.skip_to(drawn.fresh)
+        return self._fresh.take(sampling.batch_size)
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        return self._answer(self._begin(slot, "release"), query, rho)
+
+    def release_drawn(self, drawn: Drawn, query: Query, *, rho: float | None = None) -> Vector:
+        """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
+        if drawn not in self._begun:
+            raise BudgetError("this sample was released already, or is none of this session's.")
+        self._begun.remove(drawn)
+        return self._answer(drawn, query, rho)
+
+    def _answer(self, drawn: Drawn, query: Query, rho: float | None) -> Vector:
+        slot, bound = drawn.slot, query.bound
+        dim = query.dim(self._records)
+        multiplier = self._multiplier(slot, rho) if self._private else 0.0
+        while True:
+            # Sums are kept in float64, in which C holds for any number of records.
+            out = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
+            batch = self._batches.pop(drawn, None) or self._batch(drawn)
+            if not self._private:
+                self._sum(query, batch, out)
+                return self._narrow(out)
+            if bound == 0.0:  # zero whatever the data, so nothing needs to look at them
+                return self._narrow(out)
+            self._sum(query, batch, out)
+            total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
+            if self._transcript is None or self._settled(drawn, (multiplier, bound), total):
+                self._sources[slot].add(total, drawn.number, multiplier, bound)
+                return total if isinstance(out, np.ndarray) else self._narrow(out.new_tensor(total))
+
+    def _narrow(self, out: Vector) -> Vector:
+        """A released vector in the precision of the parameters; sums are wider."""
+        return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
+
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        begun = self._begin(slot, "choose")
+        bound = max(float(query.bound) for query in queries)
+        if self._private:
+            self._spend(rho)
+        while True:
+            scores = np.array([self._score(query, begun) for query in queries])
+            if offsets is not None:
+                scores += np.asarray(offsets, np.float64)
+            if not self._private:
+                return int(np.argmin(scores))
+            if self._settled(begun, (rho, bound), scores):
+                return self._sources[slot].choose(scores, begun.number, rho, bound)
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        begun = self._begin(slot, "first_below")
+        multiplier = self._multiplier(slot, None) if self._private else 0.0
+        while True:
+            looked: list[float] = []
+
+            def values(seen: list[float] = looked) -> Iterator[tuple[float, float]]:
+                for query in queries:
+                    seen.append(self._score(query, begun))
+                    yield seen[-1], float(query.bound)
+
+            if not self._private:
+                return next((k for k, (value, _) in enumerate(values()) if value <= threshold), None)
+            found = self._sources[slot].first_below(values(), threshold, begun.number, multiplier)
+            if self._settled(begun, (multiplier, threshold), np.array(looked)):
+                return found
+
+    def discover(self, slot: str, query: LabelCounts) -> npt.NDArray[Any]:
+        begun = self._begin(slot, "discover")
+        multiplier, bound = self._multiplier(slot, None) if self._private else 0.0, float(query.bound)
+        while True:
+            labels, counts = query.count(self.batch(begun))
+            if not self._private:
+                return labels
+            content = np.frombuffer(repr(labels.tolist()).encode(), np.uint8)
+            if self._settled(begun, (multiplier, bound), counts, content):
+                return query.kept(labels, self._sources[slot].passing(counts, begun.number, multiplier, bound))
+
+    def reread(self, objective: Reading, data: Any) -> None:
+        """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
+        records = objective.prepare(data)
+        if len(records) != len(self._records):
+            raise DataError("the records changed within a run: go on with the same people in the same order.")
+        self._see(objective, records)
+
+    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
+        if self._closed:
+            raise BudgetError("this session is closed already; open a new one for a new plan.")
+        self._closed = True
+        if not self._private:
+            return Spent(None, self.used, reason, data_dependent)
+        # Releases of a run that was resumed on other sums are spread over its entries: each stays whole.
+        whole = data_dependent or len(self._charges) > 1
+        spent = [
+            charge.close(self._spent_event(whole), reason=reason, data_dependent=whole) for charge in self._charges
+        ]
+        return Spent(events.composed([event for event in spent if event is not None]), self.used, reason, whole)
+
+    # --- continuing after an interruption ---------------------------------------------------------------------
+
+    @property
+    def epochs(self) -> int:
+        """How often the plan was charged: once, and again for each time a resumed run asked something else."""
+        return len(self._charges)
+
+    def advance(self, used: Mapping[str, int], rho_left: float | None) -> None:
+        """Continue after the first ``used`` releases of each slot."""
+        for name, count in used.items():
+            self._slot(name)
+            self._used[name] = count
+        shares = ((s.sampling, self._used[s.name]) for s in self._slots.values())
+        self._fresh_at = sum(p.batch_size * count for p, count in shares if isinstance(p, SinglePass))
+        if rho_left is not None:
+            self.rho_left = rho_left
+
+    def _settled(self, begun: Drawn, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
+        """Whether this release may be made as it stands: it is new, or the very one that was made before.
+
+        If not, samples and noise come from a new epoch by now, and the sum has to be made again.
+        """
+        log = self._transcript
+        if log is None:
+            return True
+        mac = log.mac(begun.slot, begun.number, settings, *sums)
+        epoch, before = log.known(begun.slot, begun.number) or (-1, b"")
+        if epoch == self._epoch and before == mac:
+            return True
+        if epoch < self._epoch == log.epoch and self._trusted:  # never asked in this epoch
+            log.record(begun.slot, begun.number, mac)
+            return True
+        self._enter(log.epoch if log.epoch > self._epoch else log.epoch + 1)
+        return False
+
+    def _enter(self, epoch: int) -> None:
+        """Go on in another epoch, with its own samples and noise, after it is charged."""
+        assert self._transcript is not None
+        assert self._again is not None
+        charge = self._again(epoch)
+        if epoch > self._transcript.epoch:
+            self._transcript.fork()
+        self._charges.append(charge)
+        self._epoch, self._trusted = epoch, self._transcript.complete and not charge.paid
+        self._draw_from(self._transcript.key(epoch))
+
+    # --- one release ------------------------------------------------------------------------------------------
+
+    def _slot(self, name: str) -> Slot:
+        return self._slots.get(name) or self.plan.schedule[name]  # raises, naming what the plan holds
+
+    def _score(self, query: Query, begun: Drawn) -> float:
+        score = np.zeros(1)
+        self._sum(query, self.batch(begun), score)
+        return float(score[0])
+
+    def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
+        if self._compiled and batch.indices is not None:  # compiled sums never warn
+            query.sum_into(self.objective, batch, out)
+            return
+        # A warning about an overflow would tell that there is a record that causes it.
+        with np.errstate(all="ignore"):
+            query.sum_into(self.objective, batch, out)
+
+    def _spent_event(self, data_dependent: bool) -> events.Event:
+        budget = self.plan.budget
+        assert budget is not None
+        if self._filter and self.rho_left < self.plan.event_rho:
+            return events.ZCDP(self.plan.event_rho - self.rho_left, budget.relation)
+        whole = data_dependent or self.plan.whole_only or not any(self._used.values())
+        return self.plan.event if whole else self.plan.event_of(self._used)
+
+    def _multiplier(self, slot: str, rho: float | None) -> float:
+        if rho is None:
+            if self._filter:
+                raise BudgetError(_FILTER_ONLY)
+            return self._multipliers[slot]
+        from quietgrad.privacy.accounting import noise_multiplier_for_rho
+
+        self._spend(rho)
+        assert self.plan.budget is not None
+        return noise_multiplier_for_rho(rho, self.plan.budget.relation)
+
+    def _spend(self, rho: float) -> None:
+        if not self._filter:  # where nothing would count it
+            raise BudgetError(_FILTER_ONLY)
+        if not 0.0 < rho <= self.rho_left:
+            raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
+        self.rho_left -= rho

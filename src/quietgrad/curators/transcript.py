@@ -1,0 +1,167 @@
+"""What a run has released, in private: a MAC of every sum before its noise, so that replay is by content.
+
+An interrupted run continues from its last checkpoint and asks again for what it had released after it. The same
+noise on the same sum tells nothing new; the same noise on any other sum lets anyone subtract the two. So each
+release first leaves a MAC of everything that determines it but the noise (slot, number, multiplier, bound, and the
+sum itself) here. Asked again, a release whose MAC agrees is a replay and free; one whose MAC differs begins a new
+*epoch*: fresh samples, fresh noise, and a new charge. Which of the two happened is nobody else's to know, so
+nothing is raised.
+
+Lines are written before a release leaves, and survive a killed process. After a power cut the last ones may be
+missing; the file remembers which start of the machine wrote it, and a run resumed after another start does not
+trust that what is missing was never released.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError, LedgerError
+from quietgrad.privacy.rng import SecureStream
+
+_MAC_BYTES = 16
+
+
+class Transcript:
+    """MACs of the releases of one run, in a 0600 file that one process at a time may hold.
+
+    The file belongs beside the run's key, not into its folder: a folder is copied, and two copies that are resumed
+    must find one transcript.
+
+    Args:
+        path: the file.
+        run: the run's name.
+        key: the run's secret key.
+        resumed: whether the run had begun before. Then a file that is missing hides what was released, and
+            nothing is trusted to be new.
+
+    >>> import tempfile
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> log = Transcript(Path(folder.name) / "transcript", "run", seed_key(0))
+    >>> mac = log.mac("gradient", 0, [1.5, 1.0], np.ones(3))
+    >>> log.record("gradient", 0, mac)
+    >>> log.close()
+    >>> again = Transcript(Path(folder.name) / "transcript", "run", seed_key(0), resumed=True)
+    >>> again.known("gradient", 0) == (0, mac), again.known("gradient", 1), again.complete
+    (True, None, True)
+    >>> again.close()
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, path: Path, run: str, key: bytes, *, resumed: bool = False) -> None:
+        self.path, self._key, self.resumed = path, key, resumed
+        self._mac_key = SecureStream(key, "transcript").bytes(0, 32)
+        self._nonces: list[str] = []  # of the epochs after the first
+        self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
+        self.complete = True
+        """Whether a release that is not here was certainly never made."""
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise DataError(
+                f"run {run}: another process is running it. Two would use the same noise; wait for it, or stop it "
+                "first."
+            ) from None
+        try:
+            self._read(run)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch."""
+        return len(self._nonces)
+
+    def key(self, epoch: int) -> bytes:
+        """The key of samples and noise of an epoch."""
+        if epoch == 0:
+            return self._key
+        return SecureStream(self._key, f"epoch/{self._nonces[epoch - 1]}").bytes(0, len(self._key))
+
+    def known(self, slot: str, number: int) -> tuple[int, bytes] | None:
+        """The epoch and the MAC that a release was last made with."""
+        return self._known.get((slot, number))
+
+    def mac(self, slot: str, number: int, settings: Iterable[float], *sums: npt.NDArray[np.generic]) -> bytes:
+        """A MAC of a release before its noise."""
+        digest = hashlib.blake2b(key=self._mac_key, digest_size=_MAC_BYTES)
+        digest.update(f"{slot}\0{number}\0{[float(x).hex() for x in settings]}".encode())
+        for total in sums:
+            digest.update(f"\0{total.dtype} {total.shape}\0".encode())
+            digest.update(np.ascontiguousarray(total).data)
+        return digest.digest()
+
+    def record(self, slot: str, number: int, mac: bytes) -> None:
+        """The release is about to be made; when this returns, no death of the process can hide it."""
+        self._known[slot, number] = (self.epoch, mac)
+        self._write(f"{number} {mac.hex()} {slot}")
+
+    def fork(self) -> int:
+        """Begin a new epoch, durably, and return its number."""
+        nonce = os.urandom(16).hex()
+        self._write(f"fork {nonce}")
+        os.fsync(self._file)
+        self._nonces.append(nonce)
+        self.complete = True
+        return self.epoch
+
+    def sync(self) -> None:
+        """Bring what was written to the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, line: str) -> None:
+        os.write(self._file, f"{line}\n".encode())
+
+    def _read(self, run: str) -> None:
+        content = b"".join(iter(lambda: os.read(self._file, 1 << 20), b""))
+        whole, newline, torn = content.rpartition(b"\n")
+        if not newline or not self.resumed:
+            os.ftruncate(self._file, 0)
+            self._write(json.dumps({"run": run, "boot": _boot()}))
+            self.complete = not self.resumed
+            return
+        if torn:  # cut by a crash before its release left
+            os.ftruncate(self._file, len(whole) + 1)
+        head, *lines = whole.decode(errors="replace").split("\n")
+        try:
+            header = json.loads(head)
+            if header["run"] != run:
+                raise LedgerError(f"{self.path}: is of another run; resume in the folder the run was started in.")
+            self.complete = header["boot"] == _boot()
+            for line in lines:
+                first, second, *rest = line.split(" ", 2)
+                if first == "fork":
+                    self._nonces.append(second)
+                else:
+                    self._known[rest[0], int(first)] = (self.epoch, bytes.fromhex(second))
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise LedgerError(
+                f"{self.path}: is damaged, so nobody can tell what was released; remove the folder and pay for a "
+                "new run."
+            ) from None
+
+
+def _boot() -> str:
+    """Which start of the machine this is; unknown ones never agree."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.urandom(16).hex()

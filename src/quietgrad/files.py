@@ -1,0 +1,157 @@
+"""Files made by others, and files of our own: read within limits, written whole, privately and through no link.
+
+Reading never waits for a pipe, never opens a device and never takes more than a stated number of bytes. Writing
+goes to a fresh file with an unpredictable name that cannot be a link somebody laid there, and replaces the target
+in one step, so a crash leaves the old file or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+from quietgrad.errors import DataError
+
+SMALL = 64 << 20  # bytes: the largest JSON or TOML file that is read
+_DEEPEST = 64  # levels: nothing of ours nests deeper than a dozen
+
+
+def reason(error: OSError) -> str:
+    """What the system said, with the number's name: people search for ENOSPC, not for its translation.
+
+    >>> reason(OSError(28, "No space left on device"))
+    'No space left on device, ENOSPC'
+    """
+    words = error.strerror or type(error).__name__
+    return f"{words}, {errno.errorcode[error.errno]}" if error.errno in errno.errorcode else words
+
+
+def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
+    """Refuse what is not a plain file, before it is opened: opening a pipe may wait for ever.
+
+    Raises ``FileNotFoundError`` and other ``OSError`` as ``os.stat`` does.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
+        raise DataError(f"{os.fspath(path)}: is {kind}, not a file.")
+    return found
+
+
+def read_bytes(path: str | os.PathLike[str], *, most: int | None = None) -> bytes:
+    """The bytes of a plain file of at most ``most`` bytes; ``OSError`` as ``open`` raises it.
+
+    >>> read_bytes("/dev/null")
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: /dev/null: is a pipe, socket or device, not a file.
+    """
+    check_regular(path)
+    # Between the look and the opening somebody may put a pipe there: do not wait for it, and look again.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{os.fspath(path)}: is not a plain file.")
+        content = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise DataError(f"{os.fspath(path)}: has more than {most} bytes, which no such file needs.")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], *, most: int = SMALL) -> str:
+    """The text of a plain UTF-8 file; ``ValueError`` if it is none."""
+    return read_bytes(path, most=most).decode("utf-8")
+
+
+def read_json(path: str | os.PathLike[str], *, most: int = SMALL) -> Any:
+    """What a JSON file holds; ``ValueError`` if it is none, ``OSError`` if it cannot be read."""
+    return parse_json(read_bytes(path, most=most))
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """What a JSON text says; ``ValueError`` for everything else, texts that nest without end included.
+
+    >>> parse_json("[" * 100000)
+    Traceback (most recent call last):
+    ValueError: nested more than 64 deep
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {_DEEPEST} deep") from None
+    brackets = (b"[", b"{") if isinstance(text, bytes | bytearray) else ("[", "{")
+    if sum(text.count(bracket) for bracket in brackets) > _DEEPEST:  # type: ignore[arg-type]
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for holder in level
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {_DEEPEST} deep")
+
+
+def write_atomically(path: Path, content: bytes, *, private: bool = False, sync_name: bool = True) -> None:
+    """Replace ``path`` by ``content`` in one step; with ``private`` only its owner may read it.
+
+    A link at ``path`` is replaced by the file, not followed. Without ``sync_name`` a power cut may bring the old
+    file back.
+    """
+    fresh = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.tmp")
+    # The number of rights is cut by the umask, as for every file that a user makes.
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+    if sync_name:
+        sync_folder(path.parent)
+
+
+def append_privately(path: Path, content: bytes) -> None:
+    """Add ``content`` to a file that only its owner may read, durably; a link is not followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(path, flags, 0o600), "ab") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise DataError(f"{path}: is not a plain file.")
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def close_to_others(folder: Path) -> None:
+    """Take all rights of others from everything below ``folder``, whatever wrote it."""
+    for place, folders, files in os.walk(folder):
+        os.chmod(place, 0o700)
+        for name in (*folders, *files):
+            path = os.path.join(place, name)
+            if not os.path.islink(path):
+                os.chmod(path, os.stat(path).st_mode & 0o700)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the creation or removal of a file in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,406 @@
+"""Mechanisms: what a kind of release costs, and how its noise is added. Noise meets data here and nowhere else.
+
+A mechanism is a frozen, public object of a plan's slot. It knows three things: the event that prices it, the
+source that adds its noise to release k from a keyed stream, and how to say itself in words and JSON. Sessions,
+central, federated or local, hold a source and do not know which one: another mechanism is another class here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import BudgetError
+from quietgrad.privacy import events
+from quietgrad.privacy.accounting import sensitivity_factor
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.noise import (
+    l2_laplace,
+    l2_laplace_for,
+    noisy_argmax,
+    release_gaussian,
+    release_l2_laplace,
+    sigma_for,
+)
+from quietgrad.privacy.rng import SecureStream
+
+__all__ = [
+    "AboveThreshold",
+    "FrequentLabels",
+    "GaussianNoise",
+    "L2LaplaceNoise",
+    "Mechanism",
+    "NoisyChoice",
+    "Source",
+    "from_json",
+]
+
+Floats = npt.NDArray[np.float64]
+Sampled = Callable[[events.Event], events.Event]
+"""What secret sampling makes of the event of one release."""
+
+_KINDS: dict[str, type[Mechanism]] = {}
+_BLOCK_NUMBERS = 2**16  # large enough to amortise a call into the stream, small enough for the cache
+
+
+class Source:
+    """The noise of one slot, addressed by the number of the release; one number serves one release only.
+
+    A source answers the verbs of its mechanism and no others.
+    """
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        """Replace the sum ``total``, to which a record contributes at most ``bound``, by what may be published."""
+        raise NotImplementedError
+
+    def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
+        """The position of the least of ``scores``, by a choice that is ρ-zCDP."""
+        raise NotImplementedError
+
+    def first_below(
+        self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
+    ) -> int | None:
+        """The position of the first (value, bound) that is noisily at most ``threshold``."""
+        raise NotImplementedError
+
+    def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
+        """Which of some counts, of whatever labels there are, may be told of."""
+        raise NotImplementedError
+
+
+class Mechanism(ABC):
+    """Base of all mechanisms; a frozen value that can be written as JSON and read back."""
+
+    kind: ClassVar[str]
+    verb: ClassVar[str] = "release"
+    """What a session is asked for it; asked otherwise it would cost otherwise."""
+    what: ClassVar[str] = "a sum"
+    noise: ClassVar[str] = "Gaussian"
+    in_secure_sums: ClassVar[bool] = True
+    """Whether its noise can be made inside a secure sum, where only Gaussian shares add up to it."""
+    in_mpc: ClassVar[bool] = True
+    """Whether servers can draw that noise together, as integers that nobody sees."""
+    one_curator: ClassVar[bool] = False
+    """Whether it needs somebody who sees all records' exact numbers."""
+    whole_run: ClassVar[bool] = False
+    """Whether the releases have a price together only, so that nothing may stand between them."""
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        _KINDS[kind] = cls
+
+    @abstractmethod
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """The event of one release that everybody takes part in."""
+
+    def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
+        """The event of ``count`` releases, each on a secret sample."""
+        return events.repeated(self.once(multiplier, relation), count)
+
+    @abstractmethod
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """Noise for at most ``count`` releases under ``key`` and a label that no other source uses."""
+
+    @property
+    def scale(self) -> float:
+        """What the noise multiplier of a slot is multiplied by when noise is added."""
+        return 1.0
+
+    @property
+    def loudness(self) -> float:
+        """Standard deviation of the noise of one release ÷ z·C."""
+        return 1.0
+
+    def describe(self, multiplier: float) -> str:
+        """The noise in words."""
+        return f"{self.noise} noise of scale {multiplier:.4g}·C"
+
+    def stated(self, multiplier: float) -> str:
+        """The noise in the few words of a table."""
+        return f"{self.noise}, σ = {multiplier:.4g} C"
+
+    def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
+        """Raise unless ``count`` releases on such a sampling have a proof; most mechanisms do not mind.
+
+        Args:
+            participation: in how many releases a record is at most, and how far they are apart at least, if that is
+                fixed; ``None`` if it is drawn.
+            sampling: in words.
+        """
+        return
+
+    def over(self, releases: int, participations: int, separation: int) -> Mechanism:
+        """The same for a run of another length; most are the same for all."""
+        return self
+
+    def reach(self, dim: int) -> float:
+        """A length, in noise scales, that ``dim`` numbers of noise exceed with probability below 10⁻¹²."""
+        return math.sqrt(dim) + 10.0
+
+    def to_json(self) -> Any:
+        """The kind, or an object with the kind and the settings if there are any."""
+        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {"kind": self.kind, **fields} if fields else self.kind
+
+
+def from_json(data: Any) -> Mechanism:
+    """Rebuild a mechanism from :meth:`Mechanism.to_json`; whatever is not known exactly is refused.
+
+    >>> from_json("gaussian"), from_json(FrequentLabels(1e-9).to_json())
+    (GaussianNoise(), FrequentLabels(failure=1e-09))
+    """
+    import quietgrad.privacy.correlated  # noqa: F401 — registers its kind; it builds on this module
+
+    fields = {"kind": data} if isinstance(data, str) else dict(data) if isinstance(data, dict) else {}
+    kind = _KINDS.get(fields.pop("kind", None))
+    if kind is None or set(fields) != {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
+        raise ValueError(f"mechanism={data!r}: must be one of {', '.join(sorted(_KINDS))} with its settings.")
+    return kind(**fields)
+
+
+@dataclass(frozen=True)
+class GaussianNoise(Mechanism, kind="gaussian"):
+    """N(0, (z·C)²) on every coordinate of a sum, on the integer grid.
+
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> total = np.zeros(2)
+    >>> GaussianNoise().source(seed_key(0), "gradient", 10).add(total, 3, 1.0, 1.0)
+    >>> bool(total.any()), GaussianNoise().once(2.0, Relation.ADD_REMOVE)
+    (True, Gaussian(noise_multiplier=2.0))
+    """
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """``Gaussian(z)``."""
+        return events.Gaussian(multiplier)
+
+    def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
+        """Amplified by the secrecy of the sample."""
+        return events.repeated(sampled(self.once(multiplier, relation)), count)
+
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """Unit normals in blocks, scaled by z·C."""
+        return _GaussianSource(key, label, count)
+
+
+class _GaussianSource(Source):
+    def __init__(self, key: bytes, label: str, count: int) -> None:
+        self._units = UnitNoise(key, f"unit/{label}", count)
+        self._asked: tuple[float, float, int] | None = None  # what the scale below is for
+        self._scale = (0.0, 0.0)
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        asked = (multiplier, bound, len(total))
+        if asked != self._asked:  # a slot mostly asks for the same again
+            self._scale, self._asked = sigma_for(*asked), asked
+        release_gaussian(total, self._units.row(release, len(total)), *self._scale)
+
+
+@dataclass(frozen=True)
+class L2LaplaceNoise(Mechanism, kind="pure"):
+    """Noise of density ∝ exp(−‖x‖/(z·C)): pure ε = Δ/(z·C) (paper 004, Theorem 1)."""
+
+    what: ClassVar[str] = "a model"
+    noise: ClassVar[str] = "L2-Laplace"
+    in_secure_sums: ClassVar[bool] = False
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """``Pure(Δ/(z·C))``."""
+        return events.Pure(sensitivity_factor(relation) / multiplier, relation)
+
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """A Gamma length in a uniform direction."""
+        return _L2LaplaceSource(SecureStream(key, f"noise/{label}"))
+
+    def reach(self, dim: int) -> float:
+        """The length is Gamma(dim)."""
+        return dim + 40.0 + 10.0 * math.sqrt(dim)
+
+
+class _L2LaplaceSource(Source):
+    def __init__(self, stream: SecureStream) -> None:
+        self._stream = stream
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        # On the grid both C and Δ grow by √d steps, so scale ÷ C = multiplier holds with the growth in it.
+        release_l2_laplace(total, *l2_laplace_for(1.0 / multiplier, bound, len(total)), self._stream, release)
+
+
+@dataclass(frozen=True)
+class NoisyChoice(Mechanism, kind="choice"):
+    """The least of several sums by the exponential mechanism, whose bounded range makes it ε²/8-zCDP.
+
+    Where nobody may see exact sums (parties with their own noise, secure sums) the sums are released with
+    Gaussian noise of the same ρ instead, and the choice is post-processing.
+    """
+
+    verb: ClassVar[str] = "choose"
+    what: ClassVar[str] = "the position of the least of several sums"
+    noise: ClassVar[str] = "Gumbel"
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """ρ-zCDP with the ρ of a Gaussian release of this multiplier."""
+        return events.ZCDP((sensitivity_factor(relation) / multiplier) ** 2 / 2.0, relation)
+
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """Gumbel noise for exact scores, Gaussian noise for shared ones."""
+        return _ChoiceSource(key, label, count)
+
+
+class _ChoiceSource(_GaussianSource):
+    def __init__(self, key: bytes, label: str, count: int) -> None:
+        super().__init__(key, label, count)
+        self._choices = SecureStream(key, f"choice/{label}")
+
+    def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
+        # Scores are sums of numbers in [0, bound], which one record moves by at most the bound under either
+        # relation; the exponential mechanism of parameter ε is ε²/8-zCDP.
+        return noisy_argmax(-scores, math.sqrt(8.0 * rho), bound, self._choices, release)
+
+
+@dataclass(frozen=True)
+class AboveThreshold(Mechanism, kind="threshold"):
+    """The first small number of a list (Dwork and Roth 2014, Algorithm 1): one pure release however long the list.
+
+    Laplace noise of twice the release's scale on the threshold and of four times on each number. Both are rounded
+    to a public grid before they meet the noise, which is on it too.
+    """
+
+    verb: ClassVar[str] = "first_below"
+    what: ClassVar[str] = "the first of many numbers to pass a test"
+    noise: ClassVar[str] = "Laplace"
+    in_secure_sums: ClassVar[bool] = False
+    one_curator: ClassVar[bool] = True
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """``Pure(Δ/(z·C))``."""
+        return events.Pure(sensitivity_factor(relation) / multiplier, relation)
+
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """A block of Laplace numbers per search."""
+        return _ThresholdSource(SecureStream(key, f"noise/{label}"))
+
+
+class _ThresholdSource(Source):
+    def __init__(self, stream: SecureStream) -> None:
+        self._stream = stream
+
+    def first_below(
+        self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
+    ) -> int | None:
+        first = release << 32  # blocks of the stream: as many searches as there are releases
+        level = bound = scale = step = 0.0
+        for position, (value, its_bound) in enumerate(values):
+            if position == 0:
+                bound = its_bound
+                scale, step = l2_laplace_for(1.0 / multiplier, bound, 1)
+                level = round(threshold / step) * step
+                level += float(l2_laplace(1, 2.0 * scale, self._stream, first, step)[0])
+            if its_bound != bound:
+                raise BudgetError("one search compares numbers of one bound; scale the queries to it.")
+            # Whatever is not a number counts as far above: an error would tell which record caused it.
+            noisy = round(value / step) * step if math.isfinite(value) else math.inf
+            noisy += float(l2_laplace(1, 4.0 * scale, self._stream, first + position + 1, step)[0])
+            if noisy <= level:
+                return position
+        return None
+
+
+@dataclass(frozen=True)
+class FrequentLabels(Mechanism, kind="labels"):
+    """Which labels a table has: a Gaussian count per label, and only those above a threshold leave.
+
+    For labels that both of two neighbouring tables have, the counts are a Gaussian release. A label that only one
+    of them has occurs there once, and passes the threshold with probability at most ``failure``, independently of
+    the other counts; otherwise it might as well not be there. Hence a Gaussian release that may fail.
+
+    >>> FrequentLabels(1e-9).threshold(10.0, 1.0) > 50
+    True
+    """
+
+    failure: float
+
+    verb: ClassVar[str] = "discover"
+    what: ClassVar[str] = "the labels whose noisy count passes a threshold"
+    in_secure_sums: ClassVar[bool] = False
+    one_curator: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.failure < 1.0:
+            raise ValueError(f"failure={self.failure!r}: must be a probability in (0, 1).")
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """A Gaussian release of the counts, and the failure of the threshold."""
+        return events.Composed((events.Gaussian(multiplier), events.Failure(self.failure)))
+
+    def scale(self, multiplier: float, bound: float) -> tuple[float, float]:
+        """σ and the grid's step of the counts.
+
+        Neighbours differ in two counts at most, so no other is rounded apart: dim is 2. The number of labels must
+        not enter: it would make the noise depend on the data.
+        """
+        return sigma_for(multiplier, bound, dim=2)
+
+    def threshold(self, multiplier: float, bound: float) -> float:
+        """The noisy count a label must pass: that of one record does with probability at most ``failure``."""
+        from scipy.special import ndtri
+
+        sigma, step = self.scale(multiplier, bound)
+        return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
+
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """Normals for as many labels as there are."""
+        return _LabelSource(self, SecureStream(key, f"noise/{label}"))
+
+
+class _LabelSource(Source):
+    def __init__(self, mechanism: FrequentLabels, stream: SecureStream) -> None:
+        self._mechanism, self._stream = mechanism, stream
+
+    def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
+        total = np.array(counts, dtype=np.float64)
+        unit = self._stream.normal(release, len(total))
+        release_gaussian(total, unit, *self._mechanism.scale(multiplier, bound))
+        return np.asarray(total > self._mechanism.threshold(multiplier, bound))
+
+
+class UnitNoise:
+    """N(0, 1) numbers addressed by release and length, made many releases at a time; one serves one draw only.
+
+    One call into the stream costs more than a short vector.
+
+    Args:
+        key, label: of the stream they come from.
+        count: how many releases there can be, if that is known: a short run draws no more.
+
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> noise = UnitNoise(seed_key(0), "noise")
+    >>> noise.row(3, 5).tolist() == noise.row(3, 5).tolist(), noise.row(3, 5).tolist() == noise.row(4, 5).tolist()
+    (True, False)
+    """
+
+    def __init__(self, key: bytes, label: str, count: int = _BLOCK_NUMBERS) -> None:
+        self._key, self._label, self._count = key, label, count
+        self._kept: dict[int, tuple[int, Floats]] = {}  # by length: first release, its and later rows
+
+    def row(self, release: int, dim: int) -> Floats:
+        """The numbers of ``release``; lengths do not share words of a stream."""
+        first, rows = self._kept.get(dim, (0, _NOTHING))
+        if not 0 <= release - first < len(rows):
+            first, rows = self._kept[dim] = self._block(release, dim)
+        units: Floats = rows[release - first]
+        return units
+
+    def _block(self, release: int, dim: int) -> tuple[int, Floats]:
+        size = max(1, min(_BLOCK_NUMBERS // max(dim, 1), self._count))
+        number = release // size
+        return number * size, SecureStream(self._key, f"{self._label}/{dim}").normal(number, (size, dim))
+
+
+_NOTHING: Floats = np.empty((0, 0))

@@ -1,0 +1,51 @@
+"""Text that was not written here, made fit for a terminal, a log or a page.
+
+Names of columns and accounts, reasons that another party gives and the messages of libraries all end up before
+somebody's eyes. Control characters there can clear a screen, fill a clipboard or rename a window, bidirectional
+marks can turn ``ε = 10`` around, and a line break can forge a line of our own. Everything that is printed passes
+through here, and so does the text of every error that quietgrad raises.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+MOST = 4000  # characters: nobody reads more, and a message of megabytes hides the others
+
+
+def shown(text: object, *, most: int = MOST) -> str:
+    """``text`` on one line, with everything that is not a visible character spelt out.
+
+    >>> shown("clinic\\x1b]0;pwned\\x07")
+    'clinic\\\\x1b]0;pwned\\\\x07'
+    >>> shown("ε\\u202e01 = ε"), shown("two\\nlines"), shown("naïve 数据 ≤ 1"), shown("abcdef", most=3)
+    ('ε\\\\u202e01 = ε', 'two\\\\nlines', 'naïve 数据 ≤ 1', 'abc… (3 more characters)')
+    """
+    words = str(text)
+    left = len(words) - most
+    if left > 0:
+        return f"{shown(words[:most], most=most)}… ({left} more characters)"
+    if words.isascii() and words.isprintable():
+        return words
+    return "".join(character if _visible(character) else _spelt(character) for character in words)
+
+
+def shown_lines(text: object) -> str:
+    """A text of several lines that is laid out here: its line breaks stay, all else is as in :func:`shown`.
+
+    >>> shown_lines("a\\n\\x1b[2Jb\\n")
+    'a\\n\\\\x1b[2Jb\\n'
+    """
+    return "\n".join(shown(line) for line in str(text).split("\n"))
+
+
+def _visible(character: str) -> bool:
+    # Cc controls, Cf marks without a shape (bidirectional ones too), Cs halves, Co private, Cn unassigned,
+    # Zl and Zp separators of lines. A space of any width is harmless; combining marks belong to scripts.
+    return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def _spelt(character: str) -> str:
+    code = ord(character)
+    known = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character)
+    return known or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}")

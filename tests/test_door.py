@@ -1,0 +1,380 @@
+"""One door, one price, one account: whatever bypassed one of them once has a test here that it no longer can."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import quietgrad as qg
+from quietgrad.curators.account import Account
+from quietgrad.curators.central import CentralCurator, CentralSession
+from quietgrad.curators.transcript import Transcript
+from quietgrad.errors import BudgetError, DataError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
+from quietgrad.federation import Party, simulate
+from quietgrad.objectives.base import Gradient
+from quietgrad.plans.price import plan as make_plan
+from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy import cache, events, mechanisms
+from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.rng import seed_key
+from quietgrad.sampling import FullBatch
+from tests.common import objective, problem
+
+Floats = npt.NDArray[np.float64]
+BUDGET = qg.Budget(1.0, 1e-5)
+N = 300
+
+
+class Killed(Exception):
+    """Stands in for a kill: what is on the disk stays as it is."""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+# --- one price ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration cache that remembers a third of the noise for every question."""
+    monkeypatch.setattr(cache, "recall", lambda question: 1.2 if question["ask"] == "noise_multiplier" else 10.0**8)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_an_altered_cache_makes_nothing_dearer() -> None:
+    X, y = problem(N)
+    assert qg.plan(qg.DPGD(steps=30), n=N, budget=BUDGET).epsilon() <= 1.0
+    result = simulate(
+        qg.DPGD(steps=3), objective(), [Party(X[:150], y[:150]), Party(X[150:], y[150:])], budget=BUDGET
+    )
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon <= 1.0
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
+    search = PrivateSearch(model, {"regularization": [0.0, 0.1]}, epsilon=2.0, account="poisoned").fit(X, y)
+    assert search.privacy_epsilon_ <= 2.0
+    z = qg.calibrate(epsilon=1.0, delta=1e-5, n=1000, batch_size=100, steps=200)
+    assert qg.account(events.poisson_gaussian(0.1, z, 200), delta=1e-5, relation="add-remove") <= 1.0
+    from quietgrad.privacy.calibrate import calibrate_steps
+
+    steps = calibrate_steps(epsilon=1.0, delta=1e-5, noise_multiplier=2.0, n=1000, batch_size=100)
+    assert qg.account(events.poisson_gaussian(0.1, 2.0, steps), delta=1e-5, relation="add-remove") <= 1.0
+
+
+# --- one account ----------------------------------------------------------------------------------------------
+
+
+def open_run(path: Path, plan: Plan, run: str, **more: Any) -> CentralSession:
+    X, y = problem(N)
+    return CentralCurator(objective(), (X, y), ledger=path, account="people", run=run, key=seed_key(1)).open(
+        plan, **more
+    )
+
+
+def test_a_reservation_pays_for_its_own_plan_only(tmp_path: Path) -> None:
+    cheap = qg.plan(qg.DPGD(steps=1), n=N, budget=qg.Budget(0.1, 1e-5))
+    dear = qg.plan(qg.DPGD(steps=50), n=N, budget=qg.Budget(50.0, 1e-5))
+    ledger = tmp_path / "ledger.jsonl"
+    log = Transcript(tmp_path / "transcript", "run", seed_key(1))
+    open_run(ledger, cheap, "run", transcript=log)
+    log.close()
+    again = Transcript(tmp_path / "transcript", "run", seed_key(1), resumed=True)
+    with pytest.raises(BudgetError, match="another plan"):
+        open_run(ledger, dear, "run", transcript=again)
+    again.close()
+    # Without the private transcript a name opens nothing: the plan is charged as what it is.
+    open_run(ledger, dear, "run")
+    assert qg.Ledger(ledger).spent("people", delta=1e-5, relation="add-remove").epsilon > 49.0
+
+
+@pytest.mark.parametrize("front", ["minimize", "estimator", "party", "torch"])
+def test_one_table_under_two_accounts_is_told_everywhere(front: str, tmp_path: Path) -> None:
+    X, y = problem(N)
+    ledger = tmp_path / "ledger.jsonl"
+
+    def run(account: str) -> None:
+        if front == "minimize":
+            qg.minimize(objective(), (X, y), qg.DPGD(steps=1), budget=BUDGET, ledger=ledger, account=account)
+        elif front == "estimator":
+            PrivateLogisticRegression(classes=[0, 1], row_bound=1.0, ledger=ledger, account=account).fit(X, y)
+        elif front == "party":
+            simulate(qg.DPGD(steps=1), objective(), [Party(X, y, ledger=ledger, account=account)], budget=BUDGET)
+        else:
+            torch = pytest.importorskip("torch")
+            import quietgrad.torch as qt
+
+            model = torch.nn.Linear(X.shape[1], 2)
+            loss = torch.nn.CrossEntropyLoss(reduction="none")
+            data = (torch.tensor(X, dtype=torch.float32), torch.tensor(y).long())
+            algorithm = qg.DPSGD(steps=1, batch_size=10)
+            qt.fit(model, loss, data, algorithm, budget=BUDGET, ledger=ledger, account=account, progress=False)
+
+    run("patients")
+    with pytest.warns(LedgerWarning, match="charged to account 'patients' before"):
+        run("customers")
+
+
+def test_closing_is_idempotent_and_names_are_not_reused_for_more(tmp_path: Path) -> None:
+    account = Account("people", tmp_path / "ledger.jsonl")
+    charge = account.reserve(events.Gaussian(2.0), BUDGET, run="r")
+    for _ in range(2):
+        assert charge.close(events.Gaussian(2.0), reason="done", data_dependent=False) == events.Gaussian(2.0)
+    found = account.reopen(events.Gaussian(2.0), BUDGET, run="r")
+    assert found is not None
+    assert found.paid
+    with pytest.raises(BudgetError, match="another plan"):
+        account.reopen(events.Gaussian(1.0), BUDGET, run="r")
+
+
+# --- one mechanism per slot -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        mechanisms.GaussianNoise(),
+        mechanisms.L2LaplaceNoise(),
+        mechanisms.NoisyChoice(),
+        mechanisms.AboveThreshold(),
+        mechanisms.FrequentLabels(1e-9),
+    ],
+)
+def test_a_mechanism_is_read_back_and_prices_itself(mechanism: mechanisms.Mechanism) -> None:
+    slot = Slot("s", FullBatch(), 3, mechanism=mechanism, fixed=2.0)
+    assert Slot.from_json(json.loads(json.dumps(slot.to_json()))) == slot
+    assert slot.event(7.0, BUDGET.relation) == slot.event(1.0, BUDGET.relation)  # a fixed look keeps its noise
+    for altered in ("gauss", {"kind": "labels"}, {"kind": "gaussian", "scale": 0.1}, None, 3):
+        with pytest.raises(ValueError, match="mechanism="):
+            mechanisms.from_json(altered)
+
+
+def test_looks_share_the_plan_the_session_and_the_budget() -> None:
+    look = Slot("targets", FullBatch(), fixed=20.0)
+    plan = make_plan(qg.DPGD(steps=5), n=N, budget=BUDGET, looks=(look,))
+    assert [slot.name for slot in plan.schedule.slots] == ["targets", "gradient"]
+    assert plan.epsilon() <= 1.0
+    alone = qg.plan(qg.DPGD(steps=5), n=N, budget=BUDGET)
+    assert plan.noise_multiplier > alone.noise_multiplier
+    with pytest.raises(ValueError, match="cannot share"):
+        make_plan(qg.DPAGD(), n=N, budget=BUDGET, looks=(look,))
+
+
+def test_labels_and_search_scores_leave_through_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they add is what the slot's mechanism adds: without its noise both give exact answers."""
+    X, y = problem(4000)
+    asked: list[tuple[str, float]] = []
+    passing, add = mechanisms._LabelSource.passing, mechanisms._GaussianSource.add
+
+    def seen_passing(self: Any, counts: Floats, release: int, multiplier: float, bound: float) -> Any:
+        asked.append(("labels", multiplier))
+        return passing(self, counts, release, multiplier, bound)
+
+    def seen_add(self: Any, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        asked.append(("sum", multiplier))
+        add(self, total, release, multiplier, bound)
+
+    monkeypatch.setattr(mechanisms._LabelSource, "passing", seen_passing)
+    monkeypatch.setattr(mechanisms._GaussianSource, "add", seen_add)
+    model = PrivateLogisticRegression(epsilon=4.0, row_bound=1.0).fit(X, y)
+    assert asked[0][0] == "labels"
+    assert model.privacy_.releases["labels"] == 1
+    asked.clear()
+    declared = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
+    search = PrivateSearch(declared, {"regularization": [0.0]}, epsilon=4.0, mean_rounds=2.0).fit(X, y)
+    event = search.best_estimator_.privacy_.events
+    assert isinstance(event, events.RepeatAndSelect)
+    assert isinstance(event.inner, events.Gaussian)
+    assert ("sum", event.inner.noise_multiplier) in asked  # the score of a round
+    mu = 2.0 / event.inner.noise_multiplier
+    assert qg.account(events.Gaussian(2.0 / mu), delta=1e-5, relation="replace-one") <= 4.0
+
+
+def test_a_round_that_costs_more_than_its_search_paid_for_is_refused() -> None:
+    X, y = problem(N)
+    whole = Account().reserve(events.RepeatAndSelect(events.Gaussian(20.0), 5.0), BUDGET)
+    plan = qg.plan(qg.DPGD(steps=3), n=N, budget=qg.Budget(8.0, 1e-5))
+    with pytest.raises(UnprovableError, match="round of a search"):
+        CentralCurator(objective(), (X, y)).open(plan, within=whole)
+
+
+# --- replay is by content -------------------------------------------------------------------------------------
+
+
+PLAN = qg.plan(qg.DPGD(steps=6), n=N, budget=BUDGET)
+
+
+def replaying(
+    tmp_path: Path, X: Floats, y: Floats, *, used: int = 0, run: str = "run"
+) -> tuple[CentralSession, Transcript]:
+    path = tmp_path / "transcript"
+    log = Transcript(path, run, seed_key(3), resumed=(tmp_path / "ledger.jsonl").exists())
+    curator = CentralCurator(
+        objective(), (X, y), ledger=tmp_path / "ledger.jsonl", account="people", run=run, key=seed_key(3)
+    )
+    return curator.open(PLAN, transcript=log, used={"gradient": used}), log
+
+
+def ask(door: CentralSession, at: float = 0.0) -> Floats:
+    answer = door.release("gradient", Gradient(np.full(6, at), 1.0))
+    assert isinstance(answer, np.ndarray)
+    return answer
+
+
+def entries(tmp_path: Path) -> int:
+    return len(qg.Ledger(tmp_path / "ledger.jsonl").book().held)
+
+
+def test_the_same_question_again_is_the_same_answer_and_free(tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = [ask(door, at) for at in (0.0, 0.1, 0.2)]
+    log.close()  # killed after the third; the checkpoint is of the first
+    door, log = replaying(tmp_path, X, y, used=1)
+    assert np.array_equal(ask(door, 0.1), first[1])
+    assert np.array_equal(ask(door, 0.2), first[2])
+    ask(door, 0.3)
+    assert door.epochs == entries(tmp_path) == 1
+    log.close()
+
+
+@pytest.mark.parametrize("edit", ["query", "data", "noise scale"])
+def test_another_question_gets_fresh_noise_and_a_new_charge(edit: str, tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    before = [ask(door, at) for at in (0.0, 0.1)]
+    log.close()
+    changed = X.copy()
+    changed[0] *= -1.0
+    door, log = replaying(tmp_path, changed if edit == "data" else X, y, used=1)
+    clip = 1.0 if edit != "noise scale" else 0.5
+    after = np.asarray(door.release("gradient", Gradient(np.full(6, 0.1 if edit == "data" else 0.4), clip)))
+    # Were the noise the same, the difference would be that of the sums: a few units against noise of tens.
+    assert np.abs(after - before[1]).max() > 5.0
+    assert door.epochs == entries(tmp_path) == 2
+    spent = qg.Ledger(tmp_path / "ledger.jsonl").spent("people", delta=1e-5, relation="add-remove")
+    assert spent.epsilon == pytest.approx(
+        qg.account(events.composed([PLAN.event, PLAN.event]), delta=1e-5, relation="add-remove")
+    )
+    log.close()
+    # Interrupted once more, the run goes on in its new epoch, and what it released there is replayed for free.
+    door, log = replaying(tmp_path, changed if edit == "data" else X, y, used=1)
+    again = np.asarray(door.release("gradient", Gradient(np.full(6, 0.1 if edit == "data" else 0.4), clip)))
+    assert np.array_equal(again, after)
+    assert door.epochs == entries(tmp_path) == 2
+    closed = door.close("steps")
+    assert closed.event == events.Composed((PLAN.event, PLAN.event))
+    log.close()
+
+
+def test_after_a_power_cut_what_is_missing_is_not_trusted(tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = [ask(door, at) for at in (0.0, 0.1)]
+    log.close()
+    path = tmp_path / "transcript"
+    head, one, *_ = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(head), "boot": "another start"}), one]) + "\n")
+    door, log = replaying(tmp_path, X, y)
+    assert np.array_equal(ask(door, 0.0), first[0])  # known by content
+    assert not np.array_equal(ask(door, 0.1), first[1])  # nobody can tell whether it was released
+    assert door.epochs == entries(tmp_path) == 2
+    log.close()
+
+
+def test_a_transcript_that_is_missing_is_not_an_empty_one(tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = ask(door)
+    log.close()
+    (tmp_path / "transcript").unlink()
+    door, log = replaying(tmp_path, X, y)
+    assert not np.array_equal(ask(door), first)  # were it, another question would have got the same noise
+    assert door.epochs == entries(tmp_path) == 2
+    log.close()
+
+
+def test_copies_of_a_folder_share_one_transcript(tmp_path: Path) -> None:
+    """Whoever resumes two copies of an interrupted run on different tables gets fresh noise and two charges."""
+    X, y = problem(N)
+    algorithm = qg.DPGD(steps=8)
+    options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl"}
+    begun = tmp_path / "run"
+
+    def dies(state: Any, session: Any) -> None:
+        if state.step == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, folder=begun, callback=dies, **options)
+    shutil.copytree(begun, tmp_path / "copy")
+    changed = X.copy()
+    changed[7] = -changed[7]
+
+    def dies_later(state: Any, session: Any) -> None:
+        if state.step == 6:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.resume(objective(), (X, y), algorithm, folder=begun, callback=dies_later, **options)
+    result = qg.resume(objective(), (changed, y), algorithm, folder=tmp_path / "copy", **options)
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon > 1.2
+    assert entries(tmp_path) == 2
+
+
+def test_a_closed_run_only_replays(tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = ask(door)
+    door.close("stopped early", data_dependent=False)
+    log.close()
+    door, log = replaying(tmp_path, X, y)
+    assert np.array_equal(ask(door), first)
+    assert entries(tmp_path) == 1
+    ask(door, 0.5)
+    assert entries(tmp_path) == 2
+    log.close()
+
+
+def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
+    log = Transcript(tmp_path / "transcript", "run", seed_key(3))
+    with pytest.raises(DataError, match="another process"):
+        Transcript(tmp_path / "transcript", "run", seed_key(3))
+    log.close()
+    with pytest.raises(LedgerError, match="another run"):
+        Transcript(tmp_path / "transcript", "other", seed_key(3), resumed=True)
+    (tmp_path / "transcript").write_text('{"run": "run"}\nnonsense\n')
+    with pytest.raises(LedgerError, match="damaged"):
+        Transcript(tmp_path / "transcript", "run", seed_key(3), resumed=True)
+    assert ((tmp_path / "transcript").stat().st_mode & 0o077) == 0
+
+
+def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) -> None:
+    X, y = problem(N)
+    algorithm = qg.DPGD(steps=30)
+
+    def dies(state: Any, session: Any) -> None:
+        if state.step == 20:
+            raise Killed
+
+    options: dict[str, Any] = {"folder": tmp_path / "run", "ledger": tmp_path / "ledger.jsonl"}
+    with pytest.raises(Killed):
+        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, callback=dies, checkpoint_seconds=1e9, **options)
+    changed = X.copy()
+    changed[7] = -changed[7]
+    result = qg.resume(objective(), (changed, y), algorithm, **options)
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon > 1.2
+    assert "charged again" in result.privacy.notes[0]
+    assert entries(tmp_path) == 2
+    assert not list(KeyFile.directory().iterdir())
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model.safetensors", "result.json"]

@@ -1,0 +1,284 @@
+"""Files and bytes from others: a clear error or something valid; never a crash, a hang, or memory without end."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import io
+import lzma
+import os
+import random
+import signal
+import socket
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quietgrad.cli import main
+from quietgrad.data import load
+from quietgrad.data.arrays import open_npz
+from quietgrad.data.containers import SMALL, unpacked
+from quietgrad.data.libsvm import MOST_FEATURES, parse_libsvm
+from quietgrad.data.tables import parse_csv
+from quietgrad.errors import DataError, LedgerError
+from quietgrad.files import parse_json, read_bytes, write_atomically
+from quietgrad.privacy.ledger import Ledger
+from tests.hostile import ALLOWED, READERS, Reader
+
+CASES = 60
+
+
+@contextlib.contextmanager
+def soon(seconds: int = 20) -> Iterator[None]:
+    """Fail instead of hanging."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError("hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_spoiled_input_is_refused_or_valid(reader: Reader, tmp_path: Path) -> None:
+    seeds = reader.seeds()
+    for seed in seeds:
+        assert reader.read(reader.pack(seed), tmp_path) is not None
+    for case in range(CASES):
+        rng = random.Random(case)
+        data = reader.case(seeds, rng)
+        with soon(), contextlib.suppress(*ALLOWED):
+            reader.read(data, tmp_path)
+
+
+_NUMBERISH = st.one_of(
+    st.integers(-5, 5).map(str),
+    st.floats().map(repr),
+    st.sampled_from(["3000000000", "1e999", "", "x", "+", "0x1"]),
+)
+_PAIR = st.tuples(st.one_of(st.integers(-1, 9), st.integers(2**31 - 2, 2**64)), _NUMBERISH).map(
+    lambda pair: f"{pair[0]}:{pair[1]}"
+)
+_ROW = st.tuples(_NUMBERISH, st.lists(_PAIR, max_size=4)).map(lambda row: " ".join([row[0], *row[1]]))
+
+
+@given(st.lists(_ROW, max_size=5), st.sampled_from([None, 4, 2**31 + 5]))
+@settings(max_examples=150, deadline=None)
+def test_any_libsvm_text(rows: list[str], d: int | None) -> None:
+    try:
+        X, y = parse_libsvm("\n".join(rows).encode(), d)
+    except DataError:
+        return
+    X.check_format(full_check=True)
+    assert X.shape[0] == len(y)
+    assert X.shape[1] == d or d is None
+    assert X.indices.min(initial=0) >= 0
+
+
+@given(st.lists(st.lists(st.text(max_size=8), max_size=4), max_size=5), st.sampled_from([",", ";", "\t"]))
+@settings(max_examples=150, deadline=None)
+def test_any_csv_text(rows: list[list[str]], mark: str) -> None:
+    text = "\n".join(mark.join(row) for row in rows)
+    try:
+        data = parse_csv(text.encode(errors="surrogatepass"))
+    except DataError:
+        return
+    assert data.X.shape == (data.n, len(data.feature_names or ()))
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_for_json(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        parse_json(data)
+
+
+def test_indices_beyond_32_bits_do_not_wrap() -> None:
+    with pytest.raises(DataError, match="declare n_features"):
+        parse_libsvm(b"1 3000000000:1\n-1 1:1\n")
+    X, _ = parse_libsvm(b"1 3000000000:1\n-1 1:1\n", 3_000_000_000)
+    assert X.indices.dtype == np.int64
+    assert X.indices.tolist() == [2_999_999_999, 0]
+    with pytest.raises(DataError, match="declare n_features"):
+        parse_libsvm(f"1 {MOST_FEATURES + 1}:1\n".encode())
+    with pytest.raises(DataError):
+        parse_libsvm(b"1 99999999999999999999:1\n")
+
+
+def test_a_short_archive_with_gigabytes_inside(tmp_path: Path) -> None:
+    packer = bz2.BZ2Compressor()
+    bomb = b"".join(packer.compress(bytes(1 << 24)) for _ in range(8)) + packer.flush()  # 128 MiB in 130 bytes
+    for name, content in (("a.csv.bz2", bomb), ("a.csv.gz", gzip.compress(bytes(1 << 26))),
+                          ("a.csv.xz", lzma.compress(bytes(1 << 26)))):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        tracemalloc.start()
+        try:
+            with pytest.raises(DataError, match="unpacks to more than"):
+                load(tmp_path / name)
+            assert tracemalloc.get_traced_memory()[1] < 4 * SMALL
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("module", [gzip, bz2, lzma])
+def test_archives_of_several_members_unpack_whole(module: object) -> None:
+    pack = module.compress  # type: ignore[attr-defined]
+    text = os.urandom(5000) * 3
+    assert unpacked(pack(text) + pack(b"") + pack(text), "x") == text * 2
+    assert unpacked(pack(text) + bytes(512), "x") == text  # a tape's last block
+    for damaged in (pack(text)[:-3], pack(text) + b"rest", pack(text)[:30]):
+        with pytest.raises(DataError, match="cut short or damaged"):
+            unpacked(damaged, "x")
+
+
+def test_a_damaged_archive_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = gzip.compress(b"a,y\n" + b"1,0\n2,1\n" * 3000)
+    spoilt = good[: len(good) // 2] + b"\0\1\2\3" + good[len(good) // 2 + 4 :]
+    for content in (good[:-4], spoilt, good + b"x", good[:2], b"\x1f\x8b" + b"junk" * 9):
+        (tmp_path / "rows.csv.gz").write_bytes(content)
+        args = ["train", str(tmp_path / "rows.csv.gz"), "--epsilon", "1", "--out", str(tmp_path / "run")]
+        assert main(args) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "the compressed file is cut short or damaged" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_header_of_many_columns_is_no_hang() -> None:
+    columns = 150_000  # code that looks a name up in a list would make ten thousand million comparisons
+    names = ",".join(f"c{k}" for k in range(columns))
+    with soon(60):
+        assert parse_csv(f"{names},y\n{'1,' * columns}0\n{'2,' * columns}1\n".encode()).d == columns
+        with pytest.raises(DataError, match="150000 in all"):
+            parse_csv(names.encode() + b"\n", label="absent")
+
+
+def test_one_long_label_costs_its_own_length_only() -> None:
+    text = b"a,y\n" + b"1,no\n1,yes\n" * 8000 + b"1," + b"x" * 900 + b"\n"
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="not among the declared"):
+            parse_csv(text, classes=("no", "yes"))
+        assert tracemalloc.get_traced_memory()[1] < 64 * len(text)
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(DataError, match="more than 1000 characters"):
+        parse_csv(b"a,y\n1," + b"x" * 5000 + b"\n", classes=("no", "yes"))
+
+
+def npz(header: bytes, body: bytes = b"", kind: int = zipfile.ZIP_STORED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", kind) as archive:
+        archive.writestr("X.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + body)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npz(b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,)}\n"),
+        npz(b"{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,)}\n"),
+        npz(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}\n", b"cos\nsystem\n(S'id'\ntR."),
+        npz(b"{'descr': '<f8', 'fortran_order': False, 'shape': (-1, -1)}\n", bytes(8)),
+        npz(b"{'descr': '<f8', 'fortran_order': False, 'shape': (1 << 26,)}\n", bytes(8), zipfile.ZIP_BZIP2),
+        npz(
+            b"{'descr': '|u1', 'fortran_order': False, 'shape': (67108864,)}\n",
+            bytes(1 << 26),
+            zipfile.ZIP_DEFLATED,
+        ),
+    ],
+)
+def test_an_npz_that_announces_more_than_it_holds(content: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError):
+            open_npz(content, "hostile.npz")
+        assert tracemalloc.get_traced_memory()[1] < 4 * SMALL
+    finally:
+        tracemalloc.stop()
+
+
+def test_npz_agrees_with_numpy() -> None:
+    arrays = {
+        "X": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "y": np.array([0, 1]),
+        "s": np.array(["a", "bc"]),
+    }
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    for key, array in open_npz(buffer.getvalue(), "x").items():
+        np.testing.assert_array_equal(array, arrays[key])
+        assert array.flags.writeable
+
+
+def test_a_parquet_table_that_expands_without_end(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    n = 3_000_000
+    table = pyarrow.table({"a": np.zeros(n), "y": np.zeros(n, np.int64)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 40_000
+    with pytest.raises(DataError, match="times the file's size"):
+        load(tmp_path / "a.parquet")
+
+
+def test_pipes_sockets_and_devices_are_refused_before_they_are_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "rows.csv"
+    os.mkfifo(pipe)
+    door = tmp_path / "door.csv"
+    with socket.socket(socket.AF_UNIX) as listener, soon():
+        listener.bind(str(door))
+        for path in (pipe, door, Path("/dev/zero")):
+            with pytest.raises(DataError, match="pipe, socket or device"):
+                read_bytes(path)
+            with pytest.raises(DataError, match="pipe, socket or device"):
+                load(path)
+        os.mkfifo(tmp_path / "ledger.jsonl")
+        with pytest.raises(LedgerError, match="pipe, socket or device"):
+            Ledger(tmp_path / "ledger.jsonl").entries()
+        assert main(["ledger", "show", str(tmp_path / "ledger.jsonl")]) == 1
+        os.mkfifo(tmp_path / "plan.toml")
+        assert main(["federate", "show", str(tmp_path / "plan.toml")]) == 1
+        for name in ("result.json", "model.safetensors"):
+            os.mkfifo(tmp_path / name)
+        assert main(["report", str(tmp_path)]) == 1
+        os.mkfifo(tmp_path / "run.json")
+        assert main(["resume", str(tmp_path)]) == 1
+    assert "pipe" in capsys.readouterr().err
+
+
+def test_writing_follows_no_link_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, target = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("precious")
+    target.symlink_to(victim)
+    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)  # what was once the name of the part
+    write_atomically(target, b"new", private=True)
+    assert victim.read_text() == "precious"
+    assert target.read_bytes() == b"new"
+    assert not target.is_symlink()
+    assert target.stat().st_mode & 0o077 == 0
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(target, b"other")
+    assert sorted(tmp_path.iterdir()) == before
+    assert target.read_bytes() == b"new"

@@ -1,0 +1,151 @@
+"""One registry of algorithms, oracles and objectives: the command line and plan files accept the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+import quietgrad as qg
+from quietgrad.algorithms.rates import StepDecay
+from quietgrad.algorithms.registry import ALGORITHMS, entry
+from quietgrad.audit.neighbours import labels
+from quietgrad.cli.runs import objective_from
+from quietgrad.cli.settings import algorithm_from
+from quietgrad.errors import DataError
+from quietgrad.federation.toml_model import algorithm_of, objective_of
+from quietgrad.objectives.registry import TABLE_LOSSES
+from quietgrad.oracles.registry import ORACLES, make_oracle, oracle_class
+
+
+def test_names_are_those_of_the_classes_and_every_example_can_be_built() -> None:
+    for name, found in ALGORITHMS.items():
+        assert found.kind.name == name
+        assert found.kind.private == bool(found.attacks), f"{name}: private and attacked must be the same"
+        for example in (*found.examples, *found.attacks):
+            made = found.make(example.settings)
+            assert made.schedule(example.n).releases >= 1
+
+
+def test_results_describe_algorithms_so_that_they_can_be_built_again() -> None:
+    for found in ALGORITHMS.values():
+        for example in (*found.examples, *found.attacks):
+            made = found.make(example.settings)
+            assert found.make(json.loads(json.dumps(made.config()))) == made
+    oracle = make_oracle({"name": "mini-batch", "batch_size": 5})
+    assert make_oracle(oracle.config()) == oracle
+    rated = qg.DPGD(learning_rate=StepDecay(0.5, every=7))
+    assert entry("dp-gd").make(rated.config()) == rated
+
+
+def from_command_line(name: str, settings: dict[str, Any]) -> Any:
+    try:
+        return algorithm_from(name, {}, [f"{key}={value}" for key, value in settings.items()])
+    except typer.BadParameter as error:
+        return str(error)
+
+
+def from_plan_file(name: str, settings: dict[str, Any]) -> Any:
+    try:
+        return algorithm_of({"name": name, **settings})
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "accepted"),
+    [
+        ("dp-gd", {"steps": 1e3}, True),
+        ("dp-gd", {"steps": "30"}, True),
+        ("dp-gd", {"steps": 1.5}, False),
+        ("dp-gd", {"steps": True}, False),
+        ("dp-gd", {"steps": "many"}, False),
+        ("dp-gd", {"steps": 0}, False),
+        ("dp-gd", {"stepz": 3}, False),
+        ("dp-gd", {"learning_rate": 4}, True),
+        ("dp-gd", {"learning_rate": "cosine:0.5"}, True),
+        ("dp-gd", {"learning_rate": "circle:0.5"}, False),
+        ("dp-gd", {"clip": "nan"}, False),
+        ("dp-srm", {"joint-clip": "true"}, True),
+        ("dp-srm", {"zeta": "none"}, True),
+        ("dp-srm", {"zeta": "nothing"}, False),
+        ("dp-srm", {"sampling": "fixed-size"}, True),
+        ("dp-srm", {"sampling": "some"}, False),
+        ("perturbed-sgd", {"oracle": "mini-batch"}, False),  # it needs a batch size
+        ("perturbed-sgd", {"oracle": "spider"}, True),
+        ("perturbed-sgd", {"oracle": "gauss"}, False),
+        ("model-selection", {"oracle": "adaptive-spider"}, True),
+        ("model-selection", {"oracle": "spider"}, False),  # its test needs the adaptive one
+        ("gauss", {}, False),
+    ],
+)
+def test_command_line_and_plan_files_accept_the_same(name: str, settings: dict[str, Any], accepted: bool) -> None:
+    spoken, written = from_command_line(name, settings), from_plan_file(name, settings)
+    assert isinstance(spoken, str) is isinstance(written, str) is not accepted
+    if accepted:
+        assert spoken == written
+    else:
+        assert "\n" not in spoken + written
+
+
+def test_oracles_by_name_take_their_settings_from_both() -> None:
+    for name in ORACLES:
+        spoken = algorithm_from("perturbed-sgd", {"batch_size": 40}, [], oracle=name)
+        written = algorithm_of({"name": "perturbed-sgd", "oracle": {"name": name, "batch_size": 40}})
+        assert spoken == written
+        assert type(spoken.oracle) is oracle_class(name)
+    with pytest.raises(ValueError, match="no setting 'law'"):
+        make_oracle({"name": "mini-batch", "batch_size": 4, "law": [[1, 1.0]]})
+    with pytest.raises(ValueError, match="a name, or a table"):
+        make_oracle(3)
+
+
+@pytest.mark.parametrize("name", TABLE_LOSSES)
+def test_losses_are_the_same_from_both(name: str) -> None:
+    loss = TABLE_LOSSES[name]
+    knob = "" if loss.knob is None else ":0.5"
+    classes = {"binary": 2, "multiclass": 3, "regression": None}[loss.task]
+    data = {"features": 2} if classes is None else {"features": 2, "classes": list(range(classes))}
+    settings = {"intercept": True, "row_bound": 2, "rows": "clip", "regularizer": "l2:0.1"}
+    written, facts = objective_of({"name": name + knob, **settings}, data)
+    assert objective_from(facts) == written  # what a model is saved with makes the same objective
+    spoken = {"objective": name + knob, **settings, "task": loss.task, "classes": classes}
+    assert objective_from(spoken) == written
+    assert dataclasses.is_dataclass(written)
+    assert len(labels(loss.make_example(), np.random.default_rng(0), 6)) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"name": "logit"}, "must be logistic"),
+        ({"name": "squared:2"}, "takes no number"),
+        ({"name": "huber:x"}, "no number"),
+        ({"name": "huber:0.5", "threshold": 1.0}, "set twice"),
+        ({"name": "module"}, "must be logistic"),
+        ({"name": "huber", "transform": 3}, "no setting 'transform'"),
+        ({"name": "huber", "rows": "drop"}, "'refuse' or 'clip'"),
+        ({"name": "huber", "regularizer": "l3:1"}, "l2:STRENGTH"),
+        ({"name": "huber", "regularizer": 3}, "must be a text"),
+        ({"name": "logistic", "intercept": 2}, "true or false"),
+        ({"name": ["logistic"]}, "must be a text"),
+        ({"name": "multinomial"}, "needs the public list of classes"),
+    ],
+)
+def test_objectives_are_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        objective_of(dict(settings), {"features": 2})
+    assert "\n" not in str(caught.value)
+
+
+def test_labels_of_another_kind_are_refused_by_both() -> None:
+    for classes in (3, 1):
+        with pytest.raises(DataError, match="for binary labels"):
+            objective_of({"name": "logistic"}, {"features": 2, "classes": list(range(classes))})
+    facts = {"objective": "hinge", "regularizer": None, "intercept": True, "row_bound": None, "rows": "refuse"}
+    with pytest.raises(DataError, match="for binary labels"):
+        objective_from({**facts, "task": "multiclass", "classes": 3})
