@@ -135,7 +135,8 @@ def rows_by_count(patch: Patch) -> None:
 
     patch.setattr(private_module, "owners_of", owners)
     patch.setattr(private_module.PrivateModule, "forward", noted)
-    patch.setattr(own_loop.PrivateLoop, "_keys", lambda self, drawn: Anyones(bytes(32), drawn.batch.indices))
+    patch.setattr(own_loop.PrivateLoop, "_keys", lambda self, drawn: Anyones(
+        bytes(32), self._session.batch(drawn).indices))  # fmt: skip
 
 
 def two_iterators(patch: Patch) -> None:
@@ -147,8 +148,8 @@ def two_iterators(patch: Patch) -> None:
             drawn = shared.setdefault((id(loop), number), None) or loop._session.draw("stretch-0")
             shared[(id(loop), number)] = drawn
             loop._now, loop.handed_out = drawn, loop.handed_out + 1
-            loop._session._open.add(drawn[:2])
-            x, y = self.dataset[torch.tensor(drawn.batch.indices.copy())]
+            loop._session._begun.add(drawn)
+            x, y = self.dataset[torch.tensor(loop._session.batch(drawn).indices.copy())]
             owners = Owners(loop.handed_out - 1, torch.arange(len(x)))
             yield tuple(Rows.mark(part, owners) for part in (x, y))
 

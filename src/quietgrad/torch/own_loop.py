@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, NoRegularizer, Rule
 from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_mixing_layers
 from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.examples import Collate, Examples, examples_of
+from quietgrad.objectives.networks.examples import bytes_of, leaves_of, read_record
 from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import select, tensors_of
@@ -349,17 +350,39 @@ def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
+@dataclass(frozen=True, eq=False)
+class LoopRecords:
+    """The records of a loop: counted, and known to a ledger by their content; only the loader reads them."""
+
+    dataset: Any
+    dim: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """All that is known here of what a sum depends on."""
+        return self.fingerprint_parts()
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The records as bytes, read as if nothing were drawn for them."""
+        with preserved():
+            for index in range(len(self)):
+                for value in leaves_of(read_record(self.dataset, index, 0)):
+                    yield from bytes_of(value)
+
+
 class OutputGradients:
     """The objective of a loop: its records are counted here and read by the loader."""
 
-    def __init__(self, engine: PerExampleEngine, collate_fn: Collate | None = None) -> None:
-        self.engine, self.collate_fn = engine, collate_fn
+    def __init__(self, engine: PerExampleEngine) -> None:
+        self.engine = engine
         self.regularizer = NoRegularizer()
         self.silent_batches = False
 
-    def prepare(self, data: Any) -> Examples:
-        """The data set as the loader reads it, which has been checked."""
-        return examples_of(data, self.engine.dim, self.collate_fn)
+    def prepare(self, data: Any) -> LoopRecords:
+        """The data set, whatever its samples are; the loader has been checked."""
+        return LoopRecords(data, self.engine.dim)
 
     def initial(self, records: Any) -> Tensor:
         """The module's parameters."""
