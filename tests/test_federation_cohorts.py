@@ -181,7 +181,7 @@ def test_beginning_anew_does_not_hide_two_lists_of_survivors(monkeypatch: pytest
 
     monkeypatch.setattr(MaskingServer, "survivors", equivocating)
     told: list[str] = []
-    settings = {"budget": BUDGET, "trust": "secure", "secure": "masks", "quorum": 6, "spare": 2}
+    settings: dict[str, Any] = {"budget": BUDGET, "trust": "secure", "secure": "masks", "quorum": 6, "spare": 2}
     plan, federation = assemble(ALGORITHM, Logistic(), twins(), **settings)
     curator = FederatedCurator(
         Logistic(), InProcess(federation.handlers), identity=federation.identity, roster=federation.roster,
