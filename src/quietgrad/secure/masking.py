@@ -19,9 +19,9 @@ One round, one line per message (all frames go through the server):
     party.prepare(t) → server.relay(t) → party.deliver(t)     may run ahead: it needs no data
     party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t) → party.result(t)
 
-Cost per party and round with k neighbours and l partners drawn: 8d + 392k + 295l + m/8 bytes sent, 2l X25519
-exchanges and 2l AES streams of 8d bytes; everything but the m/8 is independent of m given k, which grows with
-log m.
+Cost per party and round with k neighbours and l partners drawn: 8d + 392k + 295l bytes sent, 2l X25519
+exchanges and 2l AES streams of 8d bytes. Besides k, which grows with log m, only the m/8 bytes of who is present
+depend on m.
 """
 
 from __future__ import annotations
