@@ -37,10 +37,11 @@ def start(folder: Path) -> Iterator[Any]:
     """Starts `quietgrad federate …` as a process of its own; all are gone at the end."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(*words: str) -> subprocess.Popen[str]:
+    def run(*words: str, killed: tuple[str, str] | None = None) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        program = ["-m", "quietgrad"] if killed is None else [str(ROOT / "tests" / "killed.py"), *killed]
         process = subprocess.Popen(
-            [sys.executable, "-m", "quietgrad", "federate", *words],
+            [sys.executable, *program, "federate", *words],
             cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         started.append(process)
