@@ -12,10 +12,11 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation.toml_plan import read_plan
 from quietgrad.privacy.ledger import Ledger
-from tests.test_federate_network import TWO, ended, folder, start, two
+from tests.test_federate_network import ROOT, TWO, ended, folder, start, two
 
 __all__ = ["folder", "start"]  # fixtures of the other file
 STEPS = 3
+KILLED = str(ROOT / "tests" / "killed.py")
 PLAN = TWO.replace("steps = 300", f"steps = {STEPS}")
 COORDINATOR = {
     "nobody has heard of the end": ("quietgrad.federation.aggregate_store:AggregateStore.end", "after"),
@@ -54,7 +55,7 @@ def test_coordinator_killed_at_every_step_of_the_end(start: Any) -> None:
     words = two(Path(), PLAN)
     parties = [start(*words[name]) for name in ("a", "b")]
     for window in COORDINATOR.values():
-        killed(start(*words["server"], killed=window))
+        killed(start(*words["server"], program=(KILLED, *window)))
     code, _, err = ended(start(*words["server"]))
     assert (code, "round" in err) == (0, False), err
     assert "nobody is asked anything" in err
@@ -70,7 +71,7 @@ def test_party_killed_at_every_step_of_the_end(start: Any) -> None:
     words = two(Path(), PLAN)
     server, other = start(*words["server"]), start(*words["a"])
     for window in PARTY.values():
-        killed(start(*words["b"], killed=window))
+        killed(start(*words["b"], program=(KILLED, *window)))
     assert [ended(process)[0] for process in (server, other)] == [0, 0]
     again = start(*words["server"][:-1], "5")  # the coordinator hands out what it has
     code, _, err = ended(start(*words["b"]))
