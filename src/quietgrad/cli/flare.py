@@ -43,9 +43,9 @@ def coordinate(
     from quietgrad.federation import flare, network
     from quietgrad.training.result import load
 
-    if (out / "result.json").exists():
-        raise DataError(f"{out}: holds a finished run; choose another --out.")
     network.check_coordinator(credentials)
+    if network.finished(file, out) is not None:
+        tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
     _check_ports(file)
     settings = _settings(plan, credentials, out, None, ledger, account, cap)
     with _running(file, credentials, settings) as process:
@@ -78,7 +78,7 @@ def take_part(
 ) -> dict[str, Any]:
     """Start FLARE's client of a party or a sum server and wait until the run is over."""
     settings = _settings(plan, credentials, out, data, ledger, account, cap)
-    settings.handler(file)  # whatever is wrong here is told here; the job's process makes its own
+    settings.member(file).close()  # whatever is wrong here is told here; the job's process makes its own
     with _running(file, credentials, settings) as process:
         tell(f"approved plan {file.digest[:16]}…; FLARE's client is calling {file.host}:{file.port}")
         words, done = _follow(out, process, tell, patience=patience)

@@ -18,9 +18,10 @@ from typing import Any
 
 from quietgrad.errors import DataError
 from quietgrad.federation import network
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.toml_plan import PlanFile
-from quietgrad.federation.transport import Handler
 from quietgrad.files import write_atomically
 from quietgrad.privacy.budget import Budget
 
@@ -82,13 +83,13 @@ class SiteSettings:
             return None
         return Budget(self.cap_epsilon, file.budget.delta, file.budget.relation)
 
-    def handler(self, file: PlanFile) -> Handler:
+    def member(self, file: PlanFile) -> PartyCurator | SumMember:
         """What answers at this site: a party with its records, or a server of a secure sum."""
         credentials = Credentials.read(self.keys)
         if self.data is None:
-            return network.server_handler(file, credentials)
+            return network.server(file, credentials)
         table = network.records(file, self.data)
-        return network.party_handler(
+        return network.party(
             file, credentials, (table.X, table.y), folder=self.out, ledger=self.ledger_for(file),
             account=self.account, cap=self.cap_for(file),
         )  # fmt: skip

@@ -137,6 +137,9 @@ class SumMember(_Member):
         except (ProtocolError, WireError, ValueError, KeyError, TypeError) as refusal:
             return encode(Message("refused", {"code": "protocol", "reason": f"{refusal}"}))
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
     def _answer(self, message: Message) -> Message:
         if message.kind in ("hello", "meet"):
             return self.set_up(message)

@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quietgrad.errors import DataError
-from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
+from quietgrad.federation.kept_file import KeptFile
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.simulation import train
 from quietgrad.federation.toml_plan import PlanFile
-from quietgrad.federation.transport import Bytes, Handler, Transport
+from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import write_atomically
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.identity import Roster
-from quietgrad.training.result import Result
+from quietgrad.training.result import Result, load
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -55,21 +57,41 @@ def coordinate(
 ) -> Result:
     """Train through ``transport``, or continue the interrupted run in ``folder``, and save the model there.
 
+    A folder that holds the result of this plan already is left as it is: nobody is asked anything.
+
     ``tell`` is told in words of the rounds, now and then, and of every one that went wrong.
     """
     check_coordinator(credentials)
-    if (folder / "result.json").exists():
-        raise DataError(f"{folder}: holds a finished run; choose another folder.")
+    done = finished(file, folder)
+    if done is not None:
+        return done
     curator = FederatedCurator(
         file.objective, transport, timeout=file.timeout, ledger=ledger, account=account, cap=cap,
         identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
         tell=tell,
     )  # fmt: skip
-    start = file.objective.initial(file.plan.shape)
-    result = train(file.algorithm, curator, file.plan, start, account=account, callback=report_rounds(tell))
-    details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
-    result = replace(result, details=details, data={"name": file.name, "notes": []})
-    result.save(folder)
+
+    def named(result: Result) -> Result:
+        details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
+        return replace(result, details=details, data={"name": file.name, "notes": []})
+
+    return named(
+        train(
+            file.algorithm, curator, file.plan, file.objective.initial(file.plan.shape), account=account,
+            callback=report_rounds(tell), keep=lambda result: named(result).save(folder),
+        )
+    )  # fmt: skip
+
+
+def finished(file: PlanFile, folder: Path) -> Result | None:
+    """The result of this plan that ``folder`` holds, if it does: a coordinator that restarts only hands it out."""
+    if not (folder / "result.json").exists():
+        return None
+    result = load(folder)
+    if result.details.get("plan_file") != file.digest:
+        raise DataError(f"{folder}: holds a finished run of another plan; choose another --out.")
+    if (folder / AGGREGATES).exists():  # killed after saving
+        KeptFile(folder / AGGREGATES, "coordinates this run").remove()
     return result
 
 
@@ -79,7 +101,7 @@ def check_coordinator(credentials: Credentials) -> None:
         raise DataError(f"{credentials.folder}: are the keys of {credentials.name!r}, not the coordinator's.")
 
 
-def party_handler(
+def party(
     file: PlanFile,
     credentials: Credentials,
     data: Any,
@@ -88,26 +110,44 @@ def party_handler(
     ledger: str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
-) -> Handler:
-    """What answers for a party; refuses here if the plan does not prove its promise or the data do not fit it."""
+) -> PartyCurator:
+    """Approve one run of the plan, which answers for a party; the one that ``folder`` has begun, if it has.
+
+    Refuses here if the plan does not prove its promise or the data do not fit it. Without a cap, here or in the
+    ledger, the account may spend what the plan costs and no more.
+    """
+    if (folder / "result.json").exists():
+        raise DataError(f"{folder}: holds a finished run; choose another --out to approve another one.")
     if file.budget is not None:
         file.plan.proves()
-    party = PartyCurator(
-        credentials.name, file.objective, data, file.plan, ledger=ledger, account=account, cap=cap,
-        identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
+    member = PartyCurator(
+        credentials.name, file.objective, data, file.plan, ledger=ledger, account=account,
+        cap=cap or default_cap(file, ledger, account), identity=credentials.identity,
+        roster=_roster(file, credentials), folder=folder,
     )  # fmt: skip
-    party.check_cap()  # now, and not when the others have paid already
-    return party.handle
+    try:
+        member.check_cap()  # now, and not when the others have paid already
+    except BaseException:
+        member.close()
+        raise
+    return member
 
 
-def server_handler(file: PlanFile, credentials: Credentials) -> Handler:
+def default_cap(file: PlanFile, ledger: str | Path | None, account: str) -> Budget | None:
+    """The plan's own ε, unless whoever keeps the ledger has set a cap there."""
+    if file.budget is None or ledger is None or Ledger(ledger).cap(account) is not None:
+        return None
+    return replace(file.budget, epsilon=max(file.budget.epsilon, file.plan.epsilon()))
+
+
+def server(file: PlanFile, credentials: Credentials) -> SumMember:
     """What answers for a server of a secure sum."""
     if credentials.name not in file.plan.servers:
         servers = ", ".join(file.plan.servers) or "none"
         raise DataError(f"{credentials.name!r} is not a server of this plan; its servers are: {servers}.")
     roster = _roster(file, credentials)
     assert roster is not None  # a plan with servers has secure sums
-    return SumMember(file.plan, credentials.identity, roster).handle
+    return SumMember(file.plan, credentials.identity, roster)
 
 
 def parting(result: Result) -> bytearray:
@@ -141,10 +181,10 @@ def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
 
 def records(file: PlanFile, path: str | Path) -> Dataset:
     """A party's table, read as the plan says."""
-    from quietgrad.data import load
+    from quietgrad.data import load as load_table
 
     # A party whose records are all of one class is welcome: the others have the rest.
-    data = load(path, train=False, **file.reading)
+    data = load_table(path, train=False, **file.reading)
     if data.d != file.features:
         raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
     return data
