@@ -15,6 +15,7 @@ from quietgrad.objectives.networks import anatomy, checks, examples, module, tap
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.torch import distributed, opacus_verbs, own_loop, poisson_loader, private_module
+from quietgrad.torch.rows import Owners, Rows
 
 Patch = pytest.MonkeyPatch
 
@@ -40,7 +41,7 @@ def redrawn_masks(patch: Patch) -> None:
 
 def other_masks_every_time(patch: Patch) -> None:
     """Every pass of a release draws from a fresh secret: a replay differs, and a difference is of two models."""
-    draws = RecordKeys.draws.func
+    draws: Any = RecordKeys.__dict__["draws"].func
 
     def fresh(self: Any) -> Any:
         if self.key == bytes(32):  # where the module is tried out
@@ -115,8 +116,6 @@ def collate_accepted(patch: Patch) -> None:
 
 def rows_by_count(patch: Patch) -> None:
     """As many rows as the sample has are its rows."""
-    from quietgrad.torch.rows import Owners
-
     counter = iter(range(10**9))
 
     def owners(values: Any) -> Any:
@@ -136,7 +135,8 @@ def rows_by_count(patch: Patch) -> None:
 
     patch.setattr(private_module, "owners_of", owners)
     patch.setattr(private_module.PrivateModule, "forward", noted)
-    patch.setattr(own_loop.PrivateLoop, "_keys", lambda self, drawn: Anyones(bytes(32), drawn.batch.indices))
+    patch.setattr(own_loop.PrivateLoop, "_keys", lambda self, drawn: Anyones(
+        bytes(32), self._session.batch(drawn).indices))  # fmt: skip
 
 
 def two_iterators(patch: Patch) -> None:
@@ -148,10 +148,10 @@ def two_iterators(patch: Patch) -> None:
             drawn = shared.setdefault((id(loop), number), None) or loop._session.draw("stretch-0")
             shared[(id(loop), number)] = drawn
             loop._now, loop.handed_out = drawn, loop.handed_out + 1
-            loop._session._open.add(drawn[:2])
-            x, y = self.dataset[torch.tensor(drawn.batch.indices.copy())]
-            owners = poisson_loader.Owners(loop.handed_out - 1, torch.arange(len(x)))
-            yield tuple(poisson_loader.Rows.mark(part, owners) for part in (x, y))
+            loop._session._begun.add(drawn)
+            x, y = self.dataset[torch.tensor(loop._session.batch(drawn).indices.copy())]
+            owners = Owners(loop.handed_out - 1, torch.arange(len(x)))
+            yield tuple(Rows.mark(part, owners) for part in (x, y))
 
     shared: dict[Any, Any] = {}
     patch.setattr(poisson_loader.PoissonLoader, "__iter__", every)

@@ -1,7 +1,7 @@
 """The mutation table of the PyTorch rooms: every defect that was once there, and the layer that notices.
 
 As in ``test_mutations.py``: broken, the named layer must report a violation; sound, it must not. The false-alarm
-rate of a distinguisher is 1e-6; 300 runs see a broken one, and are too few to say much of a sound one.
+rate of a distinguisher is 1e-6; 200 runs see a broken one, and are too few to say much of a sound one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Mutation:
 
 TABLE = [
     Mutation("masks by place", "L0 sensitivity", broken.public_masks, lambda: probe_network("dropout")),
-    Mutation("masks by place, released", "L2", broken.public_masks, lambda: distinguish_fit("dropout", 300)[1]),
-    Mutation("masks by place in a loop", "L2", broken.public_masks, lambda: distinguish_loop(300)[1]),
+    Mutation("masks by place, released", "L2", broken.public_masks, lambda: distinguish_fit("dropout", 200)[1]),
+    Mutation("masks by place in a loop", "L2", broken.public_masks, lambda: distinguish_loop(200)[1]),
     Mutation("masks drawn again", "L0 sensitivity", broken.redrawn_masks, lambda: probe_network("dropout")),
     Mutation("masks not replayed", "L0 replay", broken.other_masks_every_time,
              lambda: probe_network("dropout")),

@@ -59,7 +59,8 @@ def process(rank: int, port: int, folder: str) -> None:
         out["disagreement"] = str(error)
     x, y = data()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(rank))
-    frozen, other = network(), network()
+    frozen: Any = network()
+    other: Any = network()
     frozen[0].requires_grad_(False).weight.data.mul_(1.0 + rank)
     other[0].weight.data.mul_(1.0 + rank)
     for what, model, records in (

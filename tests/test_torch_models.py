@@ -31,7 +31,7 @@ def by_autograd(module: nn.Module, x: Any, y: Tensor, clip: float) -> tuple[Tens
     args = x if isinstance(x, tuple) else (x,)
     for i in range(len(y)):
         module.zero_grad()
-        loss(module(*(a[i : i + 1] for a in args)), y[i : i + 1]).sum().backward()
+        torch.autograd.backward(loss(module(*(a[i : i + 1] for a in args)), y[i : i + 1]).sum())
         own = [p for p in module.parameters() if p.requires_grad]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in own])
         norms.append(flat.norm())
@@ -259,9 +259,10 @@ class Counter(nn.Module):
 
 
 def shared_memory() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model[1].weight = nn.Parameter(model[0].weight.detach()[:2])
-    return model
+    made: nn.Module = model
+    return made
 
 
 CE = nn.CrossEntropyLoss(reduction="none")
@@ -314,7 +315,7 @@ def test_buffers_are_as_they_were_after_a_refusal() -> None:
 
 def test_a_batch_norm_in_evaluation_mode_stays_so() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[1].eval()
     before = model[1].running_mean.clone()
     x = torch.randn(40, 6)

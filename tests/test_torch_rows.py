@@ -54,7 +54,7 @@ KEPT: dict[str, tuple[Callable[[Tensor], Any], list[int]]] = {
     "masked": (lambda x: x[torch.tensor([True, False, False, True])], [0, 3]),
     "columns": (lambda x: x[:, 1:], [0, 1, 2, 3]),
     "flipped": (lambda x: x.flip(0), [3, 2, 1, 0]),
-    "split": (lambda x: x.split(3)[1], [3]),
+    "split": (lambda x: torch.split(x, 3)[1], [3]),
     "joined": (lambda x: torch.cat([x[2:], x[:1]]), [2, 3, 0]),
     "wider": (lambda x: torch.cat([x, torch.ones(4, 2)], 1), [0, 1, 2, 3]),
     "reshaped": (lambda x: x.view(4, 3, 1).permute(0, 2, 1).flatten(1), [0, 1, 2, 3]),
@@ -151,7 +151,12 @@ def test_samples_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     drawn: list[int] = []
     batch = SubsetSampler.batch
-    monkeypatch.setattr(SubsetSampler, "batch", lambda self, i: drawn.append(i) or batch(self, i))
+
+    def noted(self: Any, i: int) -> Any:
+        drawn.append(i)
+        return batch(self, i)
+
+    monkeypatch.setattr(SubsetSampler, "batch", noted)
     model, optimizer, loader = made()
     for x, y in loader:
         optimizer.zero_grad()
@@ -193,7 +198,7 @@ def test_batches_that_are_not_batch_first_are_refused() -> None:
 
 def test_an_engine_counts_all_its_loops() -> None:
     engine = PrivacyEngine()
-    parts = []
+    parts: list[Any] = []
     for noise, epochs in ((1.0, 2), (2.0, 1)):
         model = nn.Linear(4, 2)
         _, _, loader = engine.make_private(

@@ -169,9 +169,9 @@ def probe_agreement() -> Finding:
     mine = digests(x, y)
     seen = [digests(x.flip(0), y.flip(0)), digests(x, 1 - y)]
     with torch.no_grad():
-        model[2].weight.mul_(2.0)  # type: ignore[index, union-attr, operator]
+        model[2].weight.mul_(2.0)  # type: ignore[index]
         seen.append(digests(x, y))
-        model[0].requires_grad_(False).weight.mul_(2.0)  # type: ignore[index, union-attr, operator]
+        model[0].requires_grad_(False).weight.mul_(2.0)  # type: ignore[index]
         seen.append(digests(x, y))
     missed = sum(other == mine for other in seen) + (digests(x, y) != seen[-1])
     verdict = "violation" if missed else "pass"

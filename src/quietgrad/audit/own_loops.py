@@ -43,11 +43,12 @@ _ONE = Rule.gradient(1.0)
 def audit_networks(runs: int) -> list[AuditReport]:
     """Distinguishers on what a fit and an own loop release."""
     reports = []
-    for name, attack in (
-        ("network: a fit with dropout", lambda: distinguish_fit("dropout", runs)),
-        ("network: a fit with augmentation", lambda: distinguish_fit("layers", runs, augmented=True)),
-        ("network: an own loop with dropout", lambda: distinguish_loop(runs)),
-    ):
+    attacks: dict[str, Callable[[], tuple[Plan, Finding]]] = {
+        "network: a fit with dropout": lambda: distinguish_fit("dropout", runs),
+        "network: a fit with augmentation": lambda: distinguish_fit("layers", runs, augmented=True),
+        "network: an own loop with dropout": lambda: distinguish_loop(runs),
+    }
+    for name, attack in attacks.items():
         started = time.perf_counter()
         plan, finding = attack()
         reports.append(
@@ -109,7 +110,7 @@ def distinguish_loop(runs: int) -> tuple[Plan, Finding]:
         for _ in range(runs):
             for inputs, labels in loader:
                 optimizer.zero_grad()
-                loss(private(inputs), labels).sum().backward()
+                torch.autograd.backward(loss(private(inputs), labels).sum())
                 optimizer.step()
             grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
             seen.append(torch.cat(grads).numpy())
@@ -168,20 +169,20 @@ def _made(engine: Any = None, **settings: Any) -> Any:
 def _fed_twice(model: Any, optimizer: Any, loader: Any) -> None:
     x, y = next(iter(loader))
     for _ in range(2):
-        F.cross_entropy(model(x[: len(x) // 2]), y[: len(x) // 2]).backward()
+        torch.autograd.backward(F.cross_entropy(model(x[: len(x) // 2]), y[: len(x) // 2]))
     optimizer.step()
 
 
 def _mixed_up(model: Any, optimizer: Any, loader: Any) -> None:
     x, y = next(iter(loader))
-    F.cross_entropy(model(0.5 * x + 0.5 * x.flip(0)), y).backward()
+    torch.autograd.backward(F.cross_entropy(model(0.5 * x + 0.5 * x.flip(0)), y))
     optimizer.step()
 
 
 def _stepped_twice(model: Any, optimizer: Any, loader: Any) -> None:
     x, y = next(iter(loader))
     for _ in range(2):
-        F.cross_entropy(model(x), y).backward()
+        torch.autograd.backward(F.cross_entropy(model(x), y))
         optimizer.step()
 
 
@@ -191,7 +192,7 @@ def _two_iterators(model: Any, optimizer: Any, loader: Any) -> None:
     for batches in (first, second, first):
         x, y = next(batches)
         kept.append(x)
-        F.cross_entropy(model(x), y).backward()
+        torch.autograd.backward(F.cross_entropy(model(x), y))
         optimizer.step()
 
 

@@ -135,7 +135,7 @@ def alone(
             loss = per_example_losses(loss_fn, module(*_args(select(x, part))), select(x, part), select(y, part))
             made = draws.number if isinstance(draws, RecordDraws) else 0
             if loss.requires_grad:
-                loss.sum().backward()  # not autograd.grad: a re-entrant checkpoint does not stand it
+                torch.autograd.backward(loss.sum())  # not autograd.grad: a re-entrant checkpoint does not stand it
             if isinstance(draws, RecordDraws) and draws.number != made:
                 raise UnplannedDraw("a checkpointed layer draws again on the way back.")
         losses.append(loss.detach())
@@ -155,10 +155,10 @@ def refuse_mixing(
         first, other = made_up(x, y, 2 * number), made_up(x, y, 2 * number + 1)
         for kept in (0, 1):
             rest = [i for i in range(4) if i != kept]
-            exchanged = tuple(_exchanged(a, b, rest) for a, b in zip(first, other, strict=True))
+            x_other, y_other = (_exchanged(a, b, rest) for a, b in zip(first, other, strict=True))
             with preserved():
                 here = _one_of(module, loss_fn, params, *first, kept, number)
-                there = _one_of(module, loss_fn, params, *exchanged, kept, number)
+                there = _one_of(module, loss_fn, params, x_other, y_other, kept, number)
             if not all(_same(a, b) for a, b in zip(here, there, strict=True)):
                 raise ValueError(
                     "the loss or gradient of an example changes when another example of the batch is exchanged: "
@@ -185,7 +185,7 @@ def _one_of(
     with torch.enable_grad(), with_parameters(module, leaves), drawing:
         losses = per_example_losses(loss_fn, module(*_args(x)), x, y)
         if losses.requires_grad:
-            losses[which].backward()
+            torch.autograd.backward(losses[which])
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
     return [losses[which].detach().reshape(1), torch.cat([g.flatten().to(losses.dtype) for g in grads])]
 
