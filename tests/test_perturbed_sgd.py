@@ -17,7 +17,7 @@ from quietgrad.algorithms.base import State
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import Constants
-from quietgrad.oracles.base import Estimate
+from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.oracles.minibatch import MiniBatch
 from quietgrad.oracles.recursive_momentum import RecursiveMomentum
 from quietgrad.training import checkpoint
@@ -30,7 +30,7 @@ UNIT = Constants(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, False)
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(Oracle):
     """An oracle that plays back estimates and notes where it was asked."""
 
     estimates: tuple[float, ...]

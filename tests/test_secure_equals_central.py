@@ -231,7 +231,10 @@ def test_released_sum_minus_its_noise_is_the_sum_of_rounded_vectors(run: Any, ta
 def test_trusted_curator_gives_the_central_model_with_the_same_noise(run: Any, table: str) -> None:
     """The coordinator rounds the sum and σ times its seeded normals to one grid."""
     federation = run(table, "curator")
-    units = {slot.name: UnitNoise(seed_key(SEED), f"unit/{slot.name}") for slot in federation.plan.schedule.slots}
+    units = {
+        slot.name: UnitNoise(seed_key(SEED), f"unit/{slot.name}", federation.plan.limit(slot.name))
+        for slot in federation.plan.schedule.slots
+    }
     d = federation.start.size
 
     class OnTheGrid(Door):

@@ -101,6 +101,17 @@ def test_noise_the_adversary_does_not_know_is_all_of_sigma(
     assert abs(left - 1) < 4.9 * math.sqrt(2.0 / d)
 
 
+def test_more_parties_than_planned_for_take_more_noise_off() -> None:
+    """The counter-check: two who pool with one planned for are left with 3/4 of σ² (h = 4; false alarm 1e-6)."""
+    d = 40_000
+    terms = Terms("masks", parties=5, dimension=d, bound=1.0, sigma=1.0)
+    total = SecureSession(terms, seed=9).sum(np.zeros((5, d))) / terms.step
+    for role in (0, 1):
+        total -= NoiseShare(terms, role, 9).draw(0).view(np.int64)
+    left = float((total**2).mean()) / terms.noise_units**2
+    assert abs(left / 0.75 - 1) < 4.9 * math.sqrt(2.0 / d)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_seeded_noise_repeats_and_fresh_noise_does_not(mode: Mode) -> None:
     def run(seed: int | None) -> list[float]:
@@ -225,3 +236,13 @@ def test_importing_the_room_is_light() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_threat_model_of_many_parties_states_its_probabilities() -> None:
+    terms = Terms("masks", parties=1000, dimension=1, bound=1.0, sigma=1.0, honest=899)
+    rows = dict(threats(terms).rows)
+    assert f"probability {terms.graph.failure:.2g}" in rows["neighbours"]
+    assert "semi-honest" in rows["server"]
+    assert "nobody but the server" in rows["to see one party's vector"]
+    few = dict(threats(Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
+    assert "opens no sum of fewer than 7 honest parties" in few["server"]

@@ -161,7 +161,7 @@ def test_masks_are_secret_and_fresh_in_every_release() -> None:
     seen: list[bytes] = []
     session = CentralCurator(objective, (records.read(RecordKeys(KEY, np.arange(30)))), seed=1).open(plan)
     for _ in range(3):
-        key = session.draw("gradient").batch.key
+        key = session.batch(session.draw("gradient")).key
         assert key is not None
         seen.append(key)
     assert len(set(seen)) == 3

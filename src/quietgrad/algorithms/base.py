@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from quietgrad.algorithms.rates import Rate, as_rate
 from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Objective, Query
 from quietgrad.oracles.base import Estimate, Oracle
-from quietgrad.plans.schedule import Law, Schedule
+from quietgrad.plans.schedule import Law, Plan, Schedule
+from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
 from quietgrad.vectors import Vector, copy, zeros_like
 
@@ -45,17 +47,51 @@ class State:
     memo: dict[str, Any] = field(default_factory=dict)
 
 
-class Algorithm(Protocol):
-    """A method: public settings and three steps of arithmetic."""
+class Releases(Protocol):
+    """What a plan is made of: public settings and the releases they lead to."""
 
     name: ClassVar[str]
-    private: ClassVar[bool]
+    private: ClassVar[bool] = True
 
-    def schedule(self, n_public: int) -> Schedule: ...
-    def init(self, x0: Vector) -> State: ...
-    def step(self, state: State, door: Session) -> State: ...
-    def output(self, state: State) -> Vector: ...
-    def config(self) -> dict[str, Any]: ...
+    def schedule(self, n_public: int) -> Schedule:
+        """The releases of a run on ``n_public`` records, known before any data."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return config_of(self)
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise if there is no proof for such a budget; before any noise is calibrated."""
+        return
+
+    def paper_noise(self, n_public: int, budget: Budget) -> float | None:
+        """The noise multiplier that a paper prints, if it is to be used instead of a calibrated one."""
+        return None
+
+
+class Algorithm(Releases, Protocol):
+    """A method: its releases and three steps of arithmetic. Inherit from it: what is optional is here."""
+
+    def init(self, x0: Vector) -> State:
+        """The state that a run from ``x0`` starts with."""
+        ...
+
+    def step(self, state: State, door: Session) -> State:
+        """One step through the door."""
+        ...
+
+    def output(self, state: State) -> Vector:
+        """What is returned of a run that is over."""
+        ...
+
+    def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
+        """Raise if settings, loss and start do not go together; before anything is reserved."""
+        return
+
+    def examples(self, x0: Vector, door: Session) -> Iterator[tuple[str, Query]]:
+        """Queries by slot that a rehearsal with made-up answers might not meet."""
+        return iter(())
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:
@@ -85,15 +121,13 @@ def config_of(algorithm: Any) -> dict[str, Any]:
     return {f.name: plain(getattr(algorithm, f.name)) for f in dataclasses.fields(algorithm)}
 
 
-class FirstOrder:
+class FirstOrder(Algorithm):
     """θ ← θ − η_t·direction, the loop of DP-SGD and its relatives; subclasses choose oracle and direction.
 
     With ``returns="random"`` the number of steps R is drawn uniformly before the first release and the run stops
     there: the accountant then averages over R, and half the work is saved.
     """
 
-    name: ClassVar[str]
-    private: ClassVar[bool] = True
     steps: int
     learning_rate: Any
     returns: Any
@@ -147,10 +181,6 @@ class FirstOrder:
     def output(self, state: State) -> Vector:
         """The iterate that is returned: last, random round, tail average or exponential average."""
         return state.average if state.average is not None else state.params
-
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return config_of(self)
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)

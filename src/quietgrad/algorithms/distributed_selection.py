@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from quietgrad.algorithms.base import State, check_range
+from quietgrad.algorithms.base import Algorithm, State, check_range
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.queries.second_order import PackedHessian
@@ -28,7 +28,7 @@ HessianNoise = Literal["goe", "triangle"]
 
 
 @dataclass(frozen=True, eq=False)
-class HessianSelection:
+class HessianSelection(Algorithm):
     """Algorithm 4 through any door: T noisy mean gradients and Hessians, the first pair that passes is taken.
 
     Through one curator's door the noise is that of one holder of all records;
@@ -54,7 +54,6 @@ class HessianSelection:
     failure: float = 0.05
 
     name: ClassVar[str] = "hessian-selection"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not len(self.candidates):

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, Loss
 from quietgrad.plans.schedule import Schedule, Slot
@@ -21,7 +21,7 @@ from quietgrad.vectors import Vector, copy, norm
 
 
 @dataclass(frozen=True)
-class DPAGD:
+class DPAGD(Algorithm):
     """Adaptive full-batch descent under a zCDP filter.
 
     Args:
@@ -47,7 +47,6 @@ class DPAGD:
     max_steps: int = 2000
 
     name: ClassVar[str] = "dp-agd"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("splits", "adapt_every", "max_steps"):

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from quietgrad.algorithms import escape_settings
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
+from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.second_order import Excess
 from quietgrad.oracles.base import Estimate, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
@@ -29,7 +30,7 @@ _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1,
 
 
 @dataclass(frozen=True)
-class ModelSelection:
+class ModelSelection(Algorithm):
     """SPIDER on (1 − held_out)·n fresh records, then a noisy search over its iterates on the others.
 
     Wherever ‖ĝ‖ ≤ 3χ the iterate becomes a candidate, and after ``patience`` such steps the oracle asks in full
@@ -60,7 +61,6 @@ class ModelSelection:
     hessian_lipschitz: float | None = None
 
     name: ClassVar[str] = "model-selection"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -81,7 +81,7 @@ class ModelSelection:
         search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
         return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
 
-    def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
+    def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse missing constants before anything is paid for."""
         self._settle(preview(objective, plan), len(x0))
 
@@ -115,10 +115,6 @@ class ModelSelection:
     def output(self, state: State) -> Vector:
         """The chosen iterate, or the last one if none passed."""
         return state.params
-
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return config_of(self)
 
     def _search(self, state: State, door: Session) -> State:
         extra = state.extra

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Constants
 from quietgrad.plans.schedule import Schedule, Slot
@@ -23,7 +23,7 @@ from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
-class OutputPerturbation:
+class OutputPerturbation(Algorithm):
     """θ_T of T exact gradient steps, plus noise on the model once; convex losses with bounded rows only.
 
     Args:
@@ -42,7 +42,6 @@ class OutputPerturbation:
     mechanism: Literal["gaussian", "pure"] = "gaussian"
 
     name: ClassVar[str] = "output-perturbation"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms import escape_settings, escape_theory
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Constants, Query
+from quietgrad.objectives.base import Constants, Objective, Query
 from quietgrad.oracles.base import Estimate, Oracle, constant_of, preview
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
@@ -36,7 +36,7 @@ from quietgrad.vectors import Vector, copy, norm
 
 
 @dataclass(frozen=True)
-class PerturbedSGD:
+class PerturbedSGD(Algorithm):
     """x ← x − η·ĝ with escape attempts where ‖ĝ‖ ≤ 3χ; see the module's text.
 
     What is left ``None`` is derived when the run starts, all of it public; the formulas are in
@@ -84,7 +84,6 @@ class PerturbedSGD:
     mode: Literal["derived", "practical", "theory"] = "derived"
 
     name: ClassVar[str] = "perturbed-sgd"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
@@ -161,17 +160,14 @@ class PerturbedSGD:
         fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
         return Schedule(slots, "parallel" if fresh else "sequential", adaptive=True)
 
-    def check_run(self, objective: Any, plan: Plan, x0: Vector) -> None:
+    def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse a start outside the domain, or settings that mean nothing, before anything is paid for."""
-        check = getattr(objective, "check_domain", None)
-        if check is not None:
-            check(x0)
+        objective.check_domain(x0)
         self._settle(preview(objective, plan), len(x0))
 
     def examples(self, x0: Vector, door: Session) -> Iterator[tuple[str, Query]]:
         """What the oracle may ask, slot by slot; a rehearsal with made-up answers need not meet all of it."""
-        find = getattr(self.oracle, "examples", None)
-        return iter(()) if find is None else find(x0, door)
+        return self.oracle.examples(x0, door)
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
@@ -209,10 +205,6 @@ class PerturbedSGD:
         """The point no attempt could leave, or where the run stood when samples or steps ran out."""
         return state.params
 
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return config_of(self)
-
     # --- the parts of a step ------------------------------------------------------------------------------------
 
     def _attempt(self, state: State, gradient: Vector) -> None:
@@ -243,7 +235,7 @@ class PerturbedSGD:
                 chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius
             )
         else:
-            smoothness = constant_of("smoothness", "smoothness", getattr(self.oracle, "smoothness", None), door)
+            smoothness = constant_of("smoothness", "smoothness", self.oracle.smoothness, door)
             smoothness += door.regularizer.smoothness
             rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
             escape_settings.check_tolerance(
@@ -267,7 +259,7 @@ class PerturbedSGD:
         own = getattr(door.objective, "constants", None)
         oracle = {
             "lipschitz": getattr(self.oracle, "clip", None),
-            "smoothness": getattr(self.oracle, "smoothness", None),
+            "smoothness": self.oracle.smoothness,
             "hessian_lipschitz": self.hessian_lipschitz,
         }
         by_hand = (self.chi, self.radius, self.escape_steps, self.attempts, self.learning_rate)
@@ -283,14 +275,13 @@ class PerturbedSGD:
 
     def _error(self, door: Session, dim: int) -> tuple[float, float]:
         """χ, and the standard deviation of one coordinate that can be relied on to leave a saddle: r if any."""
-        find = getattr(self.oracle, "error", None)
-        if find is None:
+        error = self.oracle.error(door)
+        if error is None:
             if self.chi is None:
                 raise ValueError(
                     f"chi=None: {type(self.oracle).__name__} states no error to derive it from; give chi."
                 )
             return self.chi, self.chi / math.sqrt(dim)
-        error = find(door)
         chi = escape_settings.estimate_error(error, dim, self.steps, self.failure) if self.chi is None else self.chi
         return chi, error.noise or error.sampling / math.sqrt(dim)
 

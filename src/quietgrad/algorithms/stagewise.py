@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Constants, Gradient
 from quietgrad.oracles.base import SamplingName, sampling_of
@@ -22,7 +22,7 @@ from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
-class StagewiseDPSGD:
+class StagewiseDPSGD(Algorithm):
     """ω ← ω − η^k·ĝ + ϱ_t(ω − ω_prev); ``early_momentum=0`` is DPageS.
 
     Args:
@@ -51,7 +51,6 @@ class StagewiseDPSGD:
     returns: Literal["last", "random"] = "last"
 
     name: ClassVar[str] = "stagewise"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("stages", self.stages)

@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Constants, Gradient
 from quietgrad.objectives.queries.local_fit import local_fit
@@ -33,7 +33,7 @@ from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
-class WeightedAverage:
+class WeightedAverage(Algorithm):
     """Σ (n_j/n)·θ_j over parties, after T local steps each, or the same average in every step.
 
     Args:
@@ -58,7 +58,6 @@ class WeightedAverage:
     constant: float = 16.0
 
     name: ClassVar[str] = "weighted-average"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)

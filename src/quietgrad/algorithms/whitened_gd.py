@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from quietgrad.algorithms.base import State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
@@ -29,7 +29,7 @@ from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
-class WhitenedGD:
+class WhitenedGD(Algorithm):
     """DP-GD in coordinates whitened by a private mean and second-moment matrix.
 
     Args:
@@ -55,7 +55,6 @@ class WhitenedGD:
     damping: float = 0.6
 
     name: ClassVar[str] = "whitened-gd"
-    private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)

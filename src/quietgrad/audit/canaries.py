@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Constants, Indices, NoRegularizer, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ def shorten(rows: Floats, clip: float) -> Floats:
         return np.where(lengths > clip, rows * (clip / np.maximum(lengths, 1e-300)), rows)
 
 
-class CanaryObjective:
+class CanaryObjective(BaseObjective):
     """An objective in gradient space: roles decide gradients, parameters are ignored.
 
     ``canary`` pulls along the first axis with the pattern's amplitude, ``mirror`` against it, ``against`` is a
@@ -83,7 +83,6 @@ class CanaryObjective:
     """
 
     regularizer = NoRegularizer()
-    silent_batches = False
     row_bound = 1.0
 
     def __init__(self, pattern: Pattern = "growing") -> None:

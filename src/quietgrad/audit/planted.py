@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Constants, Records, Regularizer, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Records, Regularizer, Rule
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -43,10 +43,8 @@ class Planted:
         return self.inner.fingerprint_parts()
 
 
-class PlantedObjective:
+class PlantedObjective(BaseObjective):
     """An objective with one more parameter per canary; the model's own sums are the inner objective's."""
-
-    silent_batches = False
 
     def __init__(self, inner: Any, canaries: int, coins: npt.NDArray[np.bool_], relation: Relation) -> None:
         self.inner = inner
@@ -62,8 +60,8 @@ class PlantedObjective:
     def initial(self, records: Planted) -> Vector:
         return _pad(self.inner.initial(records.inner), self.canaries)
 
-    def constants(self, row_bound: float | None = None) -> Constants:
-        constants: Constants = self.inner.constants(row_bound)
+    def constants(self) -> Constants:
+        constants: Constants = self.inner.constants()
         return constants
 
     def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:

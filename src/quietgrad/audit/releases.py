@@ -70,7 +70,7 @@ def _certificate(runs: int) -> Iterator[AuditReport]:
 
 def _through_queries(algorithm: Any, relation: Relation, runs: int) -> AuditReport:
     budget = replace(_BUDGET, relation=relation)
-    return run(algorithm, budget=budget, n=_N, runs=runs, game=table_game(_N, relation))
+    return run(algorithm, budget=budget, n=_N, runs=max(400, runs // 2), game=table_game(_N, relation))
 
 
 def _labels(runs: int) -> Iterator[AuditReport]:

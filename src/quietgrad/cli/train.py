@@ -173,16 +173,22 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
                 result = resume(loss, table, method, callback=callback, **kept)
             else:
                 result = minimize(
-                    loss, table, method, budget=promise, n_public=spec.n_public, callback=callback, **kept
-                )
+                    loss, table, method, budget=promise, n_public=spec.n_public, planned=the_plan,
+                    callback=callback, **kept,
+                )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
-    return finish(spec, out, data, result, spent.curve)
+    return finish(spec, out, data, result, spent.curve, loss)
 
 
 def finish(
-    spec: RunSpec, out: Path, data: Dataset, result: Result, curve: list[tuple[int, float]] | None = None
+    spec: RunSpec,
+    out: Path,
+    data: Dataset,
+    result: Result,
+    curve: list[tuple[int, float]] | None = None,
+    objective: Any = None,
 ) -> Result:
     """Score the model, and write the result and the report of a run that is over."""
     from quietgrad.cli.evaluation import evaluate
@@ -195,7 +201,7 @@ def finish(
         result,
         data={"name": data.name, "notes": list(data.notes)},
         details=details,
-        metrics=evaluate(objective_from(facts), result.params, data, train=spec.evaluate_train),
+        metrics=evaluate(objective or objective_from(facts), result.params, data, train=spec.evaluate_train),
     )
     result.save(out)
     report_if_possible([out], out / "report.html")

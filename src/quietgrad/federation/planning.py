@@ -81,8 +81,7 @@ def federate(
         )
     if budget is not None:
         schedule = schedule.under(budget.relation)
-        if hasattr(algorithm, "check_budget"):
-            algorithm.check_budget(budget)
+        algorithm.check_budget(budget)
     plan = FederatedPlan(
         algorithm=algorithm.name,
         config=json.loads(json.dumps(algorithm.config())),
@@ -106,7 +105,7 @@ def federate(
     settings = {**_settings(plan), "templates": door.templates, "dims": door.dims}
     if budget is None:
         return FederatedPlan(**settings)
-    printed = algorithm.paper_noise(n, budget) if hasattr(algorithm, "paper_noise") else None
+    printed = algorithm.paper_noise(n, budget)
     if printed is not None:
         return FederatedPlan(**{**settings, "noise_multiplier": printed, "paper_noise": algorithm.name})
     if noise_multiplier is None:
@@ -206,10 +205,9 @@ def _rehearsed(algorithm: Any, door: Rehearsal) -> Rehearsal:
                 break
     except ExhaustedError:
         pass  # made-up answers may use a slot up sooner than real ones
-    if hasattr(algorithm, "examples"):
-        door.used = dict.fromkeys(door.used, 0)
-        for slot, query in algorithm.examples(initial, door):
-            door._note(slot, query, query.dim(door._shape))
+    door.used = dict.fromkeys(door.used, 0)
+    for slot, query in algorithm.examples(initial, door):
+        door._note(slot, query, query.dim(door._shape))
     return door
 
 

@@ -79,6 +79,7 @@ _ASKED = (
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ASKED, Whitening, Affine)}
 """What may be on the wire: queries, and what they are made of."""
+_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) for name, kind in _KINDS.items()}
 
 
 def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -117,8 +118,8 @@ def _pack(value: Any, arrays: dict[str, Array]) -> Any:
         return [_pack(item, arrays) for item in value]
     kind = type(value).__name__
     if _KINDS.get(kind) is type(value):
-        named = {f.name: _pack(getattr(value, f.name), arrays) for f in dataclasses.fields(value) if f.init}
-        return {"kind": kind, **named}
+        fields = (f.name for f in dataclasses.fields(value) if f.init)
+        return {"kind": kind, **{name: _pack(getattr(value, name), arrays) for name in fields}}
     array = value if isinstance(value, np.ndarray) else _from_torch(value)
     name = f"q{len(arrays)}"
     arrays[name] = array
@@ -149,14 +150,10 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise WireError(f"query {kind!r} is not known; known are {', '.join(_KINDS)}")
-    maker, names = _KINDS[kind], _fields(_KINDS[kind])
+    maker, names = _KINDS[kind], _FIELDS[kind]
     if value.keys() != names | {"kind"}:
         raise WireError(f"query {kind} must have exactly the fields {', '.join(sorted(names))}")
     return maker(**{name: _unpack(value[name], arrays, like) for name in names})
-
-
-def _fields(kind: type[Any]) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(kind) if field.init)
 
 
 def flat(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> dict[str, Any]:

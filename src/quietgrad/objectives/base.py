@@ -7,10 +7,11 @@ loss and how to sum clipped per-example gradients without ever storing them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -206,7 +207,15 @@ class Reading(Protocol):
 
 
 class Objective(Reading, Protocol):
-    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums."""
+    """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums; defaults: :class:`BaseObjective`."""
+
+    def constants(self) -> Constants:
+        """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
+        ...
+
+    def check_domain(self, params: Vector) -> None:
+        """Raise :class:`~quietgrad.errors.DataError` at a point where the constants do not hold."""
+        ...
 
     def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients at the points (θ, or θ and θ′).
@@ -227,6 +236,19 @@ class Objective(Reading, Protocol):
     def risk_gradient(self, records: Any, params: Vector) -> Vector:
         """∇F(θ) without clipping: an evaluation, not private."""
         ...
+
+
+class BaseObjective:
+    """What an objective says of itself unless it knows better."""
+
+    silent_batches: ClassVar[bool] = False
+
+    def constants(self) -> Constants:
+        """None: nothing is known of the losses."""
+        return Constants(math.inf, None, None, None, 0.0, 0.0, False)
+
+    def check_domain(self, params: Vector) -> None:
+        """Do nothing: constants, if any, hold everywhere."""
 
 
 @runtime_checkable

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Objective, Query
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling
 from quietgrad.vectors import Vector
@@ -40,7 +42,7 @@ class Error(NamedTuple):
 
 
 class Oracle(Protocol):
-    """Turns releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business."""
+    """Turns releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business. Inherit from it."""
 
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
         """The releases that ``steps`` estimates may need."""
@@ -53,6 +55,19 @@ class Oracle(Protocol):
     def config(self) -> dict[str, Any]:
         """The oracle's public settings as JSON values."""
         ...
+
+    @property
+    def smoothness(self) -> float | None:
+        """The bound M on per-record smoothness that was given to it, if it takes one."""
+        return None
+
+    def error(self, door: Session) -> Error | None:
+        """How far its estimates are from the gradient, if it can say so."""
+        return None
+
+    def examples(self, params: Vector, door: Session) -> Iterator[tuple[str, Query]]:
+        """Queries as they may be asked, for plans that parties approve beyond what a rehearsal meets."""
+        return iter(())
 
 
 def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sampling:
@@ -72,7 +87,7 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sa
     raise ValueError(f"sampling={name!r}: must be 'poisson', 'fixed-size' or 'full'.")
 
 
-def preview(objective: Any, plan: Plan) -> Any:
+def preview(objective: Objective, plan: Plan) -> Any:
     """What a door of ``plan`` will say about itself: enough to derive settings, nothing that could be released."""
     return SimpleNamespace(
         plan=plan,
@@ -94,7 +109,7 @@ def constant_of(setting: str, name: str, given: float | None, door: Session) -> 
         return given
     try:
         value = getattr(door.objective.constants(), name)
-    except (AttributeError, ValueError):
+    except ValueError:  # none hold without a bound on the rows
         value = None
     if value is None:
         raise ValueError(f"{setting}=None: the objective has no finite {name} constant; give {setting}.")

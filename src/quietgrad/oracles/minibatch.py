@@ -8,13 +8,13 @@ from typing import Any
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
-from quietgrad.oracles.base import Error, Estimate, SamplingName, noise_multiplier, sampling_of
+from quietgrad.oracles.base import Error, Estimate, Oracle, SamplingName, noise_multiplier, sampling_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector
 
 
 @dataclass(frozen=True)
-class MiniBatch:
+class MiniBatch(Oracle):
     """ĝ = (1/b) [Σ clip_C(∇fᵢ(θ)) + N(0, (zC)² I)], b the public expected batch.
 
     Dividing by the realised size of a Poisson sample would double the sensitivity, and skipping an empty sample

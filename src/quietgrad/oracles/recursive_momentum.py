@@ -13,13 +13,13 @@ from typing import Any
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum, Query
 from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
-from quietgrad.oracles.base import Estimate, SamplingName, sampling_of
+from quietgrad.oracles.base import Estimate, Oracle, SamplingName, sampling_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector, norm
 
 
 @dataclass(frozen=True)
-class RecursiveMomentum:
+class RecursiveMomentum(Oracle):
     """The oracle of DP-SRM.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, GradientDifference, Query
-from quietgrad.oracles.base import Error, Estimate, constant_of, noise_multiplier, sampling_of
+from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of, noise_multiplier, sampling_of
 from quietgrad.plans.schedule import Slot
 from quietgrad.sampling import Sampling, SinglePass
 from quietgrad.vectors import Vector, norm
@@ -29,7 +29,7 @@ Regime = Literal["fresh", "reuse"]
 
 
 @dataclass(frozen=True)
-class _PathIntegrated(ABC):
+class _PathIntegrated(Oracle, ABC):
     batch_size: int | None = None
     difference_batch_size: int | None = None
     clip: float | None = None

@@ -47,16 +47,26 @@ class LossGrid:
 
     def tilted(self, order: float) -> tuple[Array, float]:
         """The finite losses' masses times e^{order·ℓ}, scaled to add up to 1, and log of what they added up to."""
-        exponents = order * self.losses
-        # Moved only where e^x would overflow, because moving costs precision.
-        shift = max(0.0, float(exponents.max(where=self.mass > 0.0, initial=-np.inf)) - LARGEST_LOSS)
-        weights = self.mass * np.exp(np.minimum(exponents - shift, LARGEST_LOSS))
+        if order == 0.0:
+            return self.mass, 0.0
+        weights, shift = self._weights(order)
         total = float(weights.sum())
         return weights / total, shift + math.log(total)
 
     def log_moment(self, order: float) -> float:
         """log E_P[e^{order·L}] over the finite losses."""
-        return self.tilted(order)[1]
+        weights, shift = self._weights(order)
+        return shift + math.log(float(weights.sum()))
+
+    def _weights(self, order: float) -> tuple[Array, float]:
+        exponents = order * self.losses
+        # Losses without mass may lie far out. Moved only where e^x would overflow, because moving costs precision.
+        if (shift := max(0.0, float(exponents[0]), float(exponents[-1])) - LARGEST_LOSS) > 0.0:
+            shift = max(0.0, float(exponents.max(where=self.mass > 0.0, initial=-np.inf)) - LARGEST_LOSS)
+            exponents = np.minimum(exponents - shift, LARGEST_LOSS)
+        weights: Array = np.exp(exponents, out=exponents)
+        weights *= self.mass
+        return weights, max(0.0, shift)
 
     def delta(self, epsilon: float) -> float:
         """Infinite mass plus the sum over losses ℓ > ε of (1 − e^{ε−ℓ}) × mass."""

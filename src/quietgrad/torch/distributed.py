@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.objectives.base import Batch, Regularizer, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, Regularizer, Rule
 from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
@@ -49,10 +49,8 @@ def one_leader(objective: ModuleObjective, data: Any, lead: Callable[[Any, Examp
     return result
 
 
-class _Shared:
+class _Shared(BaseObjective):
     """A :class:`ModuleObjective` whose sums are computed by all processes together."""
-
-    silent_batches = False
 
     def __init__(self, objective: ModuleObjective) -> None:
         self._objective = objective

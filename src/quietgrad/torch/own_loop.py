@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quietgrad.algorithms.base import Releases
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, NoRegularizer, Rule
 from quietgrad.objectives.networks.checks import made_up
 from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.examples import Collate, Examples, examples_of
 from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import select, tensors_of
@@ -37,7 +39,7 @@ __all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
 
 
 @dataclass(frozen=True)
-class OwnLoop:
+class OwnLoop(Releases):
     """The releases of a loop: for each stretch of equal settings its batches, expected batch size and noise.
 
     A "method" for :func:`quietgrad.plan`, whose update the user writes.
@@ -337,14 +339,14 @@ def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
 class OutputGradients:
     """The objective of a loop: its records are counted here and read by the loader."""
 
-    def __init__(self, engine: PerExampleEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: PerExampleEngine, collate_fn: Collate | None = None) -> None:
+        self.engine, self.collate_fn = engine, collate_fn
         self.regularizer = NoRegularizer()
         self.silent_batches = False
 
-    def prepare(self, data: Any) -> Any:
-        """The data set itself; the loader has been checked."""
-        return data
+    def prepare(self, data: Any) -> Examples:
+        """The data set as the loader reads it, which has been checked."""
+        return examples_of(data, self.engine.dim, self.collate_fn)
 
     def initial(self, records: Any) -> Tensor:
         """The module's parameters."""

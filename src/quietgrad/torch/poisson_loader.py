@@ -51,12 +51,16 @@ class PoissonLoader:
         loop, length = self.privacy, len(self)
         self._iterators += 1
         mine, first = self._iterators, loop.handed_out
-        for batch in self._loader:
+        batches = iter(self._loader)
+        while True:
             if self._iterators != mine:
                 raise BudgetError(
                     "this iterator ended when a newer one was made on the same private loader: a sample is handed "
                     "out once. Use one iterator at a time."
                 )
+            batch = next(batches, None)
+            if batch is None:
+                break
             count = loop.hand_out()
             owners = Owners(loop.handed_out - 1, torch.arange(count))
             yield mapped(batch, lambda tensor, owners=owners, count=count: _marked(tensor, owners, count))  # type: ignore[misc]

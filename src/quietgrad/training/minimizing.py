@@ -10,6 +10,7 @@ from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError
 from quietgrad.plans.price import plan
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
@@ -35,6 +36,7 @@ def minimize(
     checkpoint_seconds: float = 10.0,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
+    planned: Plan | None = None,
 ) -> Result:
     """Minimise an empirical risk privately.
 
@@ -51,6 +53,7 @@ def minimize(
         folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
             result is saved here.
         seed: fixed randomness for tests; the result is then not private.
+        planned: the plan, if it was made already from the same algorithm, budget and number of records.
 
     >>> import numpy as np
     >>> from quietgrad import objectives
@@ -65,11 +68,12 @@ def minimize(
         raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed)
     declared = len(curator.records) if n_public is None else n_public
-    the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    the_plan = planned or plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    if (the_plan.budget, the_plan.n_public) != (budget, declared):
+        raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
     notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
     x0 = curator.initial() if start is None else _check_start(start, curator.initial())
-    if hasattr(algorithm, "check_run"):
-        algorithm.check_run(objective, the_plan, x0)
+    algorithm.check_run(objective, the_plan, x0)
     saver = None
     try:
         if folder is not None:
@@ -120,7 +124,7 @@ def resume(
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
     name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
-    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
+    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key, resumed=True)
     saver.history, saver.seconds_before = meta["history"], meta["seconds"]
     try:
         session = curator.open(the_plan, transcript=saver.transcript, used=saved.used, rho_left=saved.rho_left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quietgrad.algorithms.base import State
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
 from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue
 from quietgrad.oracles.base import constant_of
@@ -28,7 +28,7 @@ class PrivateCertificate(Certificate):
 
 
 @dataclass(frozen=True)
-class TwoScalars:
+class TwoScalars(Algorithm):
     """The plan of :func:`certify_privately`: a gradient norm and a least eigenvalue of the same records."""
 
     name: ClassVar[str] = "private-certificate"

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Constants, Indices, NoRegularizer, Rule, tightened
+from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule, tightened
 
 Floats = npt.NDArray[np.float64]
 
@@ -59,7 +59,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Landscape(ABC):
+class Landscape(BaseObjective, ABC):
     """What all landscapes share; subclasses give the population risk, the records and one record's gradient.
 
     Args:
@@ -70,7 +70,6 @@ class Landscape(ABC):
 
     name: ClassVar[str]
     regularizer: ClassVar[NoRegularizer] = NoRegularizer()
-    silent_batches: ClassVar[bool] = False
 
     # --- the population risk ------------------------------------------------------------------------------------
 

@@ -214,8 +214,11 @@ def refuse_changed_buffers(module: nn.Module, run: Callable[[], Any]) -> None:
         changed += [name for name in now if name not in before]
     finally:
         with torch.no_grad():
-            for tensor, value in before.values():
+            for name, (tensor, value) in before.items():
                 tensor.copy_(value)
+                layer, _, last = name.rpartition(".")
+                if last in (buffers := module.get_submodule(layer)._buffers):
+                    buffers[last] = tensor
     if changed:
         raise ValueError(
             f"buffer {changed[0]!r} changes in the forward pass: statistics of the data would be in the "

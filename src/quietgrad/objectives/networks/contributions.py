@@ -89,7 +89,7 @@ class Contribution(Protocol):
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """out += Σ_i Σ_f weights[i, f] · v_{i,f}; `out` is the parameter's slice of the flat vector, in float64.
 
-        Formed in float64: a float32 sum of m vectors is off by m·2⁻²⁴·mC, and by another amount without one of them.
+        In float32 a sum of m vectors is off by up to m·2⁻²⁴·mC, and by another amount without one of them.
         """
         ...
 

@@ -7,7 +7,9 @@ vmap has no rule, examples are taken one by one (:func:`quietgrad.objectives.net
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tens
         gradients: dict[str, Tensor] = vjp(outputs, dict(params))[1](tuple(output_grads))[0]
         return gradients
 
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused attention has no vmap rule
+    with torch.enable_grad(), _vmapping():
         result: dict[str, Tensor] = vmap(
             one, in_dims=(list(unit.input_dims), [grads[p][1] for p in present]), randomness="error"
         )(tensors, [grads[p][0] for p in present])
@@ -69,10 +71,17 @@ def model_gradients(
         args = (xs,) if isinstance(xs, Tensor) else xs
         return loss_fn(functional_call(module, unflatten(flat), args), _unsqueezed(yi)).sum()
 
-    with sdpa_kernel(SDPBackend.MATH):
+    with _vmapping():
         # "different": a draw then has one row per example, in front.
         rows: Tensor = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(theta, x, y)
     return rows.detach()
+
+
+@contextmanager
+def _vmapping() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # the fused attention has no vmap rule
+        warnings.filterwarnings("ignore", "There is a performance drop")  # what has none is slower, and right
+        yield
 
 
 def _unsqueezed(value: Batch) -> Batch:

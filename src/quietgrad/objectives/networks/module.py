@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import DataError
+from quietgrad.objectives.base import BaseObjective, Indices, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.base import Batch as ReleaseBatch
-from quietgrad.objectives.base import Indices, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe
@@ -33,7 +33,7 @@ private_log.addHandler(logging.NullHandler())
 private_log.propagate = False
 
 
-class ModuleObjective:
+class ModuleObjective(BaseObjective):
     """F(θ) = (1/n) Σᵢ loss_fn(module_θ(xᵢ), yᵢ) + r(θ).
 
     Args:
@@ -51,8 +51,6 @@ class ModuleObjective:
     >>> result.params.shape
     torch.Size([8])
     """
-
-    silent_batches = False
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ mask for a weight), examples are taken apart by vmap or alone, so that each has 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -197,7 +198,8 @@ def choose_way(
     checks.refuse_mixing_layers(module)
     params = network.unflatten(theta)
     x, y = checks.made_up(x, y, 0)
-    with preserved():
+    with preserved(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about what is only tried out
         checks.refuse_changed_buffers(module, lambda: _forward(network, params, x, y))
         draws, axes, steady = _how_it_draws(network, params, x, y)
         if steady:

@@ -18,7 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Constants, Indices, NoRegularizer, Numbers, Regularizer, Rule
+from quietgrad.objectives.base import (
+    BaseObjective,
+    Batch,
+    Constants,
+    Indices,
+    NoRegularizer,
+    Numbers,
+    Regularizer,
+    Rule,
+)
 from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
@@ -28,7 +37,7 @@ Task = Literal["binary", "multiclass", "regression"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearObjective(ABC):
+class LinearObjective(BaseObjective, ABC):
     """What the losses of :mod:`quietgrad.objectives.tables.glm` share.
 
     Parameters are the flattened (features [+ 1], outputs) weight matrix, the intercept row last.
