@@ -64,8 +64,8 @@ def probe_federation(
 ) -> list[Finding]:
     """Noise of ``rounds`` rounds after aggregation, that of every party where it adds its own, and the charges.
 
-    Halfway everybody is restarted and goes on from what the folder holds: completed rounds are answered as they were,
-    and the noise of the others is new.
+    Halfway everybody is restarted and goes on from what the folder holds: completed rounds are answered as they
+    were, and the noise of the others is new.
 
     >>> {finding.verdict for finding in probe_federation("local", rounds=64)}
     {'pass'}
