@@ -116,15 +116,18 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
 
 def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     def listen(session: Any, rng: np.random.Generator) -> Floats:
-        noise = as_numbers(session.release(slot.name, Known(width, BOUND)))
-        length = float(np.linalg.norm(noise))
-        if length == 0.0:
-            return noise
-        # The length is Gamma(d, scale): make it that of d normals, in the same direction.
-        beyond = max(float(gammaincc(width, length / (multiplier * BOUND))), 1e-300)
-        return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
+        return laplace_units(as_numbers(session.release(slot.name, Known(width, BOUND))), multiplier * BOUND)
 
     return listen
+
+
+def laplace_units(noise: Floats, scale: float) -> Floats:
+    """Standard normals from L2-Laplace noise: its length is Gamma(d, scale), and becomes that of d normals."""
+    length, width = float(np.linalg.norm(noise)), len(noise)
+    if length == 0.0:
+        return noise
+    beyond = max(float(gammaincc(width, length / scale)), 1e-300)
+    return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
 
 
 def _choice(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
