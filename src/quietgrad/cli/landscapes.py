@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quietgrad.cli.options import usage
+from quietgrad.cli.options import say, usage
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import RunSpec
 from quietgrad.cli.settings import algorithm_from, build
@@ -54,7 +54,7 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     result.save(out)
     report_if_possible([out], out / "report.html")
     if not quiet:
-        typer.echo(f"{result.stopped_by}: {found}")
+        say(f"{result.stopped_by}: {found}")
     return result
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.files import append_privately
 
 FORMAT = 1
 Floats = npt.NDArray[np.float64]
@@ -82,10 +83,7 @@ class AggregateStore:
 
     def _append(self, data: bytes) -> None:
         assert self._path is not None
-        with self._path.open("ab") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        append_privately(self._path, data)
 
     def _read(self, path: Path, digest: str) -> None:
         with path.open("rb") as file:

@@ -98,7 +98,7 @@ class Site:
         if collab.caller != _SERVER or self._settings is None or self._file is None:
             return False
         try:
-            done = network.save_parting(parting, self._file, self._settings.out)
+            done = network.save_parting(parting, self._file, self._settings.out, self._handler)
         except QuietgradError as error:
             words, done = str(error), False
         self._settings.end(words, done=done)

@@ -6,11 +6,11 @@ With a folder every line is on the disk before the answer leaves, and a party th
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import LedgerError
+from quietgrad.files import append_privately, parse_json, read_bytes, write_atomically
 
 
 class Journal:
@@ -73,7 +73,7 @@ class Journal:
         try:
             return KeyFile.load(name)
         except KeyFileError:
-            return KeyFile.create(name)
+            return KeyFile.create(name, self._folder)
 
     def finish(self) -> None:
         """The run is over: remove its journal and its key."""
@@ -91,16 +91,13 @@ class Journal:
     def _write(self, line: dict[str, Any]) -> None:
         if self._path is None:
             return
-        with self._path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_privately(self._path, json.dumps(line).encode() + b"\n")
 
     def _replay(self, path: Path) -> None:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path).split(b"\n")
         try:
             # What follows the last newline was torn by a crash, before its answer left.
-            entries = [json.loads(line) for line in lines[:-1]]
+            entries = [parse_json(line) for line in lines[:-1]]
         except ValueError:
             raise LedgerError(f"{path}: the journal is damaged; remove it and pay for a new run.") from None
         if not entries or entries[0].get("plan") != self._digest:
@@ -108,4 +105,4 @@ class Journal:
         for entry in entries[1:]:
             self._apply(entry["round"], entry["slot"], entry["draw"], entry["rho"])
         if lines[-1]:
-            path.write_bytes(b"\n".join(lines[:-1]) + b"\n")
+            write_atomically(path, b"\n".join(lines[:-1]) + b"\n", private=True)

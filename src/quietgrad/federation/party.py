@@ -22,6 +22,8 @@ from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.queries import flat, off_plan, unpack
 from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode, limit
+from quietgrad.files import reason as error_words
+from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
@@ -124,6 +126,16 @@ class PartyCurator:
         ledger = self._ledger if isinstance(self._ledger, Ledger) else Ledger(self._ledger)
         ledger.check_cap(self._account, event, relation=budget.relation, cap=self._cap)
 
+    def answered(self) -> dict[str, int]:
+        """How many draws of each slot this party answered in the run it knows."""
+        return {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
+
+    def abandon(self) -> None:
+        """The run ended without a model: its key must not outlive it. What was reserved stays paid."""
+        if self._run is not None:
+            self._journal.finish()
+            self._run = self._key = None
+
     # --- messages ---------------------------------------------------------------------------------------------
 
     def handle(self, data: Bytes) -> bytearray:
@@ -145,6 +157,8 @@ class PartyCurator:
             )
         except QuietgradError as refusal:
             return _refused("failed", f"{self.name}: {refusal}")
+        except OSError as error:  # a full disk has a name, and that carries no record
+            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
         except Exception as error:  # its text could carry a record's value
             return _refused("failed", f"{self.name}: could not answer ({type(error).__name__})")
 
@@ -165,7 +179,7 @@ class PartyCurator:
     def _open(self, message: Message) -> Message:
         """Compare plans, pay, and be ready; opening the same run again continues it."""
         run = message.fields.get("run")
-        if not isinstance(run, str) or not run.isalnum() or len(run) > 64:
+        if not isinstance(run, str) or not run.isalnum() or not is_path_name(run) or len(run) > 64:
             raise ProtocolError("coordinator", "gives no name to the run")
         if message.fields.get("plan") != self.plan.digest:
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")

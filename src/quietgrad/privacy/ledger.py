@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.naming import check_label
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation, check_delta
 from quietgrad.privacy.chain import Chain, Entry
@@ -238,8 +239,7 @@ class Ledger:
 
 
 def _check_name(name: str, value: str) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name}={value!r}: must be a name that is not empty.")
+    check_label(name, value)
 
 
 def _check_event(name: str, value: events.Event) -> events.Event:

@@ -73,7 +73,7 @@ def minimize(
     try:
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            identity = identity_of(curator, make_key(name, curator))
+            identity = identity_of(curator, make_key(name, curator, folder))
             saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, identity, curator.seeded)
             saver.write(algorithm.init(x0), {}, None)
         session = curator.open(the_plan)
@@ -121,7 +121,7 @@ def resume(
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
     same = meta["environment"] == checkpoints.environment()
     name = meta["run"] if same else uuid.uuid4().hex
-    key = KeyFile.load(meta["run"]) if same else KeyFile.create(name)
+    key = KeyFile.load(meta["run"]) if same else KeyFile.create(name, folder)
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, key=key)
     if same and meta["identity"] != identity_of(curator, key):
         raise DataError(

@@ -73,13 +73,13 @@ class Saver:
         return result
 
 
-def make_key(name: str, curator: CentralCurator) -> bytes | None:
+def make_key(name: str, curator: CentralCurator, folder: str | Path | None = None) -> bytes | None:
     """Make the run's key file and let the curator draw from it; a seeded run has no secret to keep."""
     if curator.seeded:
         return None
     from quietgrad.privacy.keys import KeyFile
 
-    key = KeyFile.create(name)
+    key = KeyFile.create(name, folder)
     curator.use_key(key)
     return key
 
