@@ -23,6 +23,8 @@ from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.queries import flat, off_plan, unpack
 from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode, limit
+from quietgrad.files import reason as error_words
+from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
@@ -115,6 +117,10 @@ class PartyCurator:
         """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing."""
         self._approval.check_cap()
 
+    def answered(self) -> dict[str, int]:
+        """How many draws of each slot this party answered in the run it knows."""
+        return {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
+
     # --- messages ---------------------------------------------------------------------------------------------
 
     def handle(self, data: Bytes) -> bytearray:
@@ -136,6 +142,8 @@ class PartyCurator:
             )
         except QuietgradError as refusal:
             return _refused("failed", f"{self.name}: {refusal}")
+        except OSError as error:  # a full disk has a name, and that carries no record
+            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
         except Exception as error:  # its text could carry a record's value
             return _refused("failed", f"{self.name}: could not answer ({type(error).__name__})")
 
@@ -160,7 +168,7 @@ class PartyCurator:
     def _open(self, message: Message) -> Message:
         """Compare plans, pay, and be ready; opening the same run again continues it, and there is no other."""
         run = message.fields.get("run")
-        if not isinstance(run, str) or not run.isalnum() or len(run) > 64:
+        if not isinstance(run, str) or not run.isalnum() or not is_path_name(run) or len(run) > 64:
             raise ProtocolError("coordinator", "gives no name to the run")
         if message.fields.get("plan") != self.plan.digest:
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
