@@ -179,6 +179,9 @@ class PartyCurator:
                 slot.name: slot.mechanism.source(self._key, f"local/{self.name}/{slot.name}", _ROUNDS_AT_ONCE)
                 for slot in self.plan.schedule.slots
             }
+            if self._member is not None:
+                # Its own secret even where parties share a key for their samples.
+                self._member.begin(self._journal.key(run) or fresh_key())
             self._run = run
             self._samplers = samplers(
                 self.plan, self._place, self._key, len(self.records), self._ids, self._journal.draws
@@ -226,7 +229,7 @@ class PartyCurator:
         if self.plan.trust == "local" and multiplier > 0.0:
             bound = query.bound * self.plan.factors[self._place]
             if bound > 0.0:
-                self._sources[slot].add(total, t, multiplier, bound)
+                self._sources[slot].add(total, draw, multiplier, bound)
         return Message("sum", {"run": self._run, "round": t}, {"total": total})
 
     def _check_stability(self, fit: LocalFit) -> None:
@@ -242,6 +245,9 @@ class PartyCurator:
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")
+        if draw != t and self.plan.schedule[slot].mechanism.whole_run:
+            # One slot: its draws are the rounds. Otherwise one cohort could be asked in every round.
+            raise ProtocolError("coordinator", f"asks for draw {draw} in round {t}; they are the same here")
         if not self._journal.draws(slot) <= draw < limit:
             raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")
         if rho is not None:

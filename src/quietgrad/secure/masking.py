@@ -70,6 +70,7 @@ class MaskingParty(Endpoint):
     Args:
         identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
         seed: fixes the noise, for tests only; the masks and neighbours stay fresh.
+        noise: this party's share of the noise if it goes on from an earlier set-up.
     """
 
     def __init__(
@@ -81,9 +82,10 @@ class MaskingParty(Endpoint):
         *,
         view: View | None = None,
         seed: int | None = None,
+        noise: NoiseShare | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
-        self._noise = NoiseShare(terms, self.me, seed)
+        self._noise = noise or NoiseShare(terms, self.me, seed)
         self._rounds: dict[int, _PartyRound] = {}
         self._prepared = -1
         self._server = terms.parties
