@@ -2,7 +2,7 @@
 
     python benchmarks/correlated.py single | turns | srm | federation | cost
 
-Both sides search the same settings of one grid (all, or 900 at random; one run each, the best twenty five more) on
+Both sides search the same settings of one grid (all, or 600 at random; one run each, the best twenty six more) on
 held-out rows of the training set; the chosen ones train on all of it, ``RUNS`` times, and are tested once each. The
 promise is add-remove at δ = 1e-5, and every run goes through ``minimize`` or ``simulate`` with secret noise.
 """
@@ -33,11 +33,11 @@ from benchmarks.record import save
 RESULTS = Path(__file__).parent / "results"
 NOISES = ("independent", "correlated")
 EPSILONS = (0.2, 0.5, 1.0)
-SETTINGS, FINALISTS, AGAIN, RUNS = 900, 20, 5, 16
+SETTINGS, FINALISTS, AGAIN, RUNS = 600, 20, 6, 16
 GRID: dict[str, tuple[Any, ...]] = {
-    "learning_rate": (0.1, 0.2, 0.4, 0.8, 1.6, 2.4, 3.2, 4.8, 6.4, 12.8),
-    "clip": (1.0, 2.0, 4.0),
-    "momentum": (0.0, 0.5, 0.9),
+    "learning_rate": (0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.4, 3.2, 4.8, 6.4, 12.8),
+    "clip": (1.0, 1.5, 2.0, 3.0, 4.0),
+    "momentum": (0.0, 0.9),
     "decay": ("", "linear:"),
 }
 PASSES = {"steps": (32, 64, 128, 256, 512)}

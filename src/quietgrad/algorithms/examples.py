@@ -155,7 +155,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         *_batches(steps=6, learning_rate=0.1, momentum=0.5),
         _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
-        _attack("single pass", _REPLACE, steps=2, batch_size=2, sampling="single-pass", noise="correlated"),
+        _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
     ),
     "dp-adam": _batches(steps=6),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),

@@ -116,7 +116,7 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
 
 
 def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
-    """The innovations: S·releases ÷ (z·C·s), all of it from the coefficients of the plan; releases are not white."""
+    """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
     mechanism = slot.mechanism
     assert isinstance(mechanism, Correlated)
     count, powers = mechanism.releases, np.arange(mechanism.releases - 1)

@@ -25,8 +25,8 @@ from quietgrad.objectives.queries.labels import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
     FrequentLabels,

@@ -166,8 +166,8 @@ class Correlated(Mechanism, kind="correlated"):
         if participation is None:
             raise ValueError(
                 f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
-                "part; use sampling='single-pass' or 'turns'. Of the whole table in every release DP-GD makes more with "
-                "independent noise, and so does secret sampling (Poisson)."
+                "part; use sampling='single-pass' or 'turns'. The whole table in every release (DP-GD) and secret "
+                "samples (Poisson) give more with independent noise."
             )
         k, b = participation
         if k > 1 and b == 1:
