@@ -192,6 +192,8 @@ class PartyCurator:
             slot.name: slot.mechanism.source(noise, f"local/{self.name}/{slot.name}", _ROUNDS_AT_ONCE)
             for slot in self.plan.schedule.slots
         }
+        if self._member is not None:
+            self._member.begin(noise)
         self._samplers = samplers(
             self.plan, self._place, samples, len(self.records), self._ids, self._journal.draws
         )
@@ -221,7 +223,7 @@ class PartyCurator:
         if self.plan.trust == "local" and multiplier > 0.0:
             bound = query.bound * self.plan.factors[self._place]
             if bound > 0.0:
-                self._sources[slot].add(total, t, multiplier, bound)
+                self._sources[slot].add(total, draw, multiplier, bound)
         return Message("sum", {"run": self._journal.run, "round": t}, {"total": total})
 
     def _check_stability(self, fit: LocalFit) -> None:
@@ -237,6 +239,9 @@ class PartyCurator:
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")
+        if draw != t and self.plan.schedule[slot].mechanism.whole_run:
+            # One slot: its draws are the rounds. Otherwise one cohort could be asked in every round.
+            raise ProtocolError("coordinator", f"asks for draw {draw} in round {t}; they are the same here")
         if not self._journal.draws(slot) <= draw < limit:
             raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")
         if rho is not None:
