@@ -350,6 +350,8 @@ def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="another process"):
         Transcript(tmp_path / "transcript", "run", seed_key(3))
     log.close()
+    with pytest.raises(LedgerError, match="has begun already"):
+        Transcript(tmp_path / "transcript", "run", seed_key(3))
     with pytest.raises(LedgerError, match="another run"):
         Transcript(tmp_path / "transcript", "other", seed_key(3), resumed=True)
     (tmp_path / "transcript").write_text('{"run": "run"}\nnonsense\n')

@@ -77,6 +77,19 @@ def test_noise_of_a_cohort_is_planned_for_the_cohort() -> None:
     again = FederatedPlan.from_json(plan.to_json())
     assert (again.cohort, again.digest) == (10, plan.digest)
     assert "cohorts: 10 of 50" in plan.explain()
+    assert "masks: everybody holds shares of everybody, 7 open a secret; the coordinator must be" in plan.explain()
+
+
+def test_a_plan_of_many_states_its_neighbours_and_their_probabilities() -> None:
+    plan = federate(
+        ALGORITHM, Logistic(), names=[f"p{j}" for j in range(300)], sizes=[20] * 300, shape=Shape(3, 3),
+        budget=BUDGET, trust="secure", secure="masks", quorum=270,
+    )  # fmt: skip
+    graph, words = plan.terms(3).graph, plan.explain()
+    assert f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret)" in words
+    assert f"privacy fails with probability 2^{np.log2(graph.failure):.1f} per drawing (in δ)" in words
+    assert plan.slack >= 4 * GRAPHS_PER_RELEASE * graph.failure
+    plan.proves()
 
 
 def test_cohorts_are_uniform() -> None:
@@ -181,7 +194,7 @@ def test_beginning_anew_does_not_hide_two_lists_of_survivors(monkeypatch: pytest
 
     monkeypatch.setattr(MaskingServer, "survivors", equivocating)
     told: list[str] = []
-    settings = {"budget": BUDGET, "trust": "secure", "secure": "masks", "quorum": 6, "spare": 2}
+    settings: dict[str, Any] = {"budget": BUDGET, "trust": "secure", "secure": "masks", "quorum": 6, "spare": 2}
     plan, federation = assemble(ALGORITHM, Logistic(), twins(), **settings)
     curator = FederatedCurator(
         Logistic(), InProcess(federation.handlers), identity=federation.identity, roster=federation.roster,

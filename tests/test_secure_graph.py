@@ -314,7 +314,8 @@ def test_a_server_that_lies_about_dropouts_isolates_a_party_in_a_large_sum() -> 
     the server must be honest about who dropped; whoever cannot trust it so far asks for everybody as neighbour.
     """
     m = 30
-    graph = Graph(m, neighbours=12, partners=2, near=0, threshold=7, failure=0.0, lost=0.0)
+    # One partner drawn: the attack then lacks holders with a probability below 1e-5.
+    graph = Graph(m, neighbours=12, partners=1, near=0, threshold=7, failure=0.0, lost=0.0)
     sparse = type("Sparse", (Terms,), {"graph": graph})("masks", m, D, bound=10.0, sigma=0.0, honest=9)
     people = [Identity(f"phone-{i}") for i in range(m)] + [Identity("server")]
     roster, run = Roster.of(people), os.urandom(16)

@@ -21,6 +21,7 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
     FrequentLabels,
@@ -114,17 +115,40 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
     return listen
 
 
-def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+    """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
+    mechanism = slot.mechanism
+    assert isinstance(mechanism, Correlated)
+    count, powers = mechanism.releases, np.arange(mechanism.releases - 1)
+    weights = zip(mechanism.alpha, mechanism.lam, strict=True)
+    c = np.concatenate([[1.0], np.sum([a * lam**powers for a, lam in weights], axis=0)])
+    turns = range(0, count, mechanism.separation)[: mechanism.participations]
+    s = float(np.linalg.norm(np.sum([np.concatenate([np.zeros(j), c[: count - j]]) for j in turns], axis=0)))
+    heard: list[Floats] = []
+
     def listen(session: Any, rng: np.random.Generator) -> Floats:
-        noise = as_numbers(session.release(slot.name, Known(width, BOUND)))
-        length = float(np.linalg.norm(noise))
-        if length == 0.0:
-            return noise
-        # The length is Gamma(d, scale): make it that of d normals, in the same direction.
-        beyond = max(float(gammaincc(width, length / (multiplier * BOUND))), 1e-300)
-        return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
+        # How far the session has come says which release this is.
+        del heard[session.used[slot.name] :]
+        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / (multiplier * BOUND * s))
+        return np.asarray(c[: len(heard)][::-1] @ np.stack(heard))
 
     return listen
+
+
+def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+    def listen(session: Any, rng: np.random.Generator) -> Floats:
+        return laplace_units(as_numbers(session.release(slot.name, Known(width, BOUND))), multiplier * BOUND)
+
+    return listen
+
+
+def laplace_units(noise: Floats, scale: float) -> Floats:
+    """Standard normals from L2-Laplace noise: its length is Gamma(d, scale), and becomes that of d normals."""
+    length, width = float(np.linalg.norm(noise)), len(noise)
+    if length == 0.0:
+        return noise
+    beyond = max(float(gammaincc(width, length / scale)), 1e-300)
+    return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
 
 
 def _choice(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
@@ -219,6 +243,7 @@ def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floa
 
 LISTENERS: dict[type[Mechanism], Callable[[Slot, float, int, float | None, Plan], Listen]] = {
     GaussianNoise: _gaussian,
+    Correlated: _correlated,
     L2LaplaceNoise: _laplace,
     NoisyChoice: _choice,
     AboveThreshold: _threshold,

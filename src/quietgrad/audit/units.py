@@ -30,6 +30,7 @@ Floats = npt.NDArray[np.float64]
 _BINS = 64
 _LONGEST_PERIOD = 64
 _CUT = 64
+_FEWEST_EXPECTED = 50.0
 _FEWEST_PAIRED = 16  # numbers of two releases below which only all pairs of a distance are compared
 
 
@@ -65,6 +66,29 @@ def judge_units(z: Floats, what: str, alpha: float = 1e-6) -> list[Finding]:
     if z.shape[1] > 1:
         found.append(_independent(z.T, f"coordinates of {what}", "L0 coordinates", alpha / 4))
     return found
+
+
+def categories(seen: Floats, expected: Floats) -> float:
+    """p-value of counts with known expectations, rare categories put together until 50 are expected of each.
+
+    χ² is an approximation here: at 10⁻⁶ the true chance may be some times larger, so ask for less.
+
+    >>> categories(np.array([50.0, 50.0]), np.array([50.0, 50.0]))
+    1.0
+    """
+    pairs, rest = [], np.zeros(2)
+    for pair in sorted(zip(expected.tolist(), seen.tolist(), strict=True)):
+        rest = rest + pair
+        if rest[0] >= _FEWEST_EXPECTED:
+            pairs.append(rest)
+            rest = np.zeros(2)
+    if not pairs:
+        return 1.0
+    pairs[-1] = pairs[-1] + rest
+    wanted, got = np.array(pairs).T
+    if len(pairs) == 1:
+        return 1.0 if got[0] == round(wanted[0]) else 0.0
+    return float(chdtrc(len(pairs) - 1, float(((got - wanted) ** 2 / wanted).sum())))
 
 
 def _scale(z: Floats, what: str, alpha: float) -> Finding:

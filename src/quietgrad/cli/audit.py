@@ -94,7 +94,14 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
             for curator in CURATORS:
                 try:
                     count = round(runs * attack.share)
-                    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=count, curator=curator)
+                    report = run(
+                        attack.algorithm,
+                        budget=attack.budget,
+                        n=attack.n,
+                        runs=count,
+                        curator=curator,
+                        game=attack.game,
+                    )
                 except ValueError as error:
                     raise typer.BadParameter(str(error)) from None
                 holder = "" if curator == "central" else f", {curator}"

@@ -133,11 +133,13 @@ class Transcript:
     def _read(self, run: str) -> None:
         content = b"".join(iter(lambda: os.read(self._file, 1 << 20), b""))
         whole, newline, torn = content.rpartition(b"\n")
-        if not newline or not self.resumed:
+        if not newline:
             os.ftruncate(self._file, 0)
             self._write(json.dumps({"run": run, "boot": _boot()}))
             self.complete = not self.resumed
             return
+        if not self.resumed:  # to begin it anew under the same key would use its noise again
+            raise LedgerError(f"{self.path}: run {run} has begun already; resume it, or start another.")
         if torn:  # cut by a crash before its release left
             os.ftruncate(self._file, len(whole) + 1)
         head, *lines = whole.decode(errors="replace").split("\n")

@@ -19,9 +19,9 @@ One round, one line per message (all frames go through the server):
     party.prepare(t) → server.relay(t) → party.deliver(t)     may run ahead: it needs no data
     party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t) → party.result(t)
 
-Cost per party and round with k neighbours and l partners drawn: 8d + 392k + 295l + m/8 bytes sent, 2l X25519
-exchanges and 2l AES streams of 8d bytes; everything but the m/8 is independent of m given k, which grows with
-log m.
+Cost per party and round with k neighbours and l partners drawn: 8d + 392k + 295l bytes sent, 2l X25519
+exchanges and 2l AES streams of 8d bytes. Besides k, which grows with log m, only the m/8 bytes of who is present
+depend on m.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class MaskingParty(Endpoint):
         identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
         seed: fixes the noise, for tests only; the masks and neighbours stay fresh.
         witness: what the server said of the last round that this party helped to open, with other keys.
+        noise: this party's share of the noise if it goes on from an earlier set-up.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class MaskingParty(Endpoint):
         view: View | None = None,
         seed: int | None = None,
         witness: Witness | None = None,
+        noise: NoiseShare | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
-        self._noise = NoiseShare(terms, self.me, seed)
+        self._noise = noise or NoiseShare(terms, self.me, seed)
         self._rounds: dict[int, _PartyRound] = {}
         self._prepared = -1
         self._server = terms.parties
