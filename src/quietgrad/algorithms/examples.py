@@ -22,7 +22,7 @@ class Example:
 
     ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
     ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query (in the
-    slots ``only``, if not in all).
+    slots ``only``, if not in all, and at every ``every``-th release of them).
     """
 
     settings: Mapping[str, Any]
@@ -35,6 +35,7 @@ class Example:
     share: float = 1.0
     space: Literal["gradients", "queries"] = "gradients"
     only: tuple[str, ...] = ()
+    every: int = 1
 
 
 def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
@@ -147,7 +148,27 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("C2 follows the step", _REPLACE, steps=4, batch_size=4, smoothness=1.0),
         _attack("random round", steps=4, batch_size=2, returns="random"),
     ),
-    "dp-sgd": _batches(steps=6, learning_rate=0.1, momentum=0.5),
+    "dp-sgd": (
+        *_batches(steps=6, learning_rate=0.1, momentum=0.5),
+        # A record in every third release, as early as it can be: the worst turns there are.
+        replace(
+            _queries("correlated noise", n=6, share=0.4, steps=9, cohorts=3, sampling="turns", noise="correlated"),
+            every=3,
+        ),
+        replace(
+            _queries(
+                "correlated noise",
+                _REPLACE,
+                n=6,
+                share=0.4,
+                steps=9,
+                cohorts=3,
+                sampling="turns",
+                noise="correlated",
+            ),
+            every=3,
+        ),
+    ),
     "dp-adam": _batches(steps=6),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),
     "dp-agd": (

@@ -21,6 +21,7 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
     FrequentLabels,
@@ -220,12 +221,36 @@ def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floa
     return np.asarray(ndtri(np.clip(u, 1e-15, 1.0 - 1e-15)))
 
 
+def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+    """Noise S⁻¹u: what was heard so far, times S, is u again."""
+    assert isinstance(slot.mechanism, Correlated)
+    column, louder = strategy(slot.mechanism, slot.count)
+    scale = multiplier * BOUND * louder
+    heard: list[Floats] = []
+
+    def listen(session: Any, rng: np.random.Generator) -> Floats:
+        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / scale)
+        return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
+
+    return listen
+
+
+def strategy(mechanism: Correlated, count: int) -> tuple[Floats, float]:
+    """The first column of S for ``count`` releases, and how far a record of bound 1 can move S·sums."""
+    lam, alpha = np.array(mechanism.lam), np.array(mechanism.alpha)
+    column = np.array([1.0, *((alpha * lam**k).sum() for k in range(count - 1))])
+    turns = range(0, count, mechanism.separation)[: mechanism.participations]
+    worst = sum(np.concatenate([np.zeros(t), column[: count - t]]) for t in turns)
+    return column, float(np.linalg.norm(worst))
+
+
 LISTENERS: dict[type[Mechanism], Callable[[Slot, float, int, float | None, Plan], Listen]] = {
     GaussianNoise: _gaussian,
     L2LaplaceNoise: _laplace,
     NoisyChoice: _choice,
     AboveThreshold: _threshold,
     FrequentLabels: _labels,
+    Correlated: _correlated,
 }
 """By mechanism; a new one needs a listener before anything with it can be released as audited."""
 
