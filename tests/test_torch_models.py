@@ -222,6 +222,18 @@ class Mixing(nn.Module):
         return output
 
 
+class Faint(nn.Module):
+    """Adds 10⁻⁷ of everyone's features, which is nothing unless someone's are 10⁹."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x + 1e-7 * x.sum(0))
+        return output
+
+
 class MixupInside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -271,6 +283,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "batch statistics, tiny losses": (
         lambda: Mixing(1e-6), lambda o, y: o.square().sum(1) * 1e-6, "mixes examples"),
     "faint batch statistics": (lambda: Mixing(only_gradient=True), CE, "mixes examples"),
+    "very faint mixing": (Faint, CE, "mixes examples"),
     "mixup inside": (MixupInside, CE, "mixes examples"),
     "loss that mixes": (lambda: nn.Linear(6, 2), lambda o, y: CE(o - o.mean(0), y), "mixes examples"),
     "loss of a mean": (lambda: nn.Linear(6, 2), lambda o, y: CE(o, y) / len(y), "joins the batch"),
@@ -278,6 +291,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)), CE, "buffer .* changes"),
     "counts its calls": (Counter, CE, "asked twice|keeps a state|mixes examples"),
     "compiled": (lambda: torch.compile(nn.Linear(6, 2), backend="eager"), CE, r"torch\.compile"),  # type: ignore[dict-item,return-value]
+    "scripted": (lambda: torch.jit.script(nn.Linear(6, 2)), CE, r"torch\.jit"),
     "meta": (lambda: nn.Linear(6, 2, device="meta"), CE, "meta device"),
     "lazy": (lambda: nn.LazyLinear(2), CE, "no shape yet"),
     "data parallel": (lambda: nn.DataParallel(nn.Linear(6, 2)), CE, "DataParallel"),

@@ -41,12 +41,14 @@ def for_table(
     regression: bool = False,
     sparse: bool = False,
     inference: bool | None = None,
+    crowded: float | None = None,
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.
 
     A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
-    ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing.
+    ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing. ``crowded``
+    is the d^1.5/(nμ) up to which a large table's matrix is bought (default 1).
 
     >>> small = for_table(500, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
     >>> large = for_table(50_000, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
@@ -61,10 +63,19 @@ def for_table(
         inference = outputs == 1 and not sparse and row_bound is None and tightness < _SPACIOUS
     elif inference:
         _check_inference(n, features, outputs, tightness)
-    look = _look(n, features, mu, feature_bounds, row_bound, target_bounds, regression, sparse)
+    look = look_for(
+        n,
+        features,
+        budget=budget,
+        feature_bounds=feature_bounds,
+        row_bound=row_bound,
+        target_bounds=target_bounds,
+        regression=regression,
+        sparse=sparse,
+    )
     crowding = features**1.5 / (n * mu)
     # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
-    limit = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
+    limit = 0.03 if regression else (crowded or 1.0) if n >= 10_000 else 0.3
     full = features <= _WIDEST and crowding < limit
     norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
     # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
@@ -98,16 +109,23 @@ def _check_inference(n: int, features: int, outputs: int, tightness: float) -> N
         )
 
 
-def _look(
+def look_for(
     n: int,
     features: int,
-    mu: float,
-    feature_bounds: Sequence[Bounds | None] | None,
-    row_bound: float | None,
-    target_bounds: Bounds | None,
-    regression: bool,
-    sparse: bool,
+    *,
+    budget: Budget,
+    feature_bounds: Sequence[Bounds | None] | None = None,
+    row_bound: float | None = None,
+    target_bounds: Bounds | None = None,
+    regression: bool = False,
+    sparse: bool = False,
 ) -> Look:
+    """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay.
+
+    >>> look_for(10_000, 3, budget=Budget(1.0, 1e-5, Relation.REPLACE_ONE)).shares()
+    {'ranges': 0.02, 'offsets': 0.005}
+    """
+    mu = strength(budget)
     target_share = 0.0
     if regression and target_bounds is None:
         target_share = min(max(16.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)

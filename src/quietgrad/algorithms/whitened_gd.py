@@ -38,6 +38,7 @@ from quietgrad.vectors import Vector, copy
 _SHORTEST, _LONGEST = 6.0, 128.0  # horizons, in steps of the public size
 _WIDEST_CLIP = 1.0  # in units of the rows' length: most gradients are shorter
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
+_TOLD = 600  # features up to which a result keeps the whitening, for error bands
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
 
@@ -141,17 +142,42 @@ class WhitenedGD(Algorithm):
             if self.inference_share:
                 self._infer(state, door, whitening)
             state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, door)
-            self._tell(state)
+            self._tell(state, door, whitening)
         return state
 
-    def _tell(self, state: State) -> None:
+    def _tell(self, state: State, door: Session, whitening: Whitening) -> None:
         """What a model needs besides its parameters, and what could not be found, for whoever reads the result."""
         frame, extra = frame_of(state.extra), state.extra
         if frame is not None:
             extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
             extra["target_range"] = None if frame.target is None else list(frame.target)
+        scale = whitening.transform.scale
+        if len(scale) <= _TOLD:  # for error bands; the frame of such columns is ±1
+            extra["whitening"] = scale.tolist()
+        extra["step_noise"], extra["sampling_noise"] = self._uncertainty(state, door)
         if "covariance" in extra:
             extra["coefficient_covariance"] = extra["covariance"].tolist()
+
+    def _uncertainty(self, state: State, door: Session) -> tuple[float, float]:
+        """Deviations of a whitened coefficient by privacy noise and by sampling, if the loss were a parabola.
+
+        All directions of the whitened risk have about the same curvature h, a little less than the loss's largest.
+        The averaged iterate is then linear in the T noises, with weights that a run without data shows.
+        """
+        smooth = replace(door.objective, intercept=False, row_bound=1.0).constants().smoothness or 1.0
+        h = 0.6 * smooth
+        extra, eta = state.extra, self.learning_rate * state.extra["rate"] / smooth
+        total = 0.0
+        for hit in range(self.steps):
+            place = speed = mean = 0.0
+            for t in range(self.steps):
+                speed = extra["momentum"] * speed + h * place + (t == hit)
+                place -= eta * speed
+                if 2 * (t + 1) > self.steps:
+                    mean += place / (self.steps - self.steps // 2)
+            total += mean * mean
+        n = door.expected_batch("gradient")
+        return noise_of(door, "gradient", extra["clip"]) / n * math.sqrt(total), 1.0 / math.sqrt(n * h)
 
     def _infer(self, state: State, door: Session, whitening: Whitening) -> None:
         """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""

@@ -115,6 +115,31 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
     return listen
 
 
+def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+    """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
+    assert isinstance(slot.mechanism, Correlated)
+    column, louder = strategy(slot.mechanism)
+    heard: list[Floats] = []
+
+    def listen(session: Any, rng: np.random.Generator) -> Floats:
+        # How far the session has come says which release this is.
+        del heard[session.used[slot.name] :]
+        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / (multiplier * BOUND * louder))
+        return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
+
+    return listen
+
+
+def strategy(mechanism: Correlated) -> tuple[Floats, float]:
+    """The first column of S, and how far a record of bound 1 can move S·sums."""
+    count = mechanism.releases
+    lam, alpha = np.array(mechanism.lam), np.array(mechanism.alpha)
+    column = np.array([1.0, *((alpha * lam**k).sum() for k in range(count - 1))])
+    turns = range(0, count, mechanism.separation)[: mechanism.participations]
+    worst = sum(np.concatenate([np.zeros(t), column[: count - t]]) for t in turns)
+    return column, float(np.linalg.norm(worst))
+
+
 def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         return laplace_units(as_numbers(session.release(slot.name, Known(width, BOUND))), multiplier * BOUND)
@@ -221,36 +246,13 @@ def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floa
     return np.asarray(ndtri(np.clip(u, 1e-15, 1.0 - 1e-15)))
 
 
-def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
-    """Noise S⁻¹u: what was heard so far, times S, is u again."""
-    assert isinstance(slot.mechanism, Correlated)
-    column, louder = strategy(slot.mechanism, slot.count)
-    scale = multiplier * BOUND * louder
-    heard: list[Floats] = []
-
-    def listen(session: Any, rng: np.random.Generator) -> Floats:
-        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / scale)
-        return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
-
-    return listen
-
-
-def strategy(mechanism: Correlated, count: int) -> tuple[Floats, float]:
-    """The first column of S for ``count`` releases, and how far a record of bound 1 can move S·sums."""
-    lam, alpha = np.array(mechanism.lam), np.array(mechanism.alpha)
-    column = np.array([1.0, *((alpha * lam**k).sum() for k in range(count - 1))])
-    turns = range(0, count, mechanism.separation)[: mechanism.participations]
-    worst = sum(np.concatenate([np.zeros(t), column[: count - t]]) for t in turns)
-    return column, float(np.linalg.norm(worst))
-
-
 LISTENERS: dict[type[Mechanism], Callable[[Slot, float, int, float | None, Plan], Listen]] = {
     GaussianNoise: _gaussian,
+    Correlated: _correlated,
     L2LaplaceNoise: _laplace,
     NoisyChoice: _choice,
     AboveThreshold: _threshold,
     FrequentLabels: _labels,
-    Correlated: _correlated,
 }
 """By mechanism; a new one needs a listener before anything with it can be released as audited."""
 

@@ -45,11 +45,11 @@ CHOICES = 2048  # of mechanisms that only choose
 
 MECHANISMS: tuple[Mechanism, ...] = (
     GaussianNoise(),
+    Correlated.made(RELEASES, 4, RELEASES // 4),
     L2LaplaceNoise(),
     NoisyChoice(),
     AboveThreshold(),
     FrequentLabels(1e-9),
-    Correlated.made(RELEASES, 4, RELEASES // 4),
 )
 """One of every kind; a test compares them with those that exist."""
 
@@ -126,9 +126,8 @@ def lengthened(plan: Plan) -> Plan:
         sampling = slot.sampling
         if isinstance(sampling, SinglePass | FixedSize):
             sampling = replace(sampling, n=n)
-        mechanism = slot.mechanism
-        if isinstance(mechanism, Correlated):
-            mechanism = mechanism.over(count, *(sampling.participation(count) or (1, count)))
+        held = sampling.participation(count)
+        mechanism = slot.mechanism if held is None else slot.mechanism.over(count, *held)
         slots.append(replace(slot, count=count, sampling=sampling, law=None, mechanism=mechanism))
     return replace(plan, schedule=replace(plan.schedule, slots=tuple(slots)), n_public=n)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quietgrad.curators.account import spent
+    from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
     from quietgrad.estimators.scoring import PrivateScore, private_score
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "PrivateLogisticRegression": "estimators.classifiers",
     "PrivateSVC": "estimators.classifiers",
+    "PrivateAdditiveClassifier": "estimators.additive",
+    "PrivateAdditiveRegressor": "estimators.additive",
     "PrivateHuberRegressor": "estimators.regressors",
     "PrivateLinearRegression": "estimators.regressors",
     "PrivateScore": "estimators.scoring",
@@ -32,6 +35,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "PrivateAdditiveClassifier",
+    "PrivateAdditiveRegressor",
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",

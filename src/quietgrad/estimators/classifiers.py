@@ -37,7 +37,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         public = self.classes if self.classes is not None else public_labels(y)
         X, y = self._validated(X, y)
         check_classification_targets(y)
-        declared = None if public is None else _declared(public, y)
+        declared = None if public is None else declared_classes(public, y)
         n, features = X.shape
         self._known = None if declared is None else len(declared)
         looks = () if declared is not None else (self._look(n),)
@@ -54,8 +54,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
             notes = (f"{len(self.classes_)} classes were found privately; rarer labels count as the first",)
             try:
-                found = self._loss(_two_or_more(self.classes_), self.classes_)
-                session.reread(found, (X, _codes(self.classes_, y)))
+                found = self._loss(two_or_more(self.classes_), self.classes_)
+                session.reread(found, (X, codes_of(self.classes_, y)))
             except (QuietgradError, ValueError):
                 refuse_after(session)
                 raise
@@ -127,7 +127,8 @@ def public_labels(y: Any) -> Any:
     return None if categories is None or len(categories) < 2 else list(categories)
 
 
-def _two_or_more(classes: Any) -> int:
+def two_or_more(classes: Any) -> int:
+    """How many classes were found; fewer than two are refused."""
     if len(classes) < 2:
         raise TooNoisyError(
             "y: at most one class is frequent enough to be found privately. Declare them as public: classes=[...]. "
@@ -136,7 +137,8 @@ def _two_or_more(classes: Any) -> int:
     return len(classes)
 
 
-def _codes(classes: Any, y: Any) -> Any:
+def codes_of(classes: Any, y: Any) -> Any:
+    """The position of each label among ``classes``."""
     codes = np.searchsorted(classes, y)
     codes[codes == len(classes)] = 0
     # A label too rare to be found counts as the first class: a public rule, the same for every record.
@@ -144,7 +146,8 @@ def _codes(classes: Any, y: Any) -> Any:
     return codes
 
 
-def _declared(classes: Sequence[Any], y: Any) -> Any:
+def declared_classes(classes: Sequence[Any], y: Any) -> Any:
+    """The declared classes, sorted, if they hold every label."""
     declared = np.unique(np.asarray(classes))
     if len(declared) < 2:
         raise ValueError(f"classes={list(classes)!r}: must name at least two classes.")
