@@ -27,7 +27,7 @@ from quietgrad.audit.replays import probe_replay
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.running import run
 from quietgrad.audit.samples import probe_samples
-from quietgrad.audit.series import MECHANISMS, probe_algorithm, probe_charges, probe_grid, probe_mechanism
+from quietgrad.audit.series import MECHANISMS, RELEASES, probe_algorithm, probe_charges, probe_grid, probe_mechanism
 from quietgrad.audit.units import judge_noise
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
@@ -35,6 +35,7 @@ from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import RecursiveMomentum
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.secure.faults import ImpossibleSum
 from tests import broken
@@ -148,6 +149,15 @@ def sessions(patched: bool) -> Findings:
         if patched:
             patch.setattr(CentralCurator, "_session_key", lambda self: self._key)
         return noise()
+
+
+def one_turn(patched: bool) -> Findings:
+    """The bug: a record that takes part again and again counts as if it did once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if patched:
+            once = Correlated.made(RELEASES).sensitivity()
+            patch.setattr(Correlated, "sensitivity", lambda self, releases=None: once)
+        return noise(mechanism=Correlated.made(RELEASES, 4, RELEASES // 4))
 
 
 def realised(curator: CuratorFactory) -> Findings:
@@ -392,6 +402,7 @@ TABLE = [
         )
         for m in MECHANISMS
     ),
+    Mutation("correlated noise for one turn", "L0 noise scale", lambda: one_turn(True), lambda: one_turn(False)),
     Mutation("noise of another law", "L0 noise law", lambda: source(broken.UniformNoise), noise),
     Mutation("one number for all coordinates", "L0 coordinates", lambda: source(broken.OneNumberForAll), noise),
     Mutation("noise on half the coordinates", "L0 noise scale", lambda: source(broken.HalfTheCoordinates), noise),

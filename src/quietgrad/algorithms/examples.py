@@ -22,7 +22,7 @@ class Example:
 
     ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
     ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query (in the
-    slots ``only``, if not in all).
+    slots ``only``, if not in all, and at every ``every``-th release of them).
     """
 
     settings: Mapping[str, Any]
@@ -35,6 +35,7 @@ class Example:
     share: float = 1.0
     space: Literal["gradients", "queries"] = "gradients"
     only: tuple[str, ...] = ()
+    every: int = 1
 
 
 def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
@@ -158,6 +159,11 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
+        # A record in every third release, as early as it can be: the worst turns there are, and they are known.
+        replace(
+            _queries("known turns", n=6, share=0.4, steps=9, cohorts=3, sampling="turns", noise="correlated"),
+            every=3,
+        ),
     ),
     "dp-adam": _batches(steps=6),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quietgrad.audit.distinguish import Claim, Finding, attack_dprime, attack_profile
 from quietgrad.audit.mechanisms import Crowd, Known, Quiet
-from quietgrad.audit.planting import table_game
+from quietgrad.audit.planting import QueryGame, table_game
 from quietgrad.audit.replicas import Views
 from quietgrad.audit.report import AuditReport
 from quietgrad.audit.running import run
@@ -71,6 +71,18 @@ def _certificate(runs: int) -> Iterator[AuditReport]:
 def _through_queries(algorithm: Any, relation: Relation, runs: int) -> AuditReport:
     budget = replace(_BUDGET, relation=relation)
     return run(algorithm, budget=budget, n=_N, runs=max(400, runs // 2), game=table_game(_N, relation))
+
+
+def _evaluation(runs: int) -> Iterator[AuditReport]:
+    from quietgrad.algorithms.tabulate import Tabulate
+    from quietgrad.objectives.queries.evaluation import Tabulation
+
+    cells = np.arange(_N)[:, None] % 2
+    for relation in Relation:
+        game = QueryGame(_N, relation, Tabulation(), (cells, None))
+        yield run(
+            Tabulate(4), budget=replace(_BUDGET, relation=relation), n=_N, runs=max(400, runs // 2), game=game
+        )
 
 
 def _labels(runs: int) -> Iterator[AuditReport]:
@@ -219,6 +231,7 @@ RELEASES: dict[str, Release] = {
     for release in (
         Release("hessian-selection", ("algorithms.distributed_selection",), _hessians),
         Release("private-certificate", ("training.private_stationarity",), _certificate),
+        Release("evaluation", ("algorithms.tabulate",), _evaluation),
         Release("labels", ("objectives.queries.labels",), _labels),
         Release("estimators", ("estimators.classifiers", "estimators.regressors"), _looks, "sklearn"),
         Release("private-search", ("estimators.search",), _search, "sklearn"),

@@ -84,15 +84,17 @@ class RunSpec:
 
     def make_algorithm(self, data: Dataset) -> Any:
         """The method asked for, or the default for linear models, chosen from public numbers only."""
-        from quietgrad.cli.settings import algorithm_from
+        from quietgrad.cli.settings import algorithm_from, key_values
 
         if self.algorithm is not None:
             return algorithm_from(self.algorithm, self.flags, self.settings, self.oracle)
         given = {key: value for key, value in self.flags.items() if value is not None}
-        if self.non_private or data.d > _MOST_WHITENED:
-            return algorithm_from("dp-gd", {**_FULL_BATCH, **given}, self.settings)
         bound = data.row_bound if self.row_bound is None else self.row_bound
-        return algorithm_from("whitened-gd", {"row_bound": bound, **given}, self.settings)
+        plain = self.non_private or data.d > _MOST_WHITENED
+        usual = _FULL_BATCH if plain else {"row_bound": bound}
+        said = key_values(self.settings)  # what is set by hand comes before what is usual
+        flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
+        return algorithm_from("dp-gd" if plain else "whitened-gd", flags, self.settings)
 
     def load_data(self) -> Dataset:
         """Read and check the data; nothing is reserved yet."""
