@@ -76,6 +76,8 @@ class KeptFile:
 
     def append(self, data: bytes) -> None:
         """Write, durably."""
+        if not self._free.alive:  # the number of a closed file may be another file's by now
+            raise DataError(f"{self.path}: was let go of; nothing more is kept in it.")
         done = 0
         while done < len(data):
             done += os.write(self._file, data[done:])
@@ -83,13 +85,15 @@ class KeptFile:
 
     def cut(self, length: int) -> None:
         """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""
-        os.ftruncate(self._file, length)
-        os.fsync(self._file)
+        if self._free.alive:
+            os.ftruncate(self._file, length)
+            os.fsync(self._file)
 
     def remove(self) -> None:
         """It is over: remove the file and let go."""
-        self.path.unlink(missing_ok=True)
-        self.close()
+        if self._free.alive:  # else it may be somebody else's by now
+            self.path.unlink(missing_ok=True)
+            self.close()
 
     def close(self) -> None:
         """Let go of the file."""
