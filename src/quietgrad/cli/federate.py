@@ -59,6 +59,7 @@ def simulate(
     quorum: Annotated[int | None, typer.Option(help="Fewest parties a round is completed with; else all.")] = None,
     colluders: Annotated[int, typer.Option(help="masks: parties that may work with the coordinator.")] = 1,
     spare: Annotated[int, typer.Option(help="Rounds reserved to pay for lost ones.")] = 0,
+    cohort: Annotated[int | None, typer.Option(help="Parties asked in a round, drawn anew; else all.")] = None,
     processes: Annotated[bool, typer.Option("--processes", help="A process for every party.")] = False,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
@@ -105,7 +106,7 @@ def simulate(
 
     federation: dict[str, Any] = {
         "trust": trust, "secure": secure if trust == "secure" else None, "weights": weights, "quorum": quorum,
-        "colluders": colluders, "spare": spare, "processes": processes,
+        "colluders": colluders, "spare": spare, "cohort": cohort, "processes": processes,
     }  # fmt: skip
     split = {"unevenness": unevenness, "dirichlet": dirichlet}
     result = simulated(spec, out, parties, split, federation, quiet=quiet or as_json)

@@ -90,7 +90,7 @@ def show_slots(the_plan: Plan) -> None:
     factor = sensitivity_factor(the_plan.budget.relation)
     table = Table("release", "at most", "sampling", "sensitivity", "noise σ")
     for slot in the_plan.schedule.slots:
-        scale = the_plan.noise_multiplier * slot.noise
+        scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.scale
         noise = "within the filter" if the_plan.schedule.composition == "filter" else f"{scale:.4g}·C"
         table.add_row(slot.name, str(slot.count), brief(slot.sampling.to_json()), f"{factor:g}·C", noise)
     Console(markup=False, highlight=False).print(table)
@@ -107,6 +107,8 @@ def brief(sampling: dict[str, Any]) -> str:
         return f"poisson, rate {sampling['rate']:.4g}"
     if kind == "fixed-size":
         return f"{sampling['batch_size']} of {sampling['n']}"
+    if kind == "turns":
+        return f"one of {sampling['cohorts']} cohorts, in turn"
     return "all records" if kind == "full" else kind
 
 

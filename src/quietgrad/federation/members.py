@@ -81,7 +81,9 @@ class SecureMember(_Member):
     def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         terms = self._plan.terms(dim)
         if terms.mode == "masks":
-            return MaskingParty(self._identity, roster, terms, epoch, seed=self._seed)
+            seen = [role.witness for role in self._roles.values() if role.witness is not None]
+            last = max(seen, key=lambda witness: witness.round, default=None)
+            return MaskingParty(self._identity, roster, terms, epoch, seed=self._seed, witness=last)
         return SharingParty(self._identity, roster, terms, epoch)
 
     def answer(self, message: Message) -> Message:
