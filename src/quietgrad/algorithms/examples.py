@@ -64,6 +64,8 @@ def _batches(n: int = 4, **settings: Any) -> tuple[Example, ...]:
 
 _SRM: dict[str, Any] = {"steps": 150, "batch_size": 200, "learning_rate": 1.0}
 _SGD: dict[str, Any] = {"steps": 150, "batch_size": 200}
+_TURNS: dict[str, Any] = {"sampling": "turns", "cohorts": 15, "noise": "correlated"}
+_ONCE: dict[str, Any] = {"sampling": "single-pass", "noise": "correlated"}
 _STAGES: dict[str, Any] = {"stages": 3, "first_steps": 20, "batch_size": 200}
 _ESCAPE: dict[str, Any] = {
     "learning_rate": 2.0,
@@ -87,6 +89,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.52, difference_clip=1.0, smoothness=0.3, **_SRM),
         _row(0.50, _REPLACE, sampling="fixed-size", **_SRM),
         _row(0.66, **{**_SRM, "steps": 300}, returns="random"),
+        _row(0.52, learning_rate=1.0, steps=60, **_TURNS),
     ),
     "dp-sgd": (
         _row(0.48, learning_rate=1.0, **_SGD),
@@ -94,6 +97,8 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.50, _REPLACE, learning_rate="inverse-sqrt:3", returns="average", **_SGD),
         _row(0.50, steps=100, batch_size=200, learning_rate="linear:0.5", momentum=0.9, momentum_steps=20),
         _row(0.50, _REPLACE, steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"),
+        _row(0.48, learning_rate=1.0, steps=60, **_TURNS),
+        _row(0.50, _REPLACE, learning_rate=4.0, steps=30, batch_size=100, **_ONCE),
     ),
     "dp-adam": (_row(0.50, steps=100, batch_size=300, learning_rate=0.1),),
     "dp-gd": (
@@ -146,8 +151,14 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("one clip", steps=6, batch_size=4, joint_clip=True),
         _attack("C2 follows the step", _REPLACE, steps=4, batch_size=4, smoothness=1.0),
         _attack("random round", steps=4, batch_size=2, returns="random"),
+        _attack("turns", steps=6, difference_clip=0.2, sampling="turns", cohorts=2, noise="correlated"),
     ),
-    "dp-sgd": _batches(steps=6, learning_rate=0.1, momentum=0.5),
+    "dp-sgd": (
+        *_batches(steps=6, learning_rate=0.1, momentum=0.5),
+        _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
+    ),
     "dp-adam": _batches(steps=6),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),
     "dp-agd": (

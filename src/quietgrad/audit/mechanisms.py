@@ -21,6 +21,7 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
     FrequentLabels,
@@ -110,6 +111,26 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         spend = {} if rho is None else {"rho": rho}
         return as_numbers(session.release(slot.name, Known(width, BOUND), **spend)) / (multiplier * BOUND)
+
+    return listen
+
+
+def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+    """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
+    mechanism = slot.mechanism
+    assert isinstance(mechanism, Correlated)
+    count, powers = mechanism.releases, np.arange(mechanism.releases - 1)
+    weights = zip(mechanism.alpha, mechanism.lam, strict=True)
+    c = np.concatenate([[1.0], np.sum([a * lam**powers for a, lam in weights], axis=0)])
+    turns = range(0, count, mechanism.separation)[: mechanism.participations]
+    s = float(np.linalg.norm(np.sum([np.concatenate([np.zeros(j), c[: count - j]]) for j in turns], axis=0)))
+    heard: list[Floats] = []
+
+    def listen(session: Any, rng: np.random.Generator) -> Floats:
+        # How far the session has come says which release this is.
+        del heard[session.used[slot.name] :]
+        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / (multiplier * BOUND * s))
+        return np.asarray(c[: len(heard)][::-1] @ np.stack(heard))
 
     return listen
 
@@ -222,6 +243,7 @@ def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floa
 
 LISTENERS: dict[type[Mechanism], Callable[[Slot, float, int, float | None, Plan], Listen]] = {
     GaussianNoise: _gaussian,
+    Correlated: _correlated,
     L2LaplaceNoise: _laplace,
     NoisyChoice: _choice,
     AboveThreshold: _threshold,

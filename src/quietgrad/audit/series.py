@@ -25,6 +25,7 @@ from quietgrad.objectives.queries.labels import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
@@ -36,7 +37,7 @@ from quietgrad.privacy.mechanisms import (
 )
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, SinglePass
+from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, Turns
 
 Floats = npt.NDArray[np.float64]
 RELEASES, WIDTH, WIDE = 256, 64, 512  # of vectors
@@ -44,6 +45,7 @@ CHOICES = 2048  # of mechanisms that only choose
 
 MECHANISMS: tuple[Mechanism, ...] = (
     GaussianNoise(),
+    Correlated.made(RELEASES, 4, RELEASES // 4),
     L2LaplaceNoise(),
     NoisyChoice(),
     AboveThreshold(),
@@ -85,7 +87,9 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
     """A plan of one slot with ``mechanism``; a choice stands in a filter, where alone it may."""
     count = _count(mechanism)
     # Half of the samples of a vector are empty: noise must be there all the same.
-    sampling = Poisson(0.5) if isinstance(mechanism, GaussianNoise) else FullBatch()
+    sampling: Sampling = Poisson(0.5) if isinstance(mechanism, GaussianNoise) else FullBatch()
+    if isinstance(mechanism, Correlated):
+        sampling = Turns(mechanism.separation)
     slot = Slot("probe", sampling, count, mechanism=mechanism)
     schedule = Schedule((slot,), "filter" if isinstance(mechanism, NoisyChoice) else "sequential")
     return Plan("probe", {}, schedule, 1, Budget(1.0, 1e-5, relation), 2.0)
@@ -122,7 +126,9 @@ def lengthened(plan: Plan) -> Plan:
         sampling = slot.sampling
         if isinstance(sampling, SinglePass | FixedSize):
             sampling = replace(sampling, n=n)
-        slots.append(replace(slot, count=count, sampling=sampling, law=None))
+        held = sampling.participation(count)
+        mechanism = slot.mechanism if held is None else slot.mechanism.over(count, *held)
+        slots.append(replace(slot, count=count, sampling=sampling, law=None, mechanism=mechanism))
     return replace(plan, schedule=replace(plan.schedule, slots=tuple(slots)), n_public=n)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from quietgrad.cli.options import usage
 from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.cli.runs import RunSpec
@@ -33,7 +34,8 @@ def teller(name: str, quiet: bool) -> Tell:
 
     def tell(words: str) -> None:
         if not quiet:
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name}: {words}\n")  # one write: many threads talk
+            line = shown(f"{time.strftime('%H:%M:%S')} {name}: {words}")  # others wrote some of the words
+            sys.stderr.write(line + "\n")  # one write: many threads talk
             sys.stderr.flush()
 
     return tell
@@ -43,10 +45,12 @@ def approved(
     plan: Path, keys: Path, pin: str | None, address: str | None, engine: str
 ) -> tuple[PlanFile, Credentials]:
     """The plan file and the keys, if the plan is the one that was approved."""
-    from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.provision import COORDINATOR, Credentials
+    from quietgrad.federation.revocation import check_none_revoked
     from quietgrad.federation.toml_plan import _address, read_plan
 
     file = read_plan(plan)
+    pin = None if pin is None else "".join(pin.split())  # as it was read out, in groups
     if pin is not None and len(pin) < 16:
         raise typer.BadParameter(f"{pin!r}: give at least 16 digits of the digest.", param_hint="--pin")
     if pin is not None and (not file.digest.startswith(pin.lower())):
@@ -59,7 +63,24 @@ def approved(
         with usage():
             host, port = _address(address)
         file = dataclasses.replace(file, host=host, port=port)
-    return file, Credentials.read(keys)
+    credentials = Credentials.read(keys)
+    if credentials.name != COORDINATOR:  # the coordinator turns a revoked party away and may do without it
+        check_none_revoked(keys, file.members)
+    return file, credentials
+
+
+def tell_state(out: Path, tell: Tell) -> None:
+    """Say where the run's secret key waits, and that it shares the fate of the folder it belongs to."""
+    from quietgrad.cli.keys import reminder
+    from quietgrad.privacy.keys import KeyFile
+
+    home = KeyFile.directory()
+    tell(f"the secret key of a run waits in {home} until the run is over (QUIETGRAD_STATE moves it)")
+    nearest = next(place for place in (home, *home.parents) if place.exists())
+    if nearest.stat().st_dev != out.stat().st_dev:
+        tell(f"{home} and {out} are on different volumes: put them on one, else a restored or full disk parts them")
+    if (words := reminder()) is not None:
+        tell(words)
 
 
 def cap_of(file: PlanFile, epsilon: float | None) -> Budget | None:
@@ -177,7 +198,7 @@ def coordinate(
     except OSError as error:
         raise DataError(cannot_listen(file.host, file.port, error)) from None
     out.mkdir(parents=True, exist_ok=True)
-    tell(f"plan {file.digest[:16]}…, listening on {file.host}:{transport.port} for {', '.join(everyone)}")
+    tell(f"plan {network.spoken(file.digest)}, listening on {file.host}:{transport.port} for {', '.join(everyone)}")
     if over:
         tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
     elif (out / AGGREGATES).exists():
@@ -202,6 +223,7 @@ def coordinate(
         raise
     finally:
         transport.close()
+    tell(f"digest of the model, the same at everybody: {network.spoken(network.model_digest(out))}")
     for row in transport.attendance():
         tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result
@@ -257,11 +279,12 @@ def take_part(
     party = network.party(
         file, credentials, (table.X, table.y), folder=out, ledger=kept, account=account, cap=cap
     )  # fmt: skip
-    tell(f"approved one run of plan {file.digest[:16]}…; calling {file.host}:{file.port}")
+    tell_state(out, tell)
+    tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
     member = _member(file, credentials, party.handle, tell, patience)
     try:
         farewell = member.run()
-        if not network.save_parting(farewell.parting, file, out):
+        if not network.save_parting(farewell.parting, file, out, party):
             raise QuietgradError(f"the coordinator ended the run: {farewell.words.rstrip('.')}.")
         party.discard()
     except QuietgradError as error:
@@ -270,7 +293,10 @@ def take_part(
         raise error from None
     finally:
         party.close()
-    facts = {"words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors")}
+    facts = {
+        "words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors"),
+        "model digest": network.spoken(network.model_digest(out)), "plan digest": network.spoken(file.digest),
+    }  # fmt: skip
     if file.budget is None:
         return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
     return {**facts, "ledger": str(ledger)}

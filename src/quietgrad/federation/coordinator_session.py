@@ -186,7 +186,7 @@ class FederatedSession:
             message = encode(Message("open", {"run": self._store.run, "plan": self._plan.digest}))
             replies = self._caller.call(dict.fromkeys(back, message), {})
             ready = {name: reply for name, reply in replies.items() if reply.kind == "ready"}
-            fresh = any(isinstance(slot.sampling, SinglePass) for slot in self._plan.schedule.slots)
+            fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
             for name, reply in ready.items():
                 if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
                     raise ProtocolError(
@@ -222,13 +222,13 @@ class FederatedSession:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
-        source = self._sources[ask.slot]
+        source, number = self._sources[ask.slot], self._draws[ask.slot] - 1
         if isinstance(query, Scores):
             assert rho is not None
             most = max(each.bound for each in query.candidates) * self._plan.largest_factor
             scores = total if offsets is None else total + offsets
-            return np.array([float(source.choose(scores, ask.round, rho, most))])
-        source.add(total, ask.round, ask.multiplier, ask.bound * self._plan.largest_factor)
+            return np.array([float(source.choose(scores, number, rho, most))])
+        source.add(total, number, ask.multiplier, ask.bound * self._plan.largest_factor)
         return total
 
     def _keep(self, slot: str, total: Floats, t: int) -> Floats:

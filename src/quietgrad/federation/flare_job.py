@@ -102,7 +102,7 @@ class Site:
         if collab.caller != _SERVER or self._settings is None or self._file is None:
             return False
         try:
-            done = network.save_parting(parting, self._file, self._settings.out)
+            done = network.save_parting(parting, self._file, self._settings.out, self._member)
             if isinstance(self._member, PartyCurator):
                 self._member.discard() if done else self._member.withdraw()
         except QuietgradError as error:

@@ -6,6 +6,7 @@ then answers from its records; a server of a secure sum adds up shares it cannot
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from quietgrad.federation.simulation import train
 from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.files import write_atomically
+from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.faults import ProtocolError
@@ -158,15 +159,19 @@ def parting(result: Result) -> bytearray:
     return encode(Message("model", {}, {"params": np.asarray(result.params, np.float64), "result": text}))
 
 
-def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
-    """Write the model that the coordinator handed out; ``False`` if it handed out none."""
+def save_parting(data: Bytes, file: PlanFile, folder: Path, party: object = None) -> bool:
+    """Write the model that the coordinator handed out; ``False`` if it handed out none.
+
+    What the coordinator states about privacy must follow from the plan that was approved here and, where
+    ``party`` is given, from what this party answered.
+    """
     if not len(data):
         return False
     from safetensors.numpy import save as to_bytes
 
     try:
         message = decode(data, most=largest_frame(file))
-        statement = json.loads(message.blob("result"))
+        statement = parse_json(message.blob("result"))
         params = message.arrays["params"]
         if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,):
             raise WireError("not the model of this plan")
@@ -174,11 +179,50 @@ def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
         raise ProtocolError(COORDINATOR, f"handed out something that is not a model ({error})") from None
     if not np.isfinite(params).all():
         raise ProtocolError(COORDINATOR, "handed out a model with numbers that are not finite")
+    problem = _unlike_the_plan(statement, file, party.answered() if isinstance(party, PartyCurator) else {})
+    if problem is not None:
+        raise ProtocolError(COORDINATOR, f"handed out a statement that this plan refutes: {problem}")
     folder.mkdir(parents=True, exist_ok=True)
-    statement = {**statement, "said_by": COORDINATOR}
+    statement = {**statement, "details": {**statement["details"], "said_by": COORDINATOR}}
     write_atomically(folder / "model.safetensors", to_bytes({"params": params}))
     write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
     return True
+
+
+def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Mapping[str, int]) -> str | None:
+    """Why a statement is not one that a run of this plan can end with."""
+    from quietgrad.training.result import Privacy
+    from quietgrad.training.verification import contradiction
+
+    try:
+        said = Privacy.from_json(statement["privacy"])
+        dict(statement["details"])
+        releases = {str(slot): int(made) for slot, made in said.releases.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it has no readable statement of privacy ({type(error).__name__})"
+    if file.budget is None:
+        return "it is called private, and the plan adds no noise" if said.is_private else None
+    if said.delta != file.budget.delta or said.relation is not file.budget.relation:
+        return f"δ = {said.delta} under {said.relation} is not what was agreed"
+    if any(releases.get(slot, 0) < made for slot, made in answered.items()):
+        return "it lists fewer releases than were answered here"
+    if said.events not in (file.plan.event, file.plan.event_of(releases)):
+        return "it lists other releases than the plan's"
+    return contradiction(said)
+
+
+def model_digest(folder: Path) -> str:
+    """SHA-256 of a saved model: the same at the coordinator and at every party, or somebody has another one."""
+    return hashlib.sha256(read_bytes(folder / "model.safetensors")).hexdigest()
+
+
+def spoken(digest: str) -> str:
+    """The first 80 bits of a digest in groups that can be read out over the telephone.
+
+    >>> spoken("0123456789abcdef0123456789abcdef")
+    '0123 4567 89ab cdef 0123'
+    """
+    return " ".join(digest[k : k + 4] for k in range(0, 20, 4))
 
 
 def records(file: PlanFile, path: str | Path) -> Dataset:

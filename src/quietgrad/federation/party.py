@@ -23,6 +23,8 @@ from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.queries import flat, off_plan, unpack
 from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode, limit
+from quietgrad.files import reason as error_words
+from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
@@ -115,6 +117,10 @@ class PartyCurator:
         """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing."""
         self._approval.check_cap()
 
+    def answered(self) -> dict[str, int]:
+        """How many draws of each slot this party answered in the run it knows."""
+        return {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
+
     # --- messages ---------------------------------------------------------------------------------------------
 
     def handle(self, data: Bytes) -> bytearray:
@@ -136,6 +142,8 @@ class PartyCurator:
             )
         except QuietgradError as refusal:
             return _refused("failed", f"{self.name}: {refusal}")
+        except OSError as error:  # a full disk has a name, and that carries no record
+            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
         except Exception as error:  # its text could carry a record's value
             return _refused("failed", f"{self.name}: could not answer ({type(error).__name__})")
 
@@ -160,7 +168,7 @@ class PartyCurator:
     def _open(self, message: Message) -> Message:
         """Compare plans, pay, and be ready; opening the same run again continues it, and there is no other."""
         run = message.fields.get("run")
-        if not isinstance(run, str) or not run.isalnum() or len(run) > 64:
+        if not isinstance(run, str) or not run.isalnum() or not is_path_name(run) or len(run) > 64:
             raise ProtocolError("coordinator", "gives no name to the run")
         if message.fields.get("plan") != self.plan.digest:
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
@@ -184,6 +192,8 @@ class PartyCurator:
             slot.name: slot.mechanism.source(noise, f"local/{self.name}/{slot.name}", _ROUNDS_AT_ONCE)
             for slot in self.plan.schedule.slots
         }
+        if self._member is not None:
+            self._member.begin(noise)
         self._samplers = samplers(
             self.plan, self._place, samples, len(self.records), self._ids, self._journal.draws
         )
@@ -213,7 +223,7 @@ class PartyCurator:
         if self.plan.trust == "local" and multiplier > 0.0:
             bound = query.bound * self.plan.factors[self._place]
             if bound > 0.0:
-                self._sources[slot].add(total, t, multiplier, bound)
+                self._sources[slot].add(total, draw, multiplier, bound)
         return Message("sum", {"run": self._journal.run, "round": t}, {"total": total})
 
     def _check_stability(self, fit: LocalFit) -> None:
@@ -229,6 +239,9 @@ class PartyCurator:
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")
+        if draw != t and self.plan.schedule[slot].mechanism.whole_run:
+            # One slot: its draws are the rounds. Otherwise one cohort could be asked in every round.
+            raise ProtocolError("coordinator", f"asks for draw {draw} in round {t}; they are the same here")
         if not self._journal.draws(slot) <= draw < limit:
             raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")
         if rho is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ def federate(
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(n)
+    schedule = replace(schedule, slots=tuple(slot.lengthened(spare) for slot in schedule.slots))
     if any(slot.mechanism.one_curator for slot in schedule.slots):
         raise ValueError(
             f"{algorithm.name}: its noisy search needs one curator of all held-out records; use minimize."
@@ -172,8 +174,10 @@ class Rehearsal:
         if self.used[slot] > self.plan.schedule[slot].count:
             raise ExhaustedError(f"the plan allows {self.plan.schedule[slot].count} releases of {slot!r}.")
         packed = json.loads(json.dumps(flat(*pack(query))))
-        old = self.templates.get(slot)
-        self.templates[slot] = (merged(None if old is None else old[0], packed),)
+        # A slot may have several kinds of query (the first step of a recursion, and the others).
+        others = [old for old in self.templates.get(slot, ()) if old["query.kind"] != packed["query.kind"]]
+        same = [old for old in self.templates.get(slot, ()) if old["query.kind"] == packed["query.kind"]]
+        self.templates[slot] = (*others, merged(same[0] if same else None, packed))
         self.dims[slot] = dim
 
 

@@ -165,9 +165,9 @@ class Correlated(Mechanism, kind="correlated"):
         """Refuse releases that the sensitivity is not proved for."""
         if participation is None:
             raise ValueError(
-                f"correlated noise on {sampling}: it must be known how often and how far apart a record takes part. "
-                "Use sampling='single-pass' or 'turns'. For the whole table in every release DP-GD with independent "
-                "noise is best, and secret samples (Poisson) are worth more with independent noise."
+                f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
+                "part; use sampling='single-pass' or 'turns'. The whole table in every release (DP-GD) and secret "
+                "samples (Poisson) give more with independent noise."
             )
         k, b = participation
         if k > 1 and b == 1:
@@ -192,8 +192,8 @@ class Correlated(Mechanism, kind="correlated"):
     def stated(self, multiplier: float) -> str:
         """One release, however many."""
         return (
-            f"correlated: one Gaussian release of noise multiplier {multiplier:.4g} over the whole run; each record "
-            f"in at most {self.participations} releases, at least {self.separation} apart"
+            f"correlated: one Gaussian release of noise multiplier {multiplier:.4g} over the whole run; each "
+            f"record in at most {self.participations} releases, at least {self.separation} apart"
         )
 
     def source(self, key: bytes, label: str, count: int) -> Source:

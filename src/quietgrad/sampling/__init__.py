@@ -279,12 +279,12 @@ class SinglePass(Sampling, kind="single-pass"):
 
 @dataclass(frozen=True)
 class Turns(Sampling, kind="turns"):
-    """Cohorts that take turns: every record belongs to one of ``cohorts``, and release t asks all of number t mod b.
+    """Cohorts that take turns: every record belongs to one of b ``cohorts``; release t asks all of number t mod b.
 
     Nothing is claimed for secrecy: who is in which cohort may be guessed. What the proof needs is that a record's
     turns do not depend on other people. Under replace-one a record's cohort goes by its place, which the record
-    that replaces it inherits, and cohorts are of equal size. Under add-remove places move when a record is removed, so
-    every record draws its cohort on its own, by a keyed hash; of places this is sound because the key is secret
+    that replaces it inherits, and cohorts are of equal size. Under add-remove places move when a record is removed,
+    so every record draws its cohort on its own, by a keyed hash; of places this is sound because the key is secret
     (the cohorts of the others then have the same law with and without the record), and cohorts that are to be
     *published* must go by ids that stay with the people. A cohort is never capped or filled up from another:
     sums are divided by the public n ÷ cohorts, whatever its size is.

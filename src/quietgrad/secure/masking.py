@@ -71,6 +71,7 @@ class MaskingParty(Endpoint):
         identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
         seed: fixes the noise, for tests only; the masks and neighbours stay fresh.
         witness: what the server said of the last round that this party helped to open, with other keys.
+        noise: this party's share of the noise if it goes on from an earlier set-up.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class MaskingParty(Endpoint):
         view: View | None = None,
         seed: int | None = None,
         witness: Witness | None = None,
+        noise: NoiseShare | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
-        self._noise = NoiseShare(terms, self.me, seed)
+        self._noise = noise or NoiseShare(terms, self.me, seed)
         self._rounds: dict[int, _PartyRound] = {}
         self._prepared = -1
         self._server = terms.parties

@@ -78,7 +78,7 @@ def minimize(
     try:
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            key = None if seed is not None else KeyFile.create(name)
+            key = None if seed is not None else KeyFile.create(name, folder)
             saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
             saver.write(algorithm.init(x0), {}, None)
         session = curator.open(the_plan, transcript=None if saver is None else saver.transcript)
