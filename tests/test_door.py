@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ from tests.common import objective, problem
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
 N = 300
+
+
+class Killed(Exception):
+    """Stands in for a kill: what is on the disk stays as it is."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +87,7 @@ def test_a_reservation_pays_for_its_own_plan_only(tmp_path: Path) -> None:
     log = Transcript(tmp_path / "transcript", "run", seed_key(1))
     open_run(ledger, cheap, "run", transcript=log)
     log.close()
-    again = Transcript(tmp_path / "transcript", "run", seed_key(1))
+    again = Transcript(tmp_path / "transcript", "run", seed_key(1), resumed=True)
     with pytest.raises(BudgetError, match="another plan"):
         open_run(ledger, dear, "run", transcript=again)
     again.close()
@@ -210,7 +215,8 @@ PLAN = qg.plan(qg.DPGD(steps=6), n=N, budget=BUDGET)
 def replaying(
     tmp_path: Path, X: Floats, y: Floats, *, used: int = 0, run: str = "run"
 ) -> tuple[CentralSession, Transcript]:
-    log = Transcript(tmp_path / "transcript", run, seed_key(3))
+    path = tmp_path / "transcript"
+    log = Transcript(path, run, seed_key(3), resumed=(tmp_path / "ledger.jsonl").exists())
     curator = CentralCurator(
         objective(), (X, y), ledger=tmp_path / "ledger.jsonl", account="people", run=run, key=seed_key(3)
     )
@@ -284,6 +290,47 @@ def test_after_a_power_cut_what_is_missing_is_not_trusted(tmp_path: Path) -> Non
     log.close()
 
 
+def test_a_transcript_that_is_missing_is_not_an_empty_one(tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = ask(door)
+    log.close()
+    (tmp_path / "transcript").unlink()
+    door, log = replaying(tmp_path, X, y)
+    assert not np.array_equal(ask(door), first)  # were it, another question would have got the same noise
+    assert door.epochs == entries(tmp_path) == 2
+    log.close()
+
+
+def test_copies_of_a_folder_share_one_transcript(tmp_path: Path) -> None:
+    """Whoever resumes two copies of an interrupted run on different tables gets fresh noise and two charges."""
+    X, y = problem(N)
+    algorithm = qg.DPGD(steps=8)
+    options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl"}
+    begun = tmp_path / "run"
+
+    def dies(state: Any, session: Any) -> None:
+        if state.step == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, folder=begun, callback=dies, **options)
+    shutil.copytree(begun, tmp_path / "copy")
+    changed = X.copy()
+    changed[7] = -changed[7]
+
+    def dies_later(state: Any, session: Any) -> None:
+        if state.step == 6:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.resume(objective(), (X, y), algorithm, folder=begun, callback=dies_later, **options)
+    result = qg.resume(objective(), (changed, y), algorithm, folder=tmp_path / "copy", **options)
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon > 1.2
+    assert entries(tmp_path) == 2
+
+
 def test_a_closed_run_only_replays(tmp_path: Path) -> None:
     X, y = problem(N)
     door, log = replaying(tmp_path, X, y)
@@ -303,20 +350,19 @@ def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="another process"):
         Transcript(tmp_path / "transcript", "run", seed_key(3))
     log.close()
+    with pytest.raises(LedgerError, match="has begun already"):
+        Transcript(tmp_path / "transcript", "run", seed_key(3))
     with pytest.raises(LedgerError, match="another run"):
-        Transcript(tmp_path / "transcript", "other", seed_key(3))
+        Transcript(tmp_path / "transcript", "other", seed_key(3), resumed=True)
     (tmp_path / "transcript").write_text('{"run": "run"}\nnonsense\n')
     with pytest.raises(LedgerError, match="damaged"):
-        Transcript(tmp_path / "transcript", "run", seed_key(3))
+        Transcript(tmp_path / "transcript", "run", seed_key(3), resumed=True)
     assert ((tmp_path / "transcript").stat().st_mode & 0o077) == 0
 
 
 def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) -> None:
     X, y = problem(N)
     algorithm = qg.DPGD(steps=30)
-
-    class Killed(Exception):
-        pass
 
     def dies(state: Any, session: Any) -> None:
         if state.step == 20:

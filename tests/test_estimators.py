@@ -71,6 +71,7 @@ def test_too_few_records_to_find_classes_is_said() -> None:
         PrivateLogisticRegression(epsilon=0.1, delta=1e-6).fit(X, y)
 
 
+@pytest.mark.filterwarnings("ignore:this fit is part of")
 def test_clones_and_folds_are_charged_to_one_account(tmp_path: Path) -> None:
     X, y = separable(2000)
     path = tmp_path / "ledger.jsonl"

@@ -238,9 +238,9 @@ def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials]
     text = TEXT.split("[[party]]")[0].replace('trust = "secure"', 'trust = "local"').replace('secure = "masks"', "")
     file = parse_plan(text + '[[party]]\nname = "a"\nrecords = 40\n[[party]]\nname = "b"\nrecords = 60\n')
     X = np.random.default_rng(0).normal(size=(40, 30)) / 10.0
-    handle = network.party_handler(file, keys["a"], (X, X[:, 0] > 0), folder=tmp_path, ledger=tmp_path / "l.jsonl")
+    party = network.party(file, keys["a"], (X, X[:, 0] > 0), folder=tmp_path, ledger=tmp_path / "l.jsonl")
     members = Members(keys)
-    members.join("a", handle)
+    members.join("a", party.handle)
 
     def ask(message: Message) -> Message:
         return decode(members.server.exchange({"a": encode(message)}, timeout=20.0)[0]["a"])

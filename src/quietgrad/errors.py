@@ -38,5 +38,13 @@ class LedgerWarning(UserWarning):
     """One account met different tables, or one table two accounts: are these the same people?"""
 
 
+class TooNoisyError(QuietgradError, ValueError):
+    """A release that was paid for shows nothing above its noise; the message says what to declare instead."""
+
+
+class TooNoisyWarning(UserWarning):
+    """A fit could not find something within its budget; the message says what to declare."""
+
+
 class DataError(QuietgradError, ValueError):
     """The data cannot be used as they are; nothing was reserved and nothing was spent."""

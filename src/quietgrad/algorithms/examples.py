@@ -21,7 +21,8 @@ class Example:
     """Settings in use: for how many records, under which promise, and how well.
 
     ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
-    ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query.
+    ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query (in the
+    slots ``only``, if not in all).
     """
 
     settings: Mapping[str, Any]
@@ -33,6 +34,7 @@ class Example:
     label: str = ""
     share: float = 1.0
     space: Literal["gradients", "queries"] = "gradients"
+    only: tuple[str, ...] = ()
 
 
 def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
@@ -167,7 +169,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         *_batches(stages=2, first_steps=1),
         _attack("random round", stages=1, first_steps=2, batch_size=2, returns="random"),
     ),
-    "bassily-sgd": _batches(steps=4),
+    "bassily-sgd": _batches(steps=4, share=0.4),  # its projection takes a norm: runs are made one by one
     "rrpsgd": (
         _attack("Poisson", steps=4, batch_size=2, share=5.0),
         _attack("every record", _REPLACE, steps=4, batch_size=4),
@@ -200,12 +202,27 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
             _REPLACE,
             n=8,
             epsilon=2.0,
-            share=0.3,
+            share=0.15,
             oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
             alpha=0.1,
             steps=2,
             learning_rate=0.1,
             hessian_lipschitz=1e-6,
+        ),
+        # One record is in one part: here in the one that is searched.
+        replace(
+            _queries(
+                "the search",
+                _REPLACE,
+                n=8,
+                epsilon=2.0,
+                share=0.5,
+                oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
+                alpha=0.1,
+                steps=2,
+                learning_rate=0.1,
+            ),
+            only=("select",),
         ),
     ),
     "weighted-average": (

@@ -1,36 +1,50 @@
-"""Full-batch descent on privately whitened features: the default for linear models.
+"""Full-batch descent on privately scaled and whitened features: the default for linear models.
 
-A part of the budget buys a feature mean and a second-moment matrix; the rest buys a few full-batch gradient steps
-in whitened coordinates, where one public step size suits all directions. Every release is an un-sampled
-Gaussian, so the composition is exact, and every choice follows from public numbers and the releases.
+A part of the budget buys what the features look like: their ranges, a mean, second moments. The rest buys a few
+full-batch gradient steps in whitened coordinates, where one public step size suits all directions. Every release
+is an un-sampled Gaussian, so the composition is exact; every threshold, window, damping and horizon follows from
+public numbers and earlier releases. Which releases a table can repay is decided before it is seen:
+:func:`~quietgrad.algorithms.whitened_design.for_table`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
+from quietgrad.algorithms import one_step
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
+from quietgrad.algorithms.table_looks import Bounds, Look, found_frame, frame_of, noise_of
 from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Query
+from quietgrad.objectives.tables.frame import Framed
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
+    MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
     WhitenedGradient,
     Whitening,
 )
+from quietgrad.objectives.tables.windows import read_norms
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
+_SHORTEST, _LONGEST = 6.0, 128.0  # horizons, in steps of the public size
+_WIDEST_CLIP = 1.0  # in units of the rows' length: most gradients are shorter
+_LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
+_TOLD = 600  # features up to which a result keeps the whitening, for error bands
+_TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
+
 
 @dataclass(frozen=True)
 class WhitenedGD(Algorithm):
-    """DP-GD in coordinates whitened by a private mean and second-moment matrix.
+    """DP-GD in coordinates whitened by private first and second moments.
 
     Args:
         steps: T.
@@ -38,8 +52,14 @@ class WhitenedGD(Algorithm):
         clip: C in units of the whitened rows' root mean square length.
         row_bound: R for the moments; ``None`` finds the 99 % quantile of row norms privately.
         mean_share, moment_share, norm_share: parts of the squared budget μ² spent on the mean, the second moments,
-            and (without ``row_bound``) the row norms.
+            and (without ``row_bound``) the row norms; 0 leaves that release out.
         damping: τ, in units of the spectral norm that the noise of the second moments is expected to have.
+        moments: ``"full"`` matrix, or its ``"diagonal"`` where the matrix could not be told from its noise.
+        look: how the ranges of features and targets are found; ``None`` takes the rows as they are.
+        freedom: κ, the degrees of freedom that are kept per unit of signal-to-noise of all gradients together.
+        horizon: the distance to go, per unit of signal-to-noise and degree of freedom; a distance longer than T
+            steps is gone with momentum, a shorter one with shorter steps. ``None``: T plain steps.
+        inference_share: part of μ² spent on a Newton step at the end, which gives standard errors.
 
     >>> [(slot.name, slot.count) for slot in WhitenedGD(steps=10, row_bound=1.0).schedule(1000).slots]
     [('mean', 1), ('second-moments', 1), ('gradient', 10)]
@@ -53,6 +73,11 @@ class WhitenedGD(Algorithm):
     moment_share: float = 0.16
     norm_share: float = 0.02
     damping: float = 0.6
+    moments: Literal["full", "diagonal"] = "full"
+    look: Look | None = None
+    freedom: float | None = None
+    horizon: float | None = None
+    inference_share: float = 0.0
 
     name: ClassVar[str] = "whitened-gd"
 
@@ -60,20 +85,37 @@ class WhitenedGD(Algorithm):
         check_count("steps", self.steps)
         for name in ("learning_rate", "clip", "damping"):
             check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
-        for name in ("mean_share", "moment_share", "norm_share"):
-            check_range(name, getattr(self, name), 0.0, 0.5, closed=False)
-        if self.row_bound is not None:
-            check_range("row_bound", self.row_bound, 0.0, math.inf, closed=False)
+        for name in ("mean_share", "moment_share", "norm_share", "inference_share"):
+            check_range(name, getattr(self, name), 0.0, 0.6)
+        for name in ("row_bound", "freedom", "horizon"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
+        if self.moments not in ("full", "diagonal"):
+            raise ValueError(f"moments={self.moments!r}: must be 'full' or 'diagonal'.")
+        if isinstance(self.look, dict):  # as a saved configuration holds it
+            object.__setattr__(self, "look", Look(**self.look))
+        if sum(self._shares().values()) >= 1.0:
+            raise ValueError("the shares add up to the whole budget; leave some for the gradients.")
+
+    def _shares(self) -> dict[str, float]:
+        shares = {} if self.look is None else self.look.shares()
+        if self.row_bound is None:
+            shares["norms"] = self.norm_share
+        shares.update({"mean": self.mean_share, "second-moments": self.moment_share})
+        regression = self.look is not None and (self.look.target is not None or self.look.target_share > 0.0)
+        shares.update(one_step.shares(self.inference_share, regression))
+        return {name: share for name, share in shares.items() if share}
 
     def schedule(self, n_public: int) -> Schedule:
-        shares = {"mean": self.mean_share, "second-moments": self.moment_share}
-        if self.row_bound is None:
-            shares = {"norms": self.norm_share, **shares}
+        shares = self._shares()
         rest = 1.0 - sum(shares.values())
         everyone = FullBatch()
         # A share s of μ² for k releases means noise ∝ √(k/s) each.
         slots = [Slot(name, everyone, noise=1.0 / math.sqrt(share)) for name, share in shares.items()]
-        return Schedule((*slots, Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))))
+        gradients = Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))
+        # Whether any feature is far from zero, and so whether offsets are asked for, follows from a release.
+        adaptive = self.look is not None and self.look.offset_share > 0.0
+        return Schedule((*slots, gradients), adaptive=adaptive)
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
@@ -84,10 +126,12 @@ class WhitenedGD(Algorithm):
         extra = state.extra
         whitening = self._whitening(state, door)
         curvature = replace(door.objective, intercept=False, row_bound=1.0).constants().smoothness or 1.0
-        gradient = door.release("gradient", WhitenedGradient(extra["inner"], extra["clip"], whitening))
+        query = WhitenedGradient(extra["inner"], extra["clip"], whitening)
+        gradient = door.release("gradient", self._seen(query, state))
         gradient *= 1.0 / door.expected_batch("gradient")
         gradient += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(extra["inner"])))
-        extra["inner"] = extra["inner"] - (self.learning_rate / curvature) * gradient
+        extra["velocity"] = extra["momentum"] * extra["velocity"] + gradient
+        extra["inner"] = extra["inner"] - (self.learning_rate * extra["rate"] / curvature) * extra["velocity"]
         state.estimate.value = gradient
         state.step += 1
         if 2 * state.step > self.steps:  # average the second half
@@ -95,48 +139,189 @@ class WhitenedGD(Algorithm):
             extra["mean_inner"] = extra["mean_inner"] + (extra["inner"] - extra["mean_inner"]) / state.averaged
         state.done = state.step >= self.steps
         if state.done:
-            state.params = whitening.to_raw(extra["mean_inner"])
+            if self.inference_share:
+                self._infer(state, door, whitening)
+            state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, door)
+            self._tell(state, door, whitening)
         return state
 
-    def _measure(self, state: State, door: Session) -> None:
-        """Release the moments and keep what follows from them."""
-        plan = door.plan
-        relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
-        bound = self.row_bound if self.row_bound is not None else self._row_bound(door)
-        n = door.expected_batch("mean")
-        mean = door.release("mean", FeatureMean(bound)) / n
-        features = len(mean)
-        query = SecondMomentMatrix(bound, relation)
-        second = query.unpack(door.release("second-moments", query) / n, features)
-        noise = plan.noise_multiplier * plan.schedule["second-moments"].noise * query.bound / n
-        # GOE noise of diagonal deviation s has spectral norm about s·√(2d); never below float noise of the data.
-        floor = max(self.damping * noise * math.sqrt(2.0 * features), 1e-9 * bound * bound)
-        extra = state.extra
-        extra.update(row_bound=bound, mean=mean, second=second, floor=floor)
-        whitening = self._whitening(state, door)
-        extra["clip"] = self.clip * whitening.radius
-        extra["inner"] = np.zeros_like(state.params)
-        extra["mean_inner"] = np.zeros_like(state.params)
+    def _tell(self, state: State, door: Session, whitening: Whitening) -> None:
+        """What a model needs besides its parameters, and what could not be found, for whoever reads the result."""
+        frame, extra = frame_of(state.extra), state.extra
+        if frame is not None:
+            extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
+            extra["target_range"] = None if frame.target is None else list(frame.target)
+        scale = whitening.transform.scale
+        if len(scale) <= _TOLD:  # for error bands; the frame of such columns is ±1
+            extra["whitening"] = scale.tolist()
+        extra["step_noise"], extra["sampling_noise"] = self._uncertainty(state, door)
+        if "covariance" in extra:
+            extra["coefficient_covariance"] = extra["covariance"].tolist()
 
-    def _row_bound(self, door: Session) -> float:
-        query = RowNormHistogram()
-        counts = door.release("norms", query)
-        noise = door.plan.noise_multiplier * door.plan.schedule["norms"].noise
-        return query.quantile(counts, 0.99, noise)
+    def _uncertainty(self, state: State, door: Session) -> tuple[float, float]:
+        """Deviations of a whitened coefficient by privacy noise and by sampling, if the loss were a parabola.
+
+        All directions of the whitened risk have about the same curvature h, a little less than the loss's largest.
+        The averaged iterate is then linear in the T noises, with weights that a run without data shows.
+        """
+        smooth = replace(door.objective, intercept=False, row_bound=1.0).constants().smoothness or 1.0
+        h = 0.6 * smooth
+        extra, eta = state.extra, self.learning_rate * state.extra["rate"] / smooth
+        total = 0.0
+        for hit in range(self.steps):
+            place = speed = mean = 0.0
+            for t in range(self.steps):
+                speed = extra["momentum"] * speed + h * place + (t == hit)
+                place -= eta * speed
+                if 2 * (t + 1) > self.steps:
+                    mean += place / (self.steps - self.steps // 2)
+            total += mean * mean
+        n = door.expected_batch("gradient")
+        return noise_of(door, "gradient", extra["clip"]) / n * math.sqrt(total), 1.0 / math.sqrt(n * h)
+
+    def _infer(self, state: State, door: Session, whitening: Whitening) -> None:
+        """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""
+        extra = state.extra
+        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
+        if not one_step.covers(door.objective):
+            extra["refused_inference"] = "they are offered for two classes and for least squares only"
+            return
+        found = one_step.take(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
+        extra["refused_inference"] = found.refused
+        if found.refused:
+            return
+        extra["mean_inner"] = found.params
+        size = len(found.params)
+        # Raw parameters are an affine map of whitened ones; its matrix, column by column.
+        origin = self._to_raw(whitening.to_raw(np.zeros(size)), state, door)
+        columns = [self._to_raw(whitening.to_raw(unit), state, door) - origin for unit in np.eye(size)]
+        matrix = np.column_stack(columns)
+        extra["covariance"] = matrix @ found.covariance @ matrix.T
+
+    def _measure(self, state: State, door: Session) -> None:
+        """Release what the table looks like and keep what follows from it."""
+        plan, extra = door.plan, state.extra
+        relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
+        features = len(state.params) // door.objective.outputs - bool(door.objective.intercept)
+        if self.look is not None:
+            extra.update(found_frame(self.look, door, features, relation))
+        bound = extra["row_bound"] = self._row_bound(state, door, features, relation)
+        n, mean = door.expected_batch("gradient"), np.zeros(features)
+        if self.mean_share:
+            query = FeatureMean(bound)
+            mean = door.release("mean", self._seen(query, state)) / n
+            if self.freedom is not None:  # a mean that is mostly noise is no centre (James and Stein 1961)
+                noise = features * (noise_of(door, "mean", query.bound) / n) ** 2
+                mean *= max(0.0, 1.0 - noise / max(float(mean @ mean), 1e-300))
+        second, floor = self._second_moments(state, door, features, bound, relation)
+        extra.update(mean=mean, second=second, floor=floor)
+        whitening = self._whitening(state, door)
+        extra["momentum"], extra["rate"], widened = self._pace(whitening, door)
+        extra["clip"] = self.clip * widened * whitening.radius
+        for name in ("inner", "mean_inner", "velocity"):
+            extra[name] = np.zeros_like(state.params)
+
+    def _second_moments(
+        self, state: State, door: Session, features: int, bound: float, relation: Relation
+    ) -> tuple[Any, float]:
+        """Second moments, a matrix or a diagonal, and the least damping that their noise asks for."""
+        n = door.expected_batch("gradient")
+        least = 1e-9 * bound * bound  # never below float noise of the data
+        if self.moments == "full":
+            matrix = SecondMomentMatrix(bound, relation)
+            total = door.release("second-moments", self._seen(matrix, state)) / n
+            # GOE noise of diagonal deviation s has spectral norm about s·√(2d).
+            noise = noise_of(door, "second-moments", matrix.bound) / n * math.sqrt(2.0 * features)
+            return matrix.unpack(total, features), max(self.damping * noise, least)
+        widest = 1.0 if self.look is not None else bound  # ‖x∘x‖ ≤ max|xⱼ|·‖x‖
+        squares = MeanSquares(bound * min(bound, widest), relation=relation)
+        total = door.release("second-moments", self._seen(squares, state)) / n
+        noise = noise_of(door, "second-moments", squares.bound) / n
+        # The largest of d noises is about √(2 ln d) deviations: what is below tells nothing.
+        clear = total > math.sqrt(2.0 * math.log(max(features, 2))) * noise
+        state.extra["silent_features"] = int((~clear).sum())
+        # Each of the others is taken for their average, which is known better than any of them.
+        rest = max(0.0, float(total[~clear].mean())) if not clear.all() else 0.0
+        return np.where(clear, total, rest), max(2.0 * noise, least)
+
+    def _pace(self, whitening: Whitening, door: Session) -> tuple[float, float, float]:
+        """Momentum and step size with which T steps go as far as the noise allows, and how far to widen the clip.
+
+        After a distance H the noise of a score is about .8·H·df/A, the signal about .4·H: what can be learned
+        grows with A/df, and so does the distance worth going. Where that is further than anybody needs to go, a
+        wider clip is affordable: a narrow one makes a classifier too sure of itself.
+        """
+        if self.horizon is None:
+            return 0.0, 1.0, 1.0
+        freedom = whitening.radius**2 - whitening.column**2
+        wanted = self.horizon * self._signal(door) / (freedom + 1.0)
+        reach = min(max(wanted, _SHORTEST), _LONGEST)
+        widened = min(max(wanted / _LONGEST, 1.0), _WIDEST_CLIP / self.clip)
+        momentum, rate = (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
+        return momentum, rate, max(widened, 1.0)
+
+    def _signal(self, door: Session) -> float:
+        """A: records per noise of all gradients together, of a difference of two clips; less for more classes."""
+        noise = noise_of(door, "gradient", 1.0) / math.sqrt(self.steps)
+        if noise == 0.0:
+            return 1e9
+        return 2.0 * door.expected_batch("gradient") / noise / math.sqrt(max(door.objective.outputs, 2) / 2.0)
+
+    def _row_bound(self, state: State, door: Session, features: int, relation: Relation) -> float:
+        frame = frame_of(state.extra)
+        if self.row_bound is not None:
+            return self.row_bound
+        if not self.norm_share:
+            return _TYPICAL * math.sqrt(features)
+        query = RowNormHistogram() if frame is None else RowNormHistogram(relation)
+        counts = door.release("norms", self._seen(query, state))
+        noise = noise_of(door, "norms", query.bound)
+        if frame is None:
+            return query.quantile(counts, 0.99, noise)
+        return min(read_norms(counts, noise, query.edges), math.sqrt(features))
 
     def _whitening(self, state: State, door: Session) -> Whitening:
         if "whitening" not in state.memo:
+            freedom = math.inf if self.freedom is None else max(_LEAST_FREEDOM, self.freedom * self._signal(door))
             state.memo["whitening"] = Whitening.from_moments(
                 state.extra["mean"],
                 state.extra["second"],
                 floor=state.extra["floor"],
                 column=door.objective.intercept_scale if door.objective.intercept else 0.0,
                 outputs=door.objective.outputs,
+                freedom=freedom,
             )
         return cast(Whitening, state.memo["whitening"])
+
+    def _seen(self, query: Query, state: State) -> Query:
+        """The query, asked of the rows as the found or declared frame shows them."""
+        if self.look is None:
+            return query
+        if "frame" not in state.memo:
+            state.memo["frame"] = frame_of(state.extra)
+        return Framed(query, state.memo["frame"])
+
+    def _to_raw(self, params: Any, state: State, door: Session) -> Any:
+        """Parameters for raw features and targets; they hold for rows inside the frame."""
+        frame = frame_of(state.extra)
+        if frame is None:
+            return params
+        matrix = params.reshape(-1, door.objective.outputs).copy()
+        column = door.objective.intercept_scale if door.objective.intercept else 0.0
+        features = len(frame.low)
+        matrix[:features] /= frame.half[:, None]
+        if column:
+            matrix[-1] -= frame.centre @ matrix[:features] / column
+        matrix *= frame.target_scale
+        if column:
+            matrix[-1] += frame.target_centre / column
+        return matrix.ravel()
 
     def output(self, state: State) -> Vector:
         return state.params
 
     def config(self) -> dict[str, Any]:
         return config_of(self)
+
+
+__all__ = ["Bounds", "Look", "WhitenedGD"]

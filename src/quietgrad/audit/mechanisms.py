@@ -137,15 +137,18 @@ def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, pl
 
 def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     def listen(session: Any, rng: np.random.Generator) -> Floats:
-        noise = as_numbers(session.release(slot.name, Known(width, BOUND)))
-        length = float(np.linalg.norm(noise))
-        if length == 0.0:
-            return noise
-        # The length is Gamma(d, scale): make it that of d normals, in the same direction.
-        beyond = max(float(gammaincc(width, length / (multiplier * BOUND))), 1e-300)
-        return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
+        return laplace_units(as_numbers(session.release(slot.name, Known(width, BOUND))), multiplier * BOUND)
 
     return listen
+
+
+def laplace_units(noise: Floats, scale: float) -> Floats:
+    """Standard normals from L2-Laplace noise: its length is Gamma(d, scale), and becomes that of d normals."""
+    length, width = float(np.linalg.norm(noise)), len(noise)
+    if length == 0.0:
+        return noise
+    beyond = max(float(gammaincc(width, length / scale)), 1e-300)
+    return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
 
 
 def _choice(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
@@ -194,7 +197,7 @@ def search_law(values: list[float]) -> Floats:
 def _labels(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     assert plan.budget is not None
     query = LabelCounts(plan.budget.relation)
-    count = labels_of(slot, plan, width).n // width
+    count = label_count(slot, plan)
     mechanism = slot.mechanism
     assert isinstance(mechanism, FrequentLabels)
     sigma = multiplier * query.bound
@@ -213,14 +216,21 @@ def label_threshold(mechanism: FrequentLabels, sigma: float) -> float:
     return 1.0 - sigma * float(ndtri(mechanism.failure))
 
 
-def labels_of(slot: Slot, plan: Plan, width: int) -> Crowd:
-    """A table in which ``width`` labels each occur about as often as the threshold of ``slot`` asks for."""
+def label_count(slot: Slot, plan: Plan) -> int:
+    """How often a label must occur to pass the threshold of ``slot`` about two times of three."""
     assert plan.budget is not None
     assert isinstance(slot.mechanism, FrequentLabels)
     sigma = slot.multiplier(plan.noise_multiplier) * LabelCounts(plan.budget.relation).bound
     # Half a deviation above it: less noise than claimed would let all of them pass.
-    count = math.ceil(label_threshold(slot.mechanism, sigma) + 0.5 * sigma)
-    return Crowd(width * count, 1, np.repeat(np.arange(width), count))
+    return math.ceil(label_threshold(slot.mechanism, sigma) + 0.5 * sigma)
+
+
+def labels_of(slot: Slot, plan: Plan, width: int) -> Crowd:
+    """A table in which ``width`` labels occur so often; whoever else there must be has one label more."""
+    count = label_count(slot, plan)
+    labels = np.repeat(np.arange(width), count)
+    n = max(plan.n_public, len(labels))
+    return Crowd(n, 1, np.append(labels, np.full(n - len(labels), width)))
 
 
 def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floats:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, show_json
+from quietgrad.cli.options import Json, say, show_json
 from quietgrad.errors import QuietgradError
 
 app = typer.Typer(add_completion=False)
@@ -164,12 +164,10 @@ def _show(chosen: Reproduction, as_json: bool) -> None:
         made = {key: record.get(key) for key in ("command", "date", "machine", "versions")}
         show_json({**about, **made, "tables": tables})
         return
-    typer.echo(about["what"])
-    typer.echo(
-        f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}"
-    )
+    say(about["what"])
+    say(f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}")
     for table in tables:
-        typer.echo(f"\n{table['title']}")
+        say(f"\n{table['title']}")
         _print(table["rows"], table["columns"])
 
 
@@ -178,7 +176,7 @@ def _print(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
     lines = [list(columns), *([_text(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        typer.echo("  ".join(f"{value:<{width}}" for value, width in zip(line, widths, strict=True)).rstrip())
+        say("  ".join(f"{value:<{width}}" for value, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _text(value: Any) -> str:

@@ -109,7 +109,7 @@ class Account:
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
                 "with. Resume it with what it was started with, or start a new run."
             )
-        return Charge(event, ledger, found, paid=held.state != "open")
+        return Charge(event, ledger, found, paid=held.state != "open", booked=held.counts)
 
     def _open(self) -> Ledger | None:
         from quietgrad.privacy.ledger import Ledger
@@ -121,13 +121,15 @@ class Account:
 class Charge:
     """One plan's entry: what it may release, and whether it was closed already.
 
-    ``paid`` marks an entry that an earlier process closed: nothing new may be released under it.
+    ``paid`` marks an entry that an earlier process closed: nothing new may be released under it, and it stays
+    ``booked`` as it is.
     """
 
     event: events.Event | None
     ledger: Ledger | None = None
     reservation: Reservation | None = None
     paid: bool = False
+    booked: events.Event | None = None
     spent: events.Event | None = field(default=None, init=False)
 
     def close(self, spent: events.Event | None, *, reason: str, data_dependent: bool) -> events.Event | None:
@@ -135,8 +137,10 @@ class Charge:
 
         Only a stop that does not depend on data gives back what was not released.
         """
-        if self.paid or self.ledger is None or self.reservation is None:
-            self.spent = self.event if self.paid or data_dependent else spent
+        if self.paid:
+            self.spent = self.booked or self.event
+        elif self.ledger is None or self.reservation is None:
+            self.spent = self.event if data_dependent else spent
         elif self.spent is None:
             self.spent = self.ledger.close(
                 self.reservation.id, spent_event=spent, reason=reason, data_dependent=data_dependent

@@ -136,7 +136,7 @@ class CentralSession:
             raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
         begun = Drawn(slot, number, self._fresh_at)
         if isinstance(chosen.sampling, SinglePass):
-            self.batch(begun)  # refuses when fresh records are used up
+            self.batch(begun)  # refuses when fresh records are used up, before anything counts
             self._fresh_at += chosen.sampling.batch_size
         self._used[slot] = number + 1
         return begun
@@ -145,12 +145,15 @@ class CentralSession:
         """The records of a release that has begun, drawn once, and the secret of its own randomness."""
         found = self._batches.get(drawn)
         if found is None:
-            sampler = self._samplers.get(drawn.slot)
-            indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
-            # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
-            key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
-            found = self._batches[drawn] = Batch(self._records, indices, key)
+            found = self._batches[drawn] = self._batch(drawn)
         return found
+
+    def _batch(self, drawn: Drawn) -> Batch:
+        sampler = self._samplers.get(drawn.slot)
+        indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
+        # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
+        key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
+        return Batch(self._records, indices, key)
 
     def _take_fresh(self, drawn: Drawn) -> npt.NDArray[np.int64]:
         sampling = self._slots[drawn.slot].sampling
@@ -160,30 +163,37 @@ class CentralSession:
         return self._fresh.take(sampling.batch_size)
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        return self.release_drawn(self.draw(slot), query, rho=rho)
+        return self._answer(self._begin(slot, "release"), query, rho)
 
     def release_drawn(self, drawn: Drawn, query: Query, *, rho: float | None = None) -> Vector:
         """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
         if drawn not in self._begun:
             raise BudgetError("this sample was released already, or is none of this session's.")
         self._begun.remove(drawn)
-        slot = drawn.slot
-        dim, bound = query.dim(self._records), float(query.bound)
+        return self._answer(drawn, query, rho)
+
+    def _answer(self, drawn: Drawn, query: Query, rho: float | None) -> Vector:
+        slot, bound = drawn.slot, query.bound
+        dim = query.dim(self._records)
         multiplier = self._multiplier(slot, rho) if self._private else 0.0
         while True:
             # Sums are kept in float64, in which C holds for any number of records.
             out = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
-            batch = self.batch(drawn)
-            if not (self._private and bound == 0.0):  # zero whatever the data: nothing needs to look at them
+            batch = self._batches.pop(drawn, None) or self._batch(drawn)
+            if not self._private:
                 self._sum(query, batch, out)
-            if self._private and bound > 0.0:
-                total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
-                if not self._settled(drawn, (multiplier, bound), total):
-                    continue
+                return self._narrow(out)
+            if bound == 0.0:  # zero whatever the data, so nothing needs to look at them
+                return self._narrow(out)
+            self._sum(query, batch, out)
+            total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
+            if self._transcript is None or self._settled(drawn, (multiplier, bound), total):
                 self._sources[slot].add(total, drawn.number, multiplier, bound)
-                out = total if isinstance(out, np.ndarray) else out.new_tensor(total)
-            del self._batches[drawn]
-            return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
+                return total if isinstance(out, np.ndarray) else self._narrow(out.new_tensor(total))
+
+    def _narrow(self, out: Vector) -> Vector:
+        """A released vector in the precision of the parameters; sums are wider."""
+        return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
 
     def choose(
         self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None

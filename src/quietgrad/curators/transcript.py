@@ -33,10 +33,15 @@ _MAC_BYTES = 16
 class Transcript:
     """MACs of the releases of one run, in a 0600 file that one process at a time may hold.
 
+    The file belongs beside the run's key, not into its folder: a folder is copied, and two copies that are resumed
+    must find one transcript.
+
     Args:
-        path: the file; made if it is not there.
+        path: the file.
         run: the run's name.
         key: the run's secret key.
+        resumed: whether the run had begun before. Then a file that is missing hides what was released, and
+            nothing is trusted to be new.
 
     >>> import tempfile
     >>> from quietgrad.privacy.rng import seed_key
@@ -45,19 +50,18 @@ class Transcript:
     >>> mac = log.mac("gradient", 0, [1.5, 1.0], np.ones(3))
     >>> log.record("gradient", 0, mac)
     >>> log.close()
-    >>> again = Transcript(Path(folder.name) / "transcript", "run", seed_key(0))
+    >>> again = Transcript(Path(folder.name) / "transcript", "run", seed_key(0), resumed=True)
     >>> again.known("gradient", 0) == (0, mac), again.known("gradient", 1), again.complete
     (True, None, True)
     >>> again.close()
     >>> folder.cleanup()
     """
 
-    def __init__(self, path: Path, run: str, key: bytes) -> None:
-        self.path, self._key = path, key
+    def __init__(self, path: Path, run: str, key: bytes, *, resumed: bool = False) -> None:
+        self.path, self._key, self.resumed = path, key, resumed
         self._mac_key = SecureStream(key, "transcript").bytes(0, 32)
         self._nonces: list[str] = []  # of the epochs after the first
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
-        self.resumed = False
         self.complete = True
         """Whether a release that is not here was certainly never made."""
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -66,8 +70,8 @@ class Transcript:
         except OSError:
             os.close(self._file)
             raise DataError(
-                f"{path.parent}: another process is running this run. Two would use the same noise; wait for it, "
-                "or stop it first."
+                f"run {run}: another process is running it. Two would use the same noise; wait for it, or stop it "
+                "first."
             ) from None
         try:
             self._read(run)
@@ -132,11 +136,13 @@ class Transcript:
         if not newline:
             os.ftruncate(self._file, 0)
             self._write(json.dumps({"run": run, "boot": _boot()}))
+            self.complete = not self.resumed
             return
+        if not self.resumed:  # to begin it anew under the same key would use its noise again
+            raise LedgerError(f"{self.path}: run {run} has begun already; resume it, or start another.")
         if torn:  # cut by a crash before its release left
             os.ftruncate(self._file, len(whole) + 1)
         head, *lines = whole.decode(errors="replace").split("\n")
-        self.resumed = True
         try:
             header = json.loads(head)
             if header["run"] != run:

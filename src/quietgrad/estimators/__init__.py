@@ -15,25 +15,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quietgrad.curators.account import spent
+    from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
 
 _HOMES = {
     "PrivateLogisticRegression": "estimators.classifiers",
     "PrivateSVC": "estimators.classifiers",
+    "PrivateAdditiveClassifier": "estimators.additive",
+    "PrivateAdditiveRegressor": "estimators.additive",
     "PrivateHuberRegressor": "estimators.regressors",
     "PrivateLinearRegression": "estimators.regressors",
+    "PrivateScore": "estimators.scoring",
     "PrivateSearch": "estimators.search",
+    "private_score": "estimators.scoring",
     "spent": "curators.account",
 }
 
 __all__ = [
+    "PrivateAdditiveClassifier",
+    "PrivateAdditiveRegressor",
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
     "PrivateSVC",
+    "PrivateScore",
     "PrivateSearch",
+    "private_score",
     "spent",
 ]
 

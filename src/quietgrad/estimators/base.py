@@ -1,14 +1,17 @@
 """What the estimators share: one budget per fit, one reservation before anything leaves, one account for clones.
 
-A fit may need a private look at the labels or targets before it can train. Its whole cost, looking and training, is
-planned from public numbers, reserved in the ledger at once, and stated in ``privacy_``. Clones made by a grid
-search or a cross-validation carry the same ledger and account, so each of their fits is charged to the same people.
+A fit may need private looks at labels, targets or feature ranges before it can train. Its whole cost, looking and
+training, is planned from public numbers, reserved in the ledger at once, and stated in ``privacy_``. Clones made
+by a grid search or a cross-validation carry the same ledger and account, so each of their fits is charged to the
+same people; that pays for the fits and not for looking at exact scores to choose one of them.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,14 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.whitened_gd import WhitenedGD
+from quietgrad.algorithms.table_looks import Bounds, checked_bounds
+from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
+from quietgrad.errors import DataError, QuietgradError, TooNoisyWarning
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.regularizers import L2
+from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
@@ -28,15 +34,15 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
-from quietgrad.training.result import Privacy
+from quietgrad.training.result import Privacy, Result
 
-LOOK_SHARE = 0.05  # of the squared budget μ², for a private look at labels or targets
+_SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
 
 
-def look_noise(budget: Budget) -> float:
-    """The noise multiplier of a look that takes its share of μ², the Gaussian-DP parameter of the whole budget."""
+def look_noise(budget: Budget, share: float) -> float:
+    """The noise multiplier of a look with its share of μ², the Gaussian-DP parameter of the whole budget."""
     mu = gaussian_mu(budget.epsilon, budget.delta)
-    return sensitivity_factor(budget.relation) / (mu * math.sqrt(LOOK_SHARE))
+    return sensitivity_factor(budget.relation) / (mu * math.sqrt(share))
 
 
 class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
@@ -45,10 +51,12 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     epsilon: float
     delta: float
     relation: str
+    feature_bounds: Any
     row_bound: float | None
     fit_intercept: bool
     regularization: float
-    algorithm: Algorithm | None
+    inference: bool | None
+    algorithm: Algorithm | str | None
     ledger: Any
     account: str
     cap: Budget | None
@@ -57,21 +65,53 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     _within: Charge | None = None
     """An entry that pays for the fit already: that of a private search whose round it is."""
+    _regression = False
 
     def _budget(self) -> Budget:
         return Budget(self.epsilon, self.delta, Relation.parse(self.relation))
+
+    # --- what is given ----------------------------------------------------------------------------------------
 
     def _validated(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
         refuse_text(X, "X")
         if options.get("y_numeric"):
             refuse_text(y, "y")
-        return validate_data(  # type: ignore[no-any-return]
-            self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options
-        )
+        _refuse_repeated_columns(X)
+        checked, y = validate_data(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options)
+        if checked.shape[0] < 2:
+            raise DataError(
+                "X: one sample (n_samples = 1) tells nothing that noise would not hide; give more records."
+            )
+        self._bounds = self._declared_bounds(X, checked.shape[1])
+        self._is_sparse = not isinstance(checked, np.ndarray)
+        return checked, y
+
+    def _declared_bounds(self, X: Any, features: int) -> tuple[Bounds | None, ...] | None:
+        """One (low, high) per feature or ``None`` where it must be found; boolean columns count as declared."""
+        given = self.feature_bounds
+        kinds = getattr(X, "dtypes", None)
+        boolean = [str(kind) in ("bool", "boolean") for kind in kinds] if kinds is not None and len(
+            np.shape(kinds)
+        ) else [False] * features  # fmt: skip
+        pairs: list[Bounds | None] = [(0.0, 1.0) if known else None for known in boolean]
+        if isinstance(given, Mapping):
+            names = list(getattr(self, "feature_names_in_", []))
+            if unknown := sorted(str(name) for name in given if name not in names):
+                raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
+            for name, pair in given.items():
+                pairs[names.index(name)] = checked_bounds("feature_bounds", pair)
+        elif given is not None:
+            if len(given) != features:
+                raise ValueError(f"feature_bounds: has {len(given)} pairs, X has {features} features.")
+            pairs = [None if pair is None else checked_bounds("feature_bounds", pair) for pair in given]
+        return tuple(pairs) if any(pair is not None for pair in pairs) else None
 
     def _features(self, X: Any) -> Any:
+        """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
         refuse_text(X, "X")
-        return validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        X = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        limits = self.feature_range_
+        return X if limits is None else Frame(limits[0], limits[1]).clipped(X)
 
     def _seed(self) -> int | None:
         seed = self.random_state
@@ -82,29 +122,50 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         warnings.warn(f"random_state={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
         return int(seed)
 
-    def _method(self) -> Algorithm:
+    # --- the plan ---------------------------------------------------------------------------------------------
+
+    def _method(self, n: int, features: int) -> Algorithm:
+        if isinstance(self.algorithm, str):
+            return _by_name(self.algorithm, n)
         if self.algorithm is not None:
             return self.algorithm
-        return WhitenedGD(row_bound=self.row_bound)
+        return for_table(
+            self._public_n(n),
+            features,
+            budget=self._budget(),
+            feature_bounds=getattr(self, "_bounds", None),
+            row_bound=self.row_bound,
+            sparse=getattr(self, "_is_sparse", False),
+            **self._shape(),
+        )
+
+    def _shape(self) -> dict[str, Any]:
+        """What the default method is told about the task."""
+        return {"inference": False if self.inference is None else self.inference}
 
     def _settings(self) -> dict[str, Any]:
         """What every loss is told."""
         penalty = L2(self.regularization) if self.regularization else NoRegularizer()
         return {"regularizer": penalty, "intercept": self.fit_intercept}
 
-    def _public_n(self, n: int, budget: Budget) -> int:
-        if self.n_public is None or budget.relation is Relation.REPLACE_ONE:
+    def _public_n(self, n: int) -> int:
+        if self.n_public is None or Relation.parse(self.relation) is Relation.REPLACE_ONE:
             return n
         return self.n_public
 
-    def _plan(self, n: int, looks: tuple[Slot, ...] = ()) -> Plan:
-        """The plan of a whole fit, looks at labels or targets included."""
-        budget = self._budget()
-        return make_plan(self._method(), n=self._public_n(n, budget), budget=budget, looks=looks)
+    def _plan(self, n: int, features: int, looks: tuple[Slot, ...] = ()) -> Plan:
+        """The plan of a whole fit, looks at the labels included."""
+        return make_plan(self._method(n, features), n=self._public_n(n), budget=self._budget(), looks=looks)
 
-    def _planned(self, n: int) -> Plan:
+    def _planned(self, n: int, features: int) -> Plan:
         """The plan that a fit on ``n`` records would make."""
-        return self._plan(n)
+        return self._plan(n, features)
+
+    def _signal(self, n: int) -> float:
+        """nμ: records per unit of the budget's noise, which decides what can be found."""
+        return self._public_n(n) * strength(self._budget())
+
+    # --- the fit ----------------------------------------------------------------------------------------------
 
     def _open(self, objective: Any, data: Any, plan: Plan) -> CentralSession:
         """Charge the whole fit before anything is released, and open its door."""
@@ -113,17 +174,45 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         )
         return curator.open(plan, within=self._within, note=type(self).__name__, part=True)
 
-    def _train(self, session: CentralSession, notes: tuple[str, ...]) -> Any:
+    def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
         if self.n_public is None and Relation.parse(self.relation) is Relation.ADD_REMOVE:
             notes = (*notes, "n was taken from the data and is thereby declared public")
         if self.ledger is None:
             notes = (*notes, "no ledger: only fits of this process are added up (estimators.spent)")
-        result = run(self._method(), session, session.initial(), account=self.account, notes=notes)
-        self.privacy_: Privacy = result.privacy
-        self.n_iter_ = max(1, sum(result.privacy.releases.values()))
+        if _inside_a_search():
+            notes = (*notes, _SEARCHED)
+            warnings.warn(_SEARCHED, TooNoisyWarning, stacklevel=3)
+        try:
+            result = run(method, session, session.initial(), account=self.account, notes=notes)
+        except QuietgradError:
+            refuse_after(session)
+            raise
+        found, missed = what_was_missed(result)
         self.result_ = result
+        self.privacy_: Privacy = _noted(result.privacy, found)
+        if missed:
+            warnings.warn(missed, TooNoisyWarning, stacklevel=3)
+        self.n_iter_ = max(1, sum(result.privacy.releases.values()))
+        limits = result.details.get("feature_range")
+        self.feature_range_ = None if limits is None else (np.array(limits[0]), np.array(limits[1]))
         return session.objective.coefficients(result.params)
+
+    def summary(self, level: float = 0.95) -> Any:
+        """Coefficients with standard errors, intervals and p-values that cover both sampling and privacy noise.
+
+        They come from a Newton step that the fit paid for (``inference``), and hold for the model's assumptions as
+        ordinary ones do: a logistic likelihood, or errors of equal variance. A DataFrame if pandas is installed.
+
+        Raises:
+            TooNoisyError: none were bought, or the noise makes them meaningless; the message says what would do.
+        """
+        from sklearn.utils.validation import check_is_fitted
+
+        from quietgrad.estimators.summaries import summarise
+
+        check_is_fitted(self)
+        return summarise(self, level)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -131,12 +220,88 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         return tags
 
 
+_SEARCHED = (
+    "this fit is part of a cross-validation or search over exact scores: the fits are charged, but choosing by "
+    "such scores is a release that nothing pays for; use PrivateSearch, or private_score"
+)
+
+
+def _inside_a_search() -> bool:
+    """Whether scikit-learn's search or cross-validation is on the call stack (workers of other processes too)."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _SEARCHES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_after(session: CentralSession) -> None:
+    """Close the entry of a fit that was refused by what its releases showed, charging what was released.
+
+    The stop is a function of released numbers alone. What has left is the releases made, whose cost is the entry's;
+    that the rest was not asked for tells nothing more, as it tells nothing when an analyst, having seen one entry's
+    result, decides not to make the next.
+    """
+    session.close("refused after looking", data_dependent=False)
+
+
+def what_was_missed(result: Result) -> tuple[tuple[str, ...], str]:
+    """Notes on what the releases could not tell, and a sentence to warn with where declaring would help."""
+    details = result.details
+    look = result.config.get("look") or {}
+    notes, advice = [], ""
+    hidden, silent = int(details.get("hidden_features", 0)), int(details.get("silent_features", 0))
+    if look.get("ranges") in ("pooled", "means") and look.get("range_share"):
+        kind = "a common range for all" if look["ranges"] == "pooled" else "a rough range for each"
+        notes.append(f"n and ε allow only {kind} of the features' scales to be found: declare feature_bounds")
+        advice = (
+            "at this n and ε the ranges of the features can hardly be found privately; declare what is public as "
+            "feature_bounds=[(low, high), ...] for a much better model"
+        )
+    elif hidden:
+        notes.append(f"the ranges of {hidden} features do not stand out of the noise: a usual one was taken")
+    if silent:
+        notes.append(f"{silent} features are below the noise floor: each is scaled as their average")
+    if details.get("refused_inference"):
+        notes.append(f"no standard errors: {details['refused_inference']}")
+    return tuple(notes), advice
+
+
+def _noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
+    from dataclasses import replace
+
+    return replace(privacy, notes=(*privacy.notes, *notes))
+
+
+def _by_name(name: str, n: int) -> Algorithm:
+    """An algorithm by its command-line name, with settings that suit ``n`` records where it has none of its own."""
+    from dataclasses import fields
+
+    from quietgrad.algorithms import by_name
+
+    kind = by_name(name)
+    known = {field.name for field in fields(kind)}
+    batch = max(1, min(n, 512))
+    chosen = {"batch_size": batch, "steps": max(1, 20 * n // batch), "learning_rate": 1.0}
+    # Full-batch methods take few steps; mini-batch ones twenty passes.
+    settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}
+    made: Algorithm = kind(**settings)
+    return made
+
+
+def _refuse_repeated_columns(X: Any) -> None:
+    names = getattr(X, "columns", None)
+    if names is not None and len(set(map(str, names))) < len(names):
+        raise ValueError("X: two columns have the same name. Rename or drop one of them.")
+
+
 def refuse_weights(options: dict[str, Any]) -> None:
     """Raise if a fit is given sample weights or anything else it does not take."""
     if options.get("sample_weight") is not None:
         raise ValueError(
             "sample_weight: refused, because a record of weight w would spend w times the privacy of the others; "
-            "bound and apply weights inside the objective instead."
+            "for whole classes use class_weight, which the clip bounds."
         )
     options.pop("sample_weight", None)
     if options:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtri
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.errors import DataError
-from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
+from quietgrad.errors import DataError, QuietgradError, TooNoisyError
+from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after, refuse_weights
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
+from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Budget
@@ -21,48 +24,86 @@ from quietgrad.privacy.mechanisms import FrequentLabels
 from quietgrad.sampling import FullBatch
 
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
+_FEW = 300  # nμ below which a look at the labels takes more of the budget
 
 
 class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
     classes: Sequence[Any] | None
+    class_weight: Mapping[Any, float] | None
 
     def fit(self, X: Any, y: Any, **options: Any) -> Any:
-        """Fit on records ``X`` and labels ``y``; nothing is spent if either is refused."""
+        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing."""
         refuse_weights(options)
+        public = self.classes if self.classes is not None else public_labels(y)
         X, y = self._validated(X, y)
         check_classification_targets(y)
-        declared = None if self.classes is None else _declared(self.classes, y)
-        plan = self._planned(X.shape[0])
+        declared = None if public is None else declared_classes(public, y)
+        n, features = X.shape
+        self._known = None if declared is None else len(declared)
+        looks = () if declared is not None else (self._look(n),)
+        method = self._method(n, features)
+        plan = self._plan(n, features, looks)
         notes: tuple[str, ...] = ()
         if declared is not None:
+            loss = self._loss(len(declared), declared)
             self.classes_ = declared
-            session = self._open(self._loss(len(declared)), (X, np.searchsorted(declared, y)), plan)
+            session = self._open(loss, (X, np.searchsorted(declared, y)), plan)
         else:
+            self._loss(2, np.arange(2))  # settings are checked before anything is reserved
             session = self._open(LabelSet(), (X, y), plan)
             self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
-            notes = ("classes were found privately; rarer labels count as the first",)
+            notes = (f"{len(self.classes_)} classes were found privately; rarer labels count as the first",)
             try:
-                session.reread(self._loss(_two_or_more(self.classes_)), (X, _codes(self.classes_, y)))
-            except DataError:
-                session.close("refused after looking at the labels", data_dependent=True)
+                found = self._loss(two_or_more(self.classes_), self.classes_)
+                session.reread(found, (X, codes_of(self.classes_, y)))
+            except (QuietgradError, ValueError):
+                refuse_after(session)
                 raise
-        weights, bias = self._train(session, notes)
+        weights, bias = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
         self.intercept_ = bias
         return self
 
-    def _planned(self, n: int) -> Plan:
-        """With a look at the labels if they are not declared."""
-        return self._plan(n, () if self.classes is not None else (self._look(),))
+    def _shape(self) -> dict[str, Any]:
+        known = getattr(self, "_known", None)
+        # Standard errors unasked only where it is public that there are two classes.
+        inference = False if self.inference is None and known != 2 else self.inference
+        return {"inference": inference, "outputs": 1 if known in (None, 2) else known}
 
-    def _look(self) -> Slot:
+    def _planned(self, n: int, features: int) -> Plan:
+        """With a look at the labels if they are not declared."""
+        self._known = None if self.classes is None else len(set(self.classes))
+        return self._plan(n, features, () if self.classes is not None else (self._look(n),))
+
+    def _look(self, n: int) -> Slot:
         """The private look at the labels: a share of the budget, and of δ for a rare label that passes."""
         budget = self._budget()
+        share = 0.2 if self._signal(n) < _FEW else 0.05
         failure = FrequentLabels(_FAILURE_PART * budget.delta)
-        return Slot("labels", FullBatch(), mechanism=failure, fixed=look_noise(budget))
+        slot = Slot("labels", FullBatch(), mechanism=failure, fixed=look_noise(budget, share))
+        least = 1.0 - LabelCounts(budget.relation).bound * slot.multiplier(1.0) * float(ndtri(failure.failure))
+        if 2.0 * least > self._public_n(n):
+            raise DataError(
+                f"y: at this budget a class is found only if it has about {math.ceil(least)} records, and two of "
+                "those cannot be. Declare them as public: classes=[...]."
+            )
+        return slot
 
-    def _loss(self, classes: int) -> Any:
+    def _loss(self, classes: int, names: Any) -> Any:
         raise NotImplementedError
+
+    def _weights(self, names: Any) -> tuple[float, ...] | None:
+        """class_weight by code; the clip bounds a weighted record like any other."""
+        if self.class_weight is None:
+            return None
+        if not isinstance(self.class_weight, Mapping):
+            raise ValueError(
+                "class_weight: must be a mapping of classes to public weights; 'balanced' would count the labels."
+            )
+        weights = [float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist()]
+        if not all(math.isfinite(weight) and weight > 0.0 for weight in weights):
+            raise ValueError("class_weight: each must be a finite number > 0.")
+        return tuple(weights)
 
     def decision_function(self, X: Any) -> Any:
         """Scores: one per record for two classes, else one per record and class."""
@@ -77,15 +118,27 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         return self.classes_[codes]
 
 
-def _two_or_more(classes: Any) -> int:
+def public_labels(y: Any) -> Any:
+    """The labels that the type of ``y`` declares: those of booleans and of pandas categoricals."""
+    kind = getattr(y, "dtype", None)
+    if kind is not None and str(kind) in ("bool", "boolean"):
+        return [False, True]
+    categories = getattr(kind, "categories", None)
+    return None if categories is None or len(categories) < 2 else list(categories)
+
+
+def two_or_more(classes: Any) -> int:
+    """How many classes were found; fewer than two are refused."""
     if len(classes) < 2:
-        raise DataError(
-            "y: at most one class is frequent enough to be found privately. Declare them as public: classes=[...]."
+        raise TooNoisyError(
+            "y: at most one class is frequent enough to be found privately. Declare them as public: classes=[...]. "
+            "What the look at the labels cost is spent; the rest is not."
         )
     return len(classes)
 
 
-def _codes(classes: Any, y: Any) -> Any:
+def codes_of(classes: Any, y: Any) -> Any:
+    """The position of each label among ``classes``."""
     codes = np.searchsorted(classes, y)
     codes[codes == len(classes)] = 0
     # A label too rare to be found counts as the first class: a public rule, the same for every record.
@@ -93,7 +146,8 @@ def _codes(classes: Any, y: Any) -> Any:
     return codes
 
 
-def _declared(classes: Sequence[Any], y: Any) -> Any:
+def declared_classes(classes: Sequence[Any], y: Any) -> Any:
+    """The declared classes, sorted, if they hold every label."""
     declared = np.unique(np.asarray(classes))
     if len(declared) < 2:
         raise ValueError(f"classes={list(classes)!r}: must name at least two classes.")
@@ -109,11 +163,18 @@ class PrivateLogisticRegression(_PrivateClassifier):
 
     Args:
         epsilon, delta, relation: the promise of one fit. ``"replace-one"`` keeps n public and fixed.
-        classes: the label set, public; ``None`` finds frequent labels privately, at a small charge.
-        row_bound: a public bound on row norms; ``None`` finds one privately. Longer rows are shortened.
+        classes: the label set, public; ``None`` finds frequent labels privately, at a small charge. Boolean labels
+            and pandas categoricals declare theirs.
+        feature_bounds: public (low, high) of each feature, or a mapping of column names to them; what is not
+            declared is found privately where n and ε allow. Values outside are moved to the limit, also at
+            prediction. Boolean columns count as declared.
+        class_weight: public weights of classes; the clip bounds a weighted record like any other.
+        row_bound: a public bound on row norms instead of bounds on features.
         fit_intercept: whether to add a constant.
-        regularization: strength of an ℓ2 penalty; the noise regularises already.
-        algorithm: a method of quietgrad instead of the default
+        regularization: strength of an ℓ2 penalty on features scaled to ±1; the noise regularises already.
+        inference: spend half the budget on standard errors for :meth:`summary`; ``None`` does so where that costs
+            the predictions next to nothing and the two classes are declared.
+        algorithm: a method of quietgrad, or its name ("dp-sgd"), instead of the default
             :class:`~quietgrad.algorithms.whitened_gd.WhitenedGD`.
         ledger: path of a ledger file; all fits of an account compose there, clones' included. ``None`` adds up the
             fits of this process only (:func:`quietgrad.estimators.spent`).
@@ -124,6 +185,7 @@ class PrivateLogisticRegression(_PrivateClassifier):
 
     Attributes:
         coef_, intercept_, classes_: as in scikit-learn.
+        feature_range_: (low, high) that rows are moved into, declared or found; ``None`` for another algorithm.
         privacy_: what is proved about this fit, a :class:`~quietgrad.training.result.Privacy`.
 
     >>> import numpy as np
@@ -140,10 +202,13 @@ class PrivateLogisticRegression(_PrivateClassifier):
         relation: str = "replace-one",
         *,
         classes: Sequence[Any] | None = None,
+        feature_bounds: Any = None,
+        class_weight: Mapping[Any, float] | None = None,
         row_bound: float | None = None,
         fit_intercept: bool = True,
         regularization: float = 0.0,
-        algorithm: Algorithm | None = None,
+        inference: bool | None = None,
+        algorithm: Algorithm | str | None = None,
         ledger: Any = None,
         account: str = "default",
         cap: Budget | None = None,
@@ -154,9 +219,12 @@ class PrivateLogisticRegression(_PrivateClassifier):
         self.delta = delta
         self.relation = relation
         self.classes = classes
+        self.feature_bounds = feature_bounds
+        self.class_weight = class_weight
         self.row_bound = row_bound
         self.fit_intercept = fit_intercept
         self.regularization = regularization
+        self.inference = inference
         self.algorithm = algorithm
         self.ledger = ledger
         self.account = account
@@ -164,9 +232,10 @@ class PrivateLogisticRegression(_PrivateClassifier):
         self.n_public = n_public
         self.random_state = random_state
 
-    def _loss(self, classes: int) -> Any:
+    def _loss(self, classes: int, names: Any) -> Any:
         settings = self._settings()
-        return Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
+        loss = Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
+        return weighted(loss, self._weights(names))
 
     def predict_proba(self, X: Any) -> Any:
         """P(class) of each record."""
@@ -182,7 +251,8 @@ class PrivateLogisticRegression(_PrivateClassifier):
 
 
 class PrivateSVC(_PrivateClassifier):
-    """A private linear support vector machine with two classes: the hinge with its corner rounded.
+    """A private linear support vector machine: the hinge with its corner rounded; one against the rest for more
+    than two classes.
 
     Args:
         smoothing: width over which the hinge's corner is rounded.
@@ -203,10 +273,13 @@ class PrivateSVC(_PrivateClassifier):
         *,
         smoothing: float = 1.0,
         classes: Sequence[Any] | None = None,
+        feature_bounds: Any = None,
+        class_weight: Mapping[Any, float] | None = None,
         row_bound: float | None = None,
         fit_intercept: bool = True,
         regularization: float = 0.0,
-        algorithm: Algorithm | None = None,
+        inference: bool | None = None,
+        algorithm: Algorithm | str | None = None,
         ledger: Any = None,
         account: str = "default",
         cap: Budget | None = None,
@@ -218,9 +291,12 @@ class PrivateSVC(_PrivateClassifier):
         self.relation = relation
         self.smoothing = smoothing
         self.classes = classes
+        self.feature_bounds = feature_bounds
+        self.class_weight = class_weight
         self.row_bound = row_bound
         self.fit_intercept = fit_intercept
         self.regularization = regularization
+        self.inference = inference
         self.algorithm = algorithm
         self.ledger = ledger
         self.account = account
@@ -228,13 +304,9 @@ class PrivateSVC(_PrivateClassifier):
         self.n_public = n_public
         self.random_state = random_state
 
-    def _loss(self, classes: int) -> Any:
-        if classes != 2:
-            raise DataError("Only binary classification is supported: PrivateSVC takes two classes; "
-                            "use PrivateLogisticRegression for more.")  # fmt: skip
-        return Hinge(self.smoothing, **self._settings())
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_class = False
-        return tags
+    def _loss(self, classes: int, names: Any) -> Any:
+        settings = self._settings()
+        loss = Hinge(self.smoothing, **settings) if classes == 2 else OneVsRestHinge(
+            classes, self.smoothing, **settings
+        )  # fmt: skip
+        return weighted(loss, self._weights(names))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,102 +9,81 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
-from quietgrad.objectives.base import Batch
+from quietgrad.algorithms.table_looks import Bounds, checked_bounds
+from quietgrad.algorithms.whitened_gd import WhitenedGD
+from quietgrad.errors import DataError
+from quietgrad.estimators.base import PrivateLinearModel, refuse_weights
+from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Huber, Squared
-from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.budget import Budget
-from quietgrad.sampling import FullBatch
 
-_REACH = 5.0  # scaled targets are kept within ± this
-
-
-@dataclass(frozen=True)
-class TargetHistogram:
-    """Counts of targets between public points ±√2^k: one record is one count."""
-
-    bound: float = 1.0
-
-    @property
-    def edges(self) -> Any:
-        """Bin edges, symmetric about zero; the outer bins are open."""
-        powers = np.exp2(np.arange(-40, 61) / 2.0)
-        return np.concatenate([-powers[::-1], [0.0], powers])
-
-    def dim(self, records: Any) -> int:
-        """One count per bin."""
-        return len(self.edges) + 1
-
-    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
-        """out += the counts."""
-        out += np.bincount(np.searchsorted(self.edges, batch.records.y), minlength=len(out))
-
-    def centre_and_scale(self, counts: Any, noise: float) -> tuple[float, float]:
-        """Median and half the 10–90 % range, from counts that stand out of the noise."""
-        kept = np.where(counts > 4.0 * noise, counts, 0.0)
-        if not kept.any():
-            kept = np.where(counts == counts.max(), 1.0, 0.0)
-        share = np.cumsum(kept) / kept.sum()
-        low, middle, high = (self._value(int(np.searchsorted(share, q))) for q in (0.1, 0.5, 0.9))
-        return middle, max(0.5 * (high - low), 1e-6 * max(1.0, abs(middle)), 2.0**-20)
-
-    def _value(self, index: int) -> float:
-        edges = self.edges
-        return float(0.5 * (edges[max(index - 1, 0)] + edges[min(index, len(edges) - 1)]))
+_LEAST_SIGNAL = 150.0  # nμ below which the range of targets cannot be found: a false one is a useless model
 
 
 class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
     target_bounds: tuple[float, float] | None
+    _regression = True
 
     def fit(self, X: Any, y: Any, **options: Any) -> Any:
-        """Fit on records ``X`` and targets ``y``; nothing is spent if either is refused."""
+        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing."""
         refuse_weights(options)
         X, y = self._validated(X, y, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
-        notes: tuple[str, ...] = ()
-        if self.target_bounds is not None:
-            centre, scale = _middle(self.target_bounds)
-            session = self._open(self._loss(), (X, _scaled(y, centre, scale)), self._plan(X.shape[0]))
-        else:
-            look = Slot("targets", FullBatch(), fixed=look_noise(self._budget()))
-            plan = self._plan(X.shape[0], (look,))
-            session = self._open(Squared(), (X, y), plan)
-            query = TargetHistogram()
-            counts = session.release("targets", query)
-            centre, scale = query.centre_and_scale(np.asarray(counts), look.multiplier(plan.noise_multiplier))
-            session.reread(self._loss(), (X, _scaled(y, centre, scale)))
-            notes = ("the targets' centre and scale were found privately",)
-        weights, bias = self._train(session, notes)
-        self.coef_ = weights[:, 0] * scale
-        self.intercept_ = float(bias[0] * scale + centre)
+        n, features = X.shape
+        bounds = self._target_bounds(n)
+        method = self._method(n, features)
+        looks_itself = isinstance(method, WhitenedGD) and method.look is not None
+        scale = None
+        if not looks_itself:  # another method sees targets scaled to ±2 by public bounds
+            if bounds is None:
+                raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
+            scale = Frame(np.zeros(1), np.ones(1), bounds)
+        plan = self._plan(n, features)
+        session = self._open(self._loss(), (X, y if scale is None else scale.targets(y)), plan)
+        found = ("the range of the targets was found privately",) if bounds is None else ()
+        weights, bias = self._train(session, method, found)
+        self.coef_, self.intercept_ = weights[:, 0], float(bias[0])
+        if scale is not None:
+            self.coef_ = self.coef_ * scale.target_scale
+            self.intercept_ = self.intercept_ * scale.target_scale + scale.target_centre
+        limits = self.result_.details.get("target_range") or bounds
+        assert limits is not None
+        self.target_range_ = (float(limits[0]), float(limits[1]))
         return self
+
+    def _target_bounds(self, n: int) -> Bounds | None:
+        if self.target_bounds is not None:
+            return checked_bounds("target_bounds", self.target_bounds)
+        if self._signal(n) < _LEAST_SIGNAL:
+            raise DataError(
+                "y: at this n and ε no range of the targets can be found privately. Declare it as public: "
+                "target_bounds=(low, high)."
+            )
+        return None
+
+    def _shape(self) -> dict[str, Any]:
+        bounds = None if self.target_bounds is None else checked_bounds("target_bounds", self.target_bounds)
+        inference = self.inference if self._offers_inference else False
+        return {"regression": True, "target_bounds": bounds, "inference": inference}
+
+    _offers_inference = False
 
     def _loss(self) -> Any:
         raise NotImplementedError
 
     def predict(self, X: Any) -> Any:
-        """The predicted target of each record."""
+        """The predicted target of each record, within the targets' range."""
         check_is_fitted(self)
-        return self._features(X) @ self.coef_ + self.intercept_
-
-
-def _scaled(y: Any, centre: float, scale: float) -> Any:
-    with np.errstate(over="ignore"):  # a warning would tell that some target is that far out
-        return np.clip((y - centre) / scale, -_REACH, _REACH)
-
-
-def _middle(bounds: tuple[float, float] | None) -> tuple[float, float]:
-    if bounds is None or len(bounds) != 2 or not math.isfinite(bounds[0] + bounds[1]) or bounds[0] >= bounds[1]:
-        raise ValueError(f"target_bounds={bounds!r}: must be (low, high) with low < high, both finite and public.")
-    return 0.5 * (bounds[0] + bounds[1]), 0.25 * (bounds[1] - bounds[0])
+        return np.clip(self._features(X) @ self.coef_ + self.intercept_, *self.target_range_)
 
 
 class PrivateHuberRegressor(_PrivateRegressor):
     """Differentially private linear regression with the Huber loss.
 
     Args:
-        threshold: where the loss turns from square to linear, in units of the targets' scale.
-        target_bounds: public (low, high) of the targets; ``None`` finds their centre and scale privately.
+        threshold: where the loss turns from square to linear, in quarters of the targets' range.
+        target_bounds: public (low, high) of the targets; ``None`` finds their range privately or refuses;
+            predictions stay inside it.
 
     The other parameters are those of :class:`~quietgrad.estimators.PrivateLogisticRegression`.
 
@@ -125,10 +102,12 @@ class PrivateHuberRegressor(_PrivateRegressor):
         *,
         threshold: float = 1.0,
         target_bounds: tuple[float, float] | None = None,
+        feature_bounds: Any = None,
         row_bound: float | None = None,
         fit_intercept: bool = True,
         regularization: float = 0.0,
-        algorithm: Algorithm | None = None,
+        inference: bool | None = None,
+        algorithm: Algorithm | str | None = None,
         ledger: Any = None,
         account: str = "default",
         cap: Budget | None = None,
@@ -140,9 +119,11 @@ class PrivateHuberRegressor(_PrivateRegressor):
         self.relation = relation
         self.threshold = threshold
         self.target_bounds = target_bounds
+        self.feature_bounds = feature_bounds
         self.row_bound = row_bound
         self.fit_intercept = fit_intercept
         self.regularization = regularization
+        self.inference = inference
         self.algorithm = algorithm
         self.ledger = ledger
         self.account = account
@@ -158,7 +139,8 @@ class PrivateLinearRegression(_PrivateRegressor):
     """Differentially private least squares; residual gradients are clipped, so outliers weigh less.
 
     Args:
-        target_bounds: public (low, high) of the targets; ``None`` finds their centre and scale privately.
+        target_bounds: public (low, high) of the targets; ``None`` finds their range privately or refuses;
+            predictions stay inside it.
 
     The other parameters are those of :class:`~quietgrad.estimators.PrivateLogisticRegression`.
 
@@ -176,10 +158,12 @@ class PrivateLinearRegression(_PrivateRegressor):
         relation: str = "replace-one",
         *,
         target_bounds: tuple[float, float] | None = None,
+        feature_bounds: Any = None,
         row_bound: float | None = None,
         fit_intercept: bool = True,
         regularization: float = 0.0,
-        algorithm: Algorithm | None = None,
+        inference: bool | None = None,
+        algorithm: Algorithm | str | None = None,
         ledger: Any = None,
         account: str = "default",
         cap: Budget | None = None,
@@ -190,15 +174,19 @@ class PrivateLinearRegression(_PrivateRegressor):
         self.delta = delta
         self.relation = relation
         self.target_bounds = target_bounds
+        self.feature_bounds = feature_bounds
         self.row_bound = row_bound
         self.fit_intercept = fit_intercept
         self.regularization = regularization
+        self.inference = inference
         self.algorithm = algorithm
         self.ledger = ledger
         self.account = account
         self.cap = cap
         self.n_public = n_public
         self.random_state = random_state
+
+    _offers_inference = True
 
     def _loss(self) -> Any:
         return Squared(**self._settings())

@@ -92,7 +92,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         self._check()
         y = np.asarray(y)
-        n = len(y)
+        n, features = len(y), np.shape(X)[1]
         train, test, public_train, public_test = self._split(n, budget)
         public = n if budget.relation is Relation.REPLACE_ONE else self._n_public(n)
         plan = price(lambda z: self._plan(z, public, budget), budget)
@@ -103,7 +103,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
         whole = Charge(plan.event)
         for model in rounds:  # whatever cannot be a round is refused before anything is reserved
-            whole.part(model._planned(public_train).event, budget)
+            whole.part(model._planned(public_train, features).event, budget)
         curator = CentralCurator(Scoring(), (X, y), ledger=self.ledger, account=self.account, cap=self.cap)
         session = curator.open(plan, note="search")
         best = None

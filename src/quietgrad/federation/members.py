@@ -99,7 +99,11 @@ class SecureMember(_Member):
     def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         terms = self._plan.terms(dim)
         if terms.mode == "masks":
-            return MaskingParty(self._identity, roster, terms, epoch, seed=self._seed, noise=self._share(dim))
+            seen = [role.witness for role in self._roles.values() if role.witness is not None]
+            last = max(seen, key=lambda witness: witness.round, default=None)
+            return MaskingParty(
+                self._identity, roster, terms, epoch, seed=self._seed, witness=last, noise=self._share(dim)
+            )
         return SharingParty(self._identity, roster, terms, epoch)
 
     def answer(self, message: Message) -> Message:
@@ -154,6 +158,9 @@ class SumMember(_Member):
             return encode(Message("refused", {"code": "stranger", "reason": str(refusal)}))
         except (ProtocolError, WireError, ValueError, KeyError, TypeError) as refusal:
             return encode(Message("refused", {"code": "protocol", "reason": f"{refusal}"}))
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
     def _answer(self, message: Message) -> Message:
         if message.kind in ("hello", "meet"):

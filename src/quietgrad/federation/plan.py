@@ -322,10 +322,10 @@ class FederatedPlan(Plan):
                 f"everybody holds shares of everybody, {graph.threshold} open a secret; the coordinator {deviate}"
             )
         return (
-            f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret) and masks "
-            f"with {graph.partners} of them; privacy fails with probability 2^{math.log2(graph.failure):.1f} per "
-            f"drawing (in δ), a round is lost for lack of holders with 2^{math.log2(graph.lost):.1f}; the "
-            f"coordinator {deviate}"
+            f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret) and "
+            f"masks with {graph.partners} of them; privacy fails with probability "
+            f"2^{math.log2(graph.failure):.1f} per drawing (in δ), a round is lost for lack of holders with "
+            f"2^{math.log2(graph.lost):.1f}; the coordinator {deviate}"
         )
 
     def local_batches(self) -> str:

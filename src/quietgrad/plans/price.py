@@ -15,7 +15,7 @@ from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Budget
 
 if TYPE_CHECKING:
-    from quietgrad.algorithms.base import Algorithm
+    from quietgrad.algorithms.base import Releases
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
@@ -31,7 +31,7 @@ def price(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
 
 
 def plan(
-    algorithm: Algorithm,
+    algorithm: Releases,
     *,
     n: int,
     budget: Budget | None,

@@ -78,7 +78,7 @@ def minimize(
     try:
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            key = None if seed is not None else KeyFile.create(name)
+            key = None if seed is not None else KeyFile.create(name, folder)
             saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
             saver.write(algorithm.init(x0), {}, None)
         session = curator.open(the_plan, transcript=None if saver is None else saver.transcript)
@@ -124,7 +124,7 @@ def resume(
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
     name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
-    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
+    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key, resumed=True)
     saver.history, saver.seconds_before = meta["history"], meta["seconds"]
     try:
         session = curator.open(the_plan, transcript=saver.transcript, used=saved.used, rho_left=saved.rho_left)

@@ -65,7 +65,9 @@ def run(
         seconds=time.perf_counter() - started + (0.0 if saver is None else saver.seconds_before),
         versions=checkpoints.versions(),
         details={
-            **{key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool))},
+            **{
+                key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))
+            },
             **({} if saver is None else {"run": saver.name}),
             "composition": session.plan.schedule.composition,
             "slots": slots,

@@ -11,10 +11,9 @@ from quietgrad.algorithms.base import State
 from quietgrad.curators.base import Session
 from quietgrad.curators.transcript import Transcript
 from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result, load
-
-_TRANSCRIPT = "transcript"
 
 
 class Saver:
@@ -33,10 +32,12 @@ class Saver:
         seconds: float,
         notes: tuple[str, ...],
         key: bytes | None,
+        *,
+        resumed: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.FILE
-        self.transcript = None if key is None else Transcript(folder / _TRANSCRIPT, name, key)
+        self.transcript = None if key is None else Transcript(_transcript(name), name, key, resumed=resumed)
         self.name = name
         self.seconds = seconds
         self.seconds_before = 0.0
@@ -86,11 +87,13 @@ class Saver:
 def discard(name: str, folder: str | Path | None) -> None:
     """Leave neither a key nor a checkpoint of a run that is over or never began; the key goes first."""
     if folder is not None:
-        from quietgrad.privacy.keys import KeyFile
-
         KeyFile.destroy(name)
-        for file in (Saver.FILE, _TRANSCRIPT):
-            (Path(folder) / file).unlink(missing_ok=True)
+        for file in (Path(folder) / Saver.FILE, _transcript(name)):
+            file.unlink(missing_ok=True)
+
+
+def _transcript(name: str) -> Path:
+    return KeyFile.directory() / f"{name}.transcript"
 
 
 def finished_result(folder: Path, name: str) -> Result | None:

@@ -63,7 +63,7 @@ class _FeatureSum:
         records: Table = batch.records
         if self._is_pairwise and batch.indices is not None:
             raise ValueError(
-                "nonnegative=True under replace-one bounds the distance of two records, not a record: "
+                "under replace-one this bounds the distance of two records, not a record: "
                 "release it with FullBatch() sampling."
             )
         pieces = out.reshape(len(self._powers), records.features)

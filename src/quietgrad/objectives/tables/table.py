@@ -104,7 +104,8 @@ class Table:
         self.intercept = intercept
         self.transform = transform
         self.row_bound = row_bound
-        self.views: dict[int, Table] = {}  # the same rows under other transforms; shares their memory
+        self.views: dict[int, Table] = {}  # the same rows under other transforms and frames
+        self.frame: Any = None  # the public box these rows were moved into, if any
         self.features = int(X.shape[1])
         self.dim = (self.features + (intercept != 0.0)) * outputs
         """Number of parameters: (features + intercept) × outputs."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.objectives.base import Batch, Rule
-from quietgrad.objectives.tables.features import FeatureMean
+from quietgrad.objectives.tables.features import FeatureMean, SecondMoments
 from quietgrad.objectives.tables.table import Affine, Floats, Table
 from quietgrad.privacy.budget import Relation
 
@@ -93,7 +93,12 @@ class RowNormHistogram:
     (81, 1.0)
     """
 
-    bound: float = 1.0
+    relation: Relation = Relation.ADD_REMOVE
+
+    @property
+    def bound(self) -> float:
+        """1; under replace-one two records differ in two counts, √2 = 2·(1/√2)."""
+        return 1.0 / math.sqrt(2.0) if self.relation is Relation.REPLACE_ONE else 1.0
 
     @property
     def edges(self) -> Floats:
@@ -107,6 +112,8 @@ class RowNormHistogram:
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""
         records: Table = batch.records
+        if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
+            raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
         norms = Table(records.X, None).norms
         chosen = norms if batch.indices is None else norms[batch.indices]
         out += np.bincount(np.searchsorted(self.edges, chosen), minlength=len(out))
@@ -121,6 +128,20 @@ class RowNormHistogram:
             return float(self.edges[int(np.argmax(counts[:-1]))])
         reached = np.searchsorted(np.cumsum(kept), fraction * kept.sum())
         return float(self.edges[min(int(reached), len(self.edges) - 1)])
+
+
+@dataclass(frozen=True)
+class MeanSquares(SecondMoments):
+    """Σ clip_C(xᵢ∘xᵢ): the diagonal of the second moments. Squares are never negative, so under replace-one the
+    bound is C/√2, whatever the signs of the features.
+
+    >>> MeanSquares(2.0, relation=Relation.REPLACE_ONE).bound == 2.0 / 2**0.5
+    True
+    """
+
+    @property
+    def _is_pairwise(self) -> bool:
+        return self.relation is Relation.REPLACE_ONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,17 +164,39 @@ class Whitening:
     radius: float = 1.0
 
     @classmethod
-    def from_moments(cls, mean: Floats, second: Floats, *, floor: float, column: float, outputs: int) -> Whitening:
+    def from_moments(
+        cls,
+        mean: Floats,
+        second: Floats,
+        *,
+        floor: float,
+        column: float,
+        outputs: int,
+        freedom: float = math.inf,
+    ) -> Whitening:
         """S = (Σ + τI)^(−1/2) with Σ the (noisy) covariance, negative eigenvalues taken as zero.
 
-        ``floor`` is τ, the size of the noise: directions the release cannot tell from noise are not blown up.
+        Args:
+            mean: m; ignored without an intercept, which would have to take up the shift.
+            second: second moments, a matrix or its diagonal.
+            floor: least τ, the size of the noise: directions the release cannot tell from noise are not blown up.
+            freedom: the most degrees of freedom Σ λ/(λ+τ) that may be left; τ grows until that holds. As τ → ∞,
+                descent in whitened coordinates becomes descent in the raw ones.
         """
         shift = mean if column else np.zeros_like(mean)
-        values, vectors = np.linalg.eigh(second - np.outer(shift, shift))
+        diagonal = second.ndim == 1
+        if diagonal:
+            values, vectors = second - shift * shift, np.empty(0)
+        else:
+            values, vectors = np.linalg.eigh(second - np.outer(shift, shift))
         values = np.maximum(values, 0.0)
-        matrix = (vectors / np.sqrt(values + floor)) @ vectors.T
-        matrix = (matrix + matrix.T) * 0.5
-        radius = math.sqrt(float((values / (values + floor)).sum()) + column**2)
+        tau = _damping(values, floor, freedom)
+        if diagonal:
+            matrix = 1.0 / np.sqrt(values + tau)
+        else:
+            matrix = (vectors / np.sqrt(values + tau)) @ vectors.T
+            matrix = (matrix + matrix.T) * 0.5
+        radius = math.sqrt(float((values / (values + tau)).sum()) + column**2)
         return cls(Affine(shift, matrix), column, outputs, radius)
 
     def to_raw(self, params: Floats) -> Floats:
@@ -172,6 +215,21 @@ class Whitening:
             return self.transform.apply(matrix).ravel()
         inner = matrix[:-1] - np.outer(self.transform.shift, matrix[-1]) / self.column
         return np.concatenate([self.transform.apply(inner), matrix[-1:]]).ravel()
+
+
+def _damping(values: Floats, floor: float, freedom: float) -> float:
+    """The smallest τ ≥ ``floor`` with Σ λ/(λ+τ) ≤ ``freedom``, to a part in a million."""
+
+    def left(tau: float) -> float:
+        return float((values / (values + tau)).sum())
+
+    if left(floor) <= freedom:
+        return floor
+    low, high = floor, max(float(values.sum()) / freedom, floor)  # Σ λ/(λ+τ) ≤ Σ λ/τ
+    while high > low * (1.0 + 1e-6):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if left(middle) > freedom else (low, middle)
+    return high
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,11 +251,16 @@ class WhitenedGradient:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += Σ clip_C(∇fᵢ(θ))."""
-        transform = self.whitening.transform
-        view = replace(objective, transform=transform, row_bound=None, rows="refuse")
-        cached = batch.records.views.get(id(transform))
-        if cached is None or cached.transform is not transform:
-            cached = view.prepare(batch.records)
-            batch.records.views.clear()
-            batch.records.views[id(transform)] = cached
-        view.add(batch._replace(records=cached), (self.params,), Rule.gradient(self.clip), out)
+        view, records = whitened_view(objective, batch, self.whitening.transform)
+        view.add(batch._replace(records=records), (self.params,), Rule.gradient(self.clip), out)
+
+
+def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any, Table]:
+    """The objective and the records in whitened coordinates; the records are laid out once for a transform."""
+    view = replace(objective, transform=transform, row_bound=None, rows="refuse")
+    cached = batch.records.views.get(id(transform))
+    if cached is None or cached.transform is not transform:
+        cached = view.prepare(batch.records)
+        batch.records.views.clear()
+        batch.records.views[id(transform)] = cached
+    return view, cached

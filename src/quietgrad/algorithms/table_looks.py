@@ -1,0 +1,193 @@
+"""Looking at a table before fitting it: private ranges of features and targets, as slots of the same plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from quietgrad.algorithms.base import check_range, config_of
+from quietgrad.curators.base import Session
+from quietgrad.errors import DataError, TooNoisyError
+from quietgrad.objectives.tables.frame import Frame
+from quietgrad.objectives.tables.ranges import (
+    PIECES,
+    Magnitudes,
+    MeanOctaves,
+    Pieces,
+    TargetMagnitudes,
+    TargetPieces,
+)
+from quietgrad.objectives.tables.windows import (
+    middle_octave,
+    read_magnitudes,
+    read_octaves,
+    read_pieces,
+    read_target,
+)
+from quietgrad.privacy.budget import Relation
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is known of a table's ranges and what is paid to find the rest.
+
+    Args:
+        features: public (low, high) of each feature, ``None`` where it must be found; ``None`` for all of them.
+        target: public (low, high) of the targets.
+        ranges: how each feature is given a limit: by a histogram of its own (``"each"``); by one ``"pooled"``
+            histogram for all; or by that and each feature's ``"means"`` of octaves.
+        range_share, offset_share, octave_share, target_share: parts of the squared budget μ²; 0 for no release.
+        sparse: rows whose zeros are not stored: no feature is shifted.
+        whole: whether no tail may be cut off, however far: a Newton step is about the rows as they are.
+        refine: whether wide declared ranges are looked into as well: most values may keep to a small part of one.
+
+    >>> Look(range_share=0.06).shares()
+    {'ranges': 0.06}
+    """
+
+    features: tuple[Bounds | None, ...] | None = None
+    target: Bounds | None = None
+    ranges: Literal["each", "means", "pooled"] = "each"
+    range_share: float = 0.0
+    offset_share: float = 0.0
+    octave_share: float = 0.0
+    target_share: float = 0.0
+    sparse: bool = False
+    refine: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("range_share", "offset_share", "octave_share", "target_share"):
+            check_range(name, getattr(self, name), 0.0, 0.5)
+        if self.features is not None:
+            pairs = tuple(
+                None if pair is None else checked_bounds("feature_bounds", pair) for pair in self.features
+            )
+            object.__setattr__(self, "features", pairs)
+        if self.target is not None:
+            object.__setattr__(self, "target", checked_bounds("target_bounds", self.target))
+
+    def looked_at(self, features: int) -> Any:
+        """Positions of the features whose size is asked for: the undeclared, and with ``refine`` the wide ones."""
+        declared = self.features if self.features is not None else (None,) * features
+        asked = [pair is None or (self.refine and _is_wide(pair)) for pair in declared]
+        return np.flatnonzero(asked)
+
+    def shares(self) -> dict[str, float]:
+        """The slots this look adds, with their shares."""
+        half = self.target_share / 2.0 if not self.whole else 0.0
+        named = {"ranges": self.range_share, "offsets": self.offset_share}
+        named |= {"octaves": self.octave_share, "targets": self.target_share - half, "target-bins": half}
+        return {name: share for name, share in named.items() if share}
+
+    def config(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        return config_of(self)
+
+
+def _is_wide(pair: Bounds) -> bool:
+    """Whether a declared range holds zero and more than an indicator would need."""
+    return pair[0] <= 0.0 <= pair[1] and max(-pair[0], pair[1]) > 1.0
+
+
+def checked_bounds(name: str, pair: Any) -> Bounds:
+    """(low, high) as floats, low < high, both finite and far from what float64 can hold."""
+    try:
+        low, high = (float(limit) for limit in pair)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: each must be a pair (low, high) of numbers.") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high and max(-low, high) < 1e150):
+        raise ValueError(f"{name}=({low:g}, {high:g}): must be low < high, both finite and public.")
+    return low, high
+
+
+def noise_of(door: Session, slot: str, bound: float) -> float:
+    """The deviation of the noise on each number of a release of ``slot``."""
+    return door.plan.schedule[slot].multiplier(door.plan.noise_multiplier) * bound
+
+
+def found_frame(look: Look, door: Session, features: int, relation: Relation) -> dict[str, Any]:
+    """Release what the look pays for; the frame's limits as plain vectors, and what could not be found."""
+    declared = look.features if look.features is not None else (None,) * features
+    if len(declared) != features:
+        raise DataError(f"feature_bounds: has {len(declared)} pairs, must have one per feature ({features}).")
+    low = np.array([-1.0 if pair is None else pair[0] for pair in declared])
+    high = np.array([1.0 if pair is None else pair[1] for pair in declared])
+    looked_at = look.looked_at(features)
+    hidden = 0
+    if len(looked_at) and look.range_share:
+        new_low, new_high, hidden = _found_ranges(look, door, relation, looked_at, low.copy(), high.copy())
+        known = np.array([pair is not None for pair in declared])
+        low = np.where(known, np.maximum(low, new_low), new_low)
+        high = np.where(known, np.minimum(high, new_high), new_high)
+    frame = Frame(low, high, _found_target(look, door, relation))
+    if look.sparse:
+        frame = frame.zero_kept()
+    out: dict[str, Any] = {"low": frame.low, "high": frame.high, "hidden_features": hidden}
+    if frame.target is not None:
+        out["target_low"], out["target_high"] = frame.target
+    return out
+
+
+def _found_ranges(
+    look: Look, door: Session, relation: Relation, unknown: Any, low: Any, high: Any
+) -> tuple[Any, Any, int]:
+    """Fill in the limits of the ``unknown`` features; also how many could not be told from noise."""
+    query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
+    counts = query.counts(door.release("ranges", query))
+    found = read_magnitudes(counts, noise_of(door, "ranges", query.bound), whole=look.whole)
+    reach, hidden = found.reach, int((~found.seen).sum())
+    if look.refine:  # what does not stand out keeps its declared range
+        reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
+    if look.ranges == "means":
+        means = MeanOctaves(unknown, middle_octave(counts))
+        n = door.expected_batch("octaves")
+        released = door.release("octaves", means) / n
+        reach = read_octaves(released, noise_of(door, "octaves", means.bound) / n, means.centre)
+    elif look.ranges == "pooled":
+        hidden = len(unknown)
+    high[unknown], low[unknown] = reach, -reach
+    free = ~np.isin(unknown[found.offsets], _declared_at(look))
+    if look.offset_share and look.ranges == "each" and free.any() and not look.sparse:
+        chosen, near, far = unknown[found.offsets][free], found.low[free], found.high[free]
+        pieces = Pieces(chosen, near, far, relation)
+        inner = door.release("offsets", pieces).reshape(-1, PIECES)
+        low[chosen], high[chosen] = read_pieces(inner, noise_of(door, "offsets", pieces.bound), near, far)
+    return low, high, hidden
+
+
+def _declared_at(look: Look) -> Any:
+    return np.flatnonzero([pair is not None for pair in look.features or ()])
+
+
+def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | None:
+    if look.target is not None or not look.target_share:
+        return look.target
+    query = TargetMagnitudes(relation)
+    counts = door.release("targets", query)
+    rough = read_target(counts, noise_of(door, "targets", query.bound), whole=look.whole)
+    if rough is None:
+        raise TooNoisyError(
+            "y: no range of the targets stands out of the noise. Declare it as public: target_bounds=(low, high)."
+        )
+    if look.whole:
+        return rough
+    pieces = TargetPieces(*rough, relation)
+    counts = door.release("target-bins", pieces)[None]
+    noise, everyone = noise_of(door, "target-bins", pieces.bound), door.expected_batch("target-bins")
+    low, high = read_pieces(counts, noise, np.array([rough[0]]), np.array([rough[1]]), everyone)
+    return float(low[0]), float(high[0])
+
+
+def frame_of(extra: Mapping[str, Any]) -> Frame | None:
+    """The frame that :func:`found_frame` found, from a run's state."""
+    if "low" not in extra:
+        return None
+    target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
+    return Frame(extra["low"], extra["high"], target)

@@ -1,0 +1,164 @@
+"""Which releases a table can repay, and how much of the budget each gets: decided from public numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quietgrad.algorithms.base import check_range
+from quietgrad.algorithms.one_step import CROWDED
+from quietgrad.algorithms.table_looks import Bounds, Look
+from quietgrad.algorithms.whitened_gd import WhitenedGD
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.gaussian import gaussian_mu
+
+FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
+_CHEAP = 0.02  # share at which wide declared ranges are looked into as well
+_SPACIOUS = 0.008  # p^1.5/(nμ) below which half the budget buys standard errors unasked
+_WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
+
+
+def strength(budget: Budget) -> float:
+    """μ of the budget, in units of a record's replacement: how many deviations a whole release moves by.
+
+    >>> round(strength(Budget(1.0, 1e-5, Relation.REPLACE_ONE)), 3)
+    0.268
+    """
+    mu = gaussian_mu(budget.epsilon, budget.delta)
+    return mu * 2.0 if budget.relation is Relation.ADD_REMOVE else mu
+
+
+def for_table(
+    n: int,
+    features: int,
+    *,
+    budget: Budget,
+    outputs: int = 1,
+    feature_bounds: Sequence[Bounds | None] | None = None,
+    row_bound: float | None = None,
+    target_bounds: Bounds | None = None,
+    regression: bool = False,
+    sparse: bool = False,
+    inference: bool | None = None,
+    crowded: float | None = None,
+) -> WhitenedGD:
+    """The default method for ``n`` records of ``features`` numbers within ``budget``.
+
+    A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
+    second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
+    ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing. ``crowded``
+    is the d^1.5/(nμ) up to which a large table's matrix is bought (default 1).
+
+    >>> small = for_table(500, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
+    >>> large = for_table(50_000, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
+    >>> small.look.ranges, small.moments, large.look.ranges, large.moments
+    ('means', 'diagonal', 'each', 'full')
+    """
+    if row_bound is not None:
+        check_range("row_bound", row_bound, 0.0, 1e150, closed=False)
+    mu = strength(budget)
+    tightness = (features + 1) ** 1.5 / (n * mu)
+    if inference is None:
+        inference = outputs == 1 and not sparse and row_bound is None and tightness < _SPACIOUS
+    elif inference:
+        _check_inference(n, features, outputs, tightness)
+    look = look_for(
+        n,
+        features,
+        budget=budget,
+        feature_bounds=feature_bounds,
+        row_bound=row_bound,
+        target_bounds=target_bounds,
+        regression=regression,
+        sparse=sparse,
+    )
+    crowding = features**1.5 / (n * mu)
+    # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
+    limit = 0.03 if regression else (crowded or 1.0) if n >= 10_000 else 0.3
+    full = features <= _WIDEST and crowding < limit
+    norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
+    # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
+    ball = None if row_bound is None or feature_bounds is not None else 1.0
+    mean_share = 0.0 if sparse and not full else 0.03
+    moment_share = 0.12 if full else 0.04
+    if inference:
+        full, look = True, replace(look, whole=True, refine=False)
+    return WhitenedGD(
+        row_bound=ball,
+        mean_share=mean_share,
+        moment_share=moment_share,
+        norm_share=norm_share,
+        moments="full" if full else "diagonal",
+        look=look,
+        freedom=FREEDOM,
+        horizon=HORIZON,
+        inference_share=0.5 if inference else 0.0,
+        clip=0.8 if inference else 0.4,  # a Newton step needs a start that clipping did not push away
+    )
+
+
+def _check_inference(n: int, features: int, outputs: int, tightness: float) -> None:
+    if outputs > 1:
+        raise ValueError("inference: standard errors are offered for two classes and for least squares only.")
+    if tightness > CROWDED:
+        more = math.ceil(n * tightness / CROWDED / 100) * 100
+        raise ValueError(
+            f"inference: {features} features are too many for standard errors at this budget. About {more} "
+            f"records, or a budget {tightness / CROWDED:.1f} times as strong, would do."
+        )
+
+
+def look_for(
+    n: int,
+    features: int,
+    *,
+    budget: Budget,
+    feature_bounds: Sequence[Bounds | None] | None = None,
+    row_bound: float | None = None,
+    target_bounds: Bounds | None = None,
+    regression: bool = False,
+    sparse: bool = False,
+) -> Look:
+    """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay.
+
+    >>> look_for(10_000, 3, budget=Budget(1.0, 1e-5, Relation.REPLACE_ONE)).shares()
+    {'ranges': 0.02, 'offsets': 0.005}
+    """
+    mu = strength(budget)
+    target_share = 0.0
+    if regression and target_bounds is None:
+        target_share = min(max(16.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)
+    if row_bound is not None and feature_bounds is None:
+        feature_bounds = ((-row_bound, row_bound),) * features
+    declared = None if feature_bounds is None else tuple(feature_bounds)
+    known = Look(declared, target_bounds, target_share=target_share, sparse=sparse, refine=True)
+    wide = len(known.looked_at(features)) if row_bound is None else 0
+    known = replace(known, refine=False)
+    unknown = len(known.looked_at(features))
+    if not unknown and (not wide or _asked(n, wide, mu) > _CHEAP):
+        return known
+    if _asked(n, max(wide, unknown), mu) <= _CHEAP:
+        known, unknown = replace(known, refine=wide > unknown), max(wide, unknown)
+    needed = _asked(n, unknown, mu)
+    if needed <= 0.3:
+        share = min(max(needed, 0.02), 0.15)
+        offset = 0.0 if sparse else min(max(needed, 0.005), 0.03)
+        return replace(known, range_share=share, offset_share=offset)
+    share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.12)
+    # Mean octaves of each feature, known to one octave with the share asked for; more than four tell nothing.
+    asked = (10.0 * math.sqrt(unknown) / (n * mu)) ** 2
+    if sparse or asked / 0.12 > 16.0:
+        return replace(known, ranges="pooled", range_share=share)
+    return replace(known, ranges="means", range_share=share, octave_share=min(max(asked, 0.01), 0.12))
+
+
+def _asked(n: int, features: int, mu: float) -> float:
+    """The share with which a bin with four tenths of the records stands eight deviations out of its noise."""
+    return (8.0 * math.sqrt(2.0 * features) / (0.4 * n * mu)) ** 2
+
+
+def _repaid(relative_noise: float, *, least: float, most: float) -> float:
+    """A share with which a release of this noise at share 1 is useful; 0 if there is none up to four times most."""
+    needed = relative_noise**2
+    return 0.0 if needed > 4.0 * most else min(max(needed, least), most)

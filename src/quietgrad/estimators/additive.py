@@ -1,0 +1,406 @@
+"""Private additive models: one smooth function per feature, each with its error band, trained by the same releases.
+
+A score is a constant plus one function of each feature (and of each named pair). Ranges that are not declared are
+found privately first; then the rows are expanded by a public map (:mod:`quietgrad.objectives.tables.shapes`) and
+the default method for tables fits the expanded columns, all within one plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.utils.validation import check_is_fitted
+
+from quietgrad.algorithms.table_looks import Bounds, checked_bounds, found_frame, frame_of
+from quietgrad.algorithms.whitened_design import for_table, look_for
+from quietgrad.curators.central import CentralSession
+from quietgrad.errors import DataError, QuietgradError
+from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after
+from quietgrad.estimators.classifiers import PrivateLogisticRegression, codes_of, declared_classes, public_labels
+from quietgrad.estimators.classifiers import two_or_more as _two_or_more
+from quietgrad.estimators.columns import Columns
+from quietgrad.estimators.regressors import PrivateLinearRegression
+from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
+from quietgrad.objectives.tables.frame import Frame
+from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.shapes import Feature, Shapes
+from quietgrad.plans.schedule import Slot
+from quietgrad.sampling import FullBatch
+from quietgrad.training import plan as make_plan
+
+
+class _Additive(PrivateLinearModel):  # type: ignore[misc]
+    """What both additive models share."""
+
+    categories: Mapping[Any, Sequence[Any]] | None
+    bins: int | None
+    pairs: Sequence[tuple[Any, Any]] | None
+    row_bound = None
+    regularization = 0.0
+    inference: bool | None = False
+    algorithm = None
+    fit_intercept = True
+
+    def _read(self, X: Any) -> Any:
+        """Numbers and category codes of the columns; what is declared is taken from their types."""
+        self._columns = Columns.of(X, self.categories)
+        self.n_features_in_ = len(self._columns.names)
+        if self._columns.named:
+            self.feature_names_in_ = np.array(self._columns.names, dtype=object)
+        return self._columns.numbers(X)
+
+    def _rows(self, X: Any) -> Any:
+        check_is_fitted(self)
+        return self.shapes_.expand(self._columns.numbers(X))
+
+    def _bins(self, n: int) -> int:
+        if self.bins is not None:
+            if isinstance(self.bins, bool) or int(self.bins) != self.bins or not 2 <= self.bins <= 256:
+                raise ValueError(f"bins={self.bins!r}: must be a whole number from 2 to 256, or None.")
+            return int(self.bins)
+        signal = self._signal(n)
+        return 4 if signal < 300 else 8 if signal < 3000 else 16
+
+    def _given(self) -> tuple[Bounds | None, ...]:
+        """Public ranges: declared ones, and a dummy one for categories, whose codes are no quantities."""
+        names, bounds = self._columns.names, self.feature_bounds
+        given: dict[str, Any] = {}
+        if isinstance(bounds, Mapping):
+            if unknown := sorted(str(name) for name in bounds if str(name) not in names):
+                raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
+            given = {str(name): pair for name, pair in bounds.items()}
+        elif bounds is not None:
+            if len(bounds) != len(names):
+                raise ValueError(f"feature_bounds: has {len(bounds)} pairs, X has {len(names)} features.")
+            given = dict(zip(names, bounds, strict=True))
+        pairs: list[Bounds | None] = []
+        for name in names:
+            if name in self._columns.vocabularies:
+                pairs.append((0.0, 1.0))
+            else:
+                pair = given.get(name)
+                pairs.append(None if pair is None else checked_bounds("feature_bounds", pair))
+        return tuple(pairs)
+
+    def _pairs(self) -> tuple[tuple[int, int], ...]:
+        names, found = self._columns.names, []
+        for pair in self.pairs or ():
+            try:
+                first, second = (names.index(str(name)) for name in pair)
+            except (TypeError, ValueError):
+                raise ValueError("pairs: each must name two columns of X.") from None
+            found.append((first, second))
+        return tuple(found)
+
+    def _shapes(self, frame: Frame, bins: int) -> Shapes:
+        features = []
+        for j, name in enumerate(self._columns.names):
+            values = self._columns.vocabularies.get(name)
+            if values is not None:
+                features.append(Feature(name, values=tuple(values)))
+            else:
+                features.append(Feature(name, float(frame.low[j]), float(frame.high[j]), bins))
+        return Shapes(tuple(features), self._pairs())
+
+    def _fit_shapes(self, Z: Any, y: Any, *, labels: tuple[Slot, ...], classes: int, start: Any) -> Any:
+        """Plan everything, look, expand, fit. ``start(session)`` gives the loss and the targets after its look."""
+        n, budget, given = Z.shape[0], self._budget(), self._given()
+        bins = self._bins(n)
+        look = look_for(self._public_n(n), Z.shape[1], budget=budget, feature_bounds=given, **self._look_shape())
+        # The bins need the whole of a range: what is rare and far away is often what matters.
+        look = replace(look, whole=False, refine=False)
+        draft = self._shapes(Frame(np.zeros(Z.shape[1]), np.ones(Z.shape[1])), bins)
+        method = for_table(
+            self._public_n(n),
+            draft.columns,
+            budget=budget,
+            feature_bounds=[(-1.0, 1.0)] * draft.columns,
+            outputs=classes if classes > 2 else 1,
+            inference=False,
+            crowded=2.0,
+            **self._method_shape(),
+        )
+        looks = tuple(
+            Slot(name, FullBatch(), fixed=look_noise(budget, share)) for name, share in look.shares().items()
+        )
+        plan = make_plan(method, n=self._public_n(n), budget=budget, looks=(*labels, *looks))
+        session = self._open(LabelSet() if labels else Squared(), (Z, y), plan)
+        try:
+            loss, targets, notes = start(session)
+            session.reread(Squared(), (Z, np.asarray(targets, dtype=np.float64)))
+            found = found_frame(look, session, Z.shape[1], budget.relation)
+            frame = frame_of(found)
+            assert frame is not None
+            self.shapes_ = self._shapes(frame, bins)
+            session.reread(loss, (self.shapes_.expand(Z), frame.targets(targets)))
+        except (QuietgradError, ValueError):
+            refuse_after(session)
+            raise
+        if any(pair is None for pair in given):
+            notes = (*notes, "ranges of undeclared features were found privately")
+        weights, bias = self._train(session, method, notes)
+        self._keep(weights, bias, frame)
+        return self
+
+    def _look_shape(self) -> dict[str, Any]:
+        return {}
+
+    def _method_shape(self) -> dict[str, Any]:
+        return {}
+
+    def _keep(self, weights: Any, bias: Any, frame: Frame) -> None:
+        self.coef_, self.intercept_ = (
+            weights.T * frame.target_scale,
+            bias * frame.target_scale + frame.target_centre,
+        )
+        self._frame = frame
+
+    def _check_inputs(self, X: Any, y: Any) -> tuple[Any, Any]:
+        Z = self._read(X)
+        y = y if hasattr(y, "dtype") else np.asarray(y)
+        if len(y) != len(Z):
+            raise DataError("X and y have different numbers of records.")
+        if len(Z) < 2:
+            raise DataError("X: one sample tells nothing that noise would not hide; give more records.")
+        return Z, y
+
+    @property
+    def shape_functions_(self) -> dict[Any, tuple[Any, Any, Any]]:
+        """{feature: (bin edges or categories, values, error)}; of the last class against the others' mean.
+
+        Values are on the score's scale, with mean zero over bins or categories. The error is one standard error of
+        the privacy noise and the sampling; what the fit's shrinkage towards smoothness costs is not in it.
+        """
+        check_is_fitted(self)
+        weights = self.coef_[-1] - (self.coef_[:-1].mean(axis=0) if len(self.coef_) > 1 else 0.0)
+        deviations = self._deviations()
+        shapes: dict[Any, tuple[Any, Any, Any]] = {}
+        for feature, part in zip(self.shapes_.features, self.shapes_.parts(), strict=False):
+            basis = feature.basis()
+            centred = basis - basis.mean(axis=0)
+            errors = np.sqrt(np.maximum((centred @ deviations[part, part] * centred).sum(axis=1), 0.0))
+            where: Any = feature.edges() if feature.bins else list(feature.values)
+            shapes[feature.name] = (where, centred @ weights[part], errors)
+        return shapes
+
+    def _deviations(self) -> Any:
+        """Covariance of the expanded coefficients by privacy noise and sampling: S S times one variance for all."""
+        details = self.result_.details
+        variance = details["step_noise"] ** 2 + details["sampling_noise"] ** 2
+        scale = np.asarray(details["whitening"])
+        spread = scale @ scale.T if scale.ndim == 2 else np.diag(scale**2)
+        return variance * spread * self._frame.target_scale**2
+
+    def plot(self, features: Sequence[Any] | None = None, axes: Any = None) -> Any:
+        """Draw the shape functions with bands of two standard errors; returns the matplotlib figure."""
+        import matplotlib.pyplot as plt
+
+        shapes = self.shape_functions_
+        names = list(shapes) if features is None else [str(name) for name in features]
+        if unknown := [name for name in names if name not in shapes]:
+            raise ValueError(f"features: {', '.join(unknown)}: not in the model.")
+        if axes is None:
+            across = min(4, len(names))
+            down = math.ceil(len(names) / across)
+            _, grid = plt.subplots(down, across, figsize=(3.2 * across, 2.4 * down), squeeze=False)
+            axes = list(grid.ravel())
+        for axis in axes[len(names) :]:
+            axis.set_visible(False)
+        for axis, name in zip(axes, names, strict=False):
+            where, values, errors = shapes[name]
+            if isinstance(where, list):
+                axis.errorbar(range(len(where)), values, yerr=2.0 * errors, fmt="o", capsize=3)
+                axis.set_xticks(range(len(where)), [str(v) for v in where], rotation=60, fontsize=6)
+            else:
+                axis.stairs(values, where)
+                axis.fill_between(where, *(np.append(v, v[-1]) for v in (values - 2 * errors, values + 2 * errors)),
+                                  step="post", alpha=0.25)  # fmt: skip
+            axis.axhline(0.0, linewidth=0.5, color="grey")
+            axis.set_title(str(name), fontsize=8)
+        figure = axes[0].figure
+        figure.tight_layout()
+        return figure
+
+    def summary(self, level: float = 0.95) -> Any:
+        """Not offered: see :attr:`shape_functions_` for functions with error bands."""
+        raise NotImplementedError("an additive model has shape_functions_ with error bands, and no summary.")
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = False
+        return tags
+
+
+class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[misc]
+    """A private additive classifier: the score is a constant plus one smooth function of each feature.
+
+    Args:
+        epsilon, delta, relation: the promise of one fit.
+        classes: the label set, public; ``None`` finds frequent labels privately.
+        feature_bounds: public (low, high) by feature or column name; what is missing is found privately.
+        categories: the public vocabulary of each category column, by name or position. Columns of pandas' category
+            or boolean type declare theirs. A value outside its vocabulary counts for nothing.
+        bins: of each numeric feature; ``None`` chooses 4, 8 or 16 by n and ε.
+        pairs: columns whose joint effect is modelled too, such as ``[("age", "hours")]``.
+        ledger, account, cap, n_public, random_state: as in
+            :class:`~quietgrad.estimators.PrivateLogisticRegression`.
+
+    Attributes:
+        shape_functions_: {feature: (bin edges or categories, values, error)}.
+        privacy_: what is proved about this fit.
+
+    >>> X = np.random.default_rng(0).uniform(-2, 2, (6000, 2))
+    >>> y = X[:, 0] ** 2 > 1
+    >>> model = PrivateAdditiveClassifier(epsilon=2.0, feature_bounds=[(-2, 2), (-2, 2)]).fit(X, y)
+    >>> bool(model.score(X, y) > 0.85), len(model.shape_functions_["x0"][1])
+    (True, 16)
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        relation: str = "replace-one",
+        *,
+        classes: Sequence[Any] | None = None,
+        feature_bounds: Any = None,
+        categories: Mapping[Any, Sequence[Any]] | None = None,
+        bins: int | None = None,
+        pairs: Sequence[tuple[Any, Any]] | None = None,
+        ledger: Any = None,
+        account: str = "default",
+        cap: Any = None,
+        n_public: int | None = None,
+        random_state: int | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.relation = relation
+        self.classes = classes
+        self.feature_bounds = feature_bounds
+        self.categories = categories
+        self.bins = bins
+        self.pairs = pairs
+        self.ledger = ledger
+        self.account = account
+        self.cap = cap
+        self.n_public = n_public
+        self.random_state = random_state
+
+    _look = PrivateLogisticRegression._look
+
+    def fit(self, X: Any, y: Any) -> PrivateAdditiveClassifier:
+        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing."""
+        public = self.classes if self.classes is not None else public_labels(y)
+        Z, y = self._check_inputs(X, y)
+        y = np.asarray(y)
+        declared = None if public is None else declared_classes(public, y)
+
+        def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
+            notes: tuple[str, ...] = ()
+            if declared is None:
+                self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
+                _two_or_more(self.classes_)
+                notes = (f"{len(self.classes_)} classes were found privately; rarer labels count as the first",)
+            else:
+                self.classes_ = declared
+            k = len(self.classes_)
+            loss = Logistic(intercept=True) if k == 2 else Multinomial(k, intercept=True)
+            return loss, codes_of(self.classes_, y), notes
+
+        labels = () if declared is not None else (self._look(len(Z)),)
+        known = 2 if declared is None else len(declared)
+        data = y if labels else np.searchsorted(declared, y)
+        fitted: PrivateAdditiveClassifier = self._fit_shapes(Z, data, labels=labels, classes=known, start=start)
+        return fitted
+
+    def decision_function(self, X: Any) -> Any:
+        """Scores: one per record for two classes, else one per record and class."""
+        scores = self._rows(X) @ self.coef_.T + self.intercept_
+        return scores.ravel() if scores.shape[1] == 1 else scores
+
+    predict = PrivateLogisticRegression.predict
+    predict_proba = PrivateLogisticRegression.predict_proba
+    predict_log_proba = PrivateLogisticRegression.predict_log_proba
+
+
+class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
+    """A private additive regressor: the prediction is a constant plus one smooth function of each feature.
+
+    Args:
+        target_bounds: public (low, high) of the targets; ``None`` finds their range privately or refuses.
+
+    The other parameters are those of :class:`PrivateAdditiveClassifier`.
+
+    >>> X = np.random.default_rng(0).uniform(-2, 2, (6000, 2))
+    >>> model = PrivateAdditiveRegressor(epsilon=2.0, feature_bounds=[(-2, 2)] * 2, target_bounds=(-1, 5))
+    >>> bool(model.fit(X, X[:, 0] ** 2).score(X, X[:, 0] ** 2) > 0.7)
+    True
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        relation: str = "replace-one",
+        *,
+        target_bounds: tuple[float, float] | None = None,
+        feature_bounds: Any = None,
+        categories: Mapping[Any, Sequence[Any]] | None = None,
+        bins: int | None = None,
+        pairs: Sequence[tuple[Any, Any]] | None = None,
+        ledger: Any = None,
+        account: str = "default",
+        cap: Any = None,
+        n_public: int | None = None,
+        random_state: int | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.relation = relation
+        self.target_bounds = target_bounds
+        self.feature_bounds = feature_bounds
+        self.categories = categories
+        self.bins = bins
+        self.pairs = pairs
+        self.ledger = ledger
+        self.account = account
+        self.cap = cap
+        self.n_public = n_public
+        self.random_state = random_state
+
+    _target_bounds = PrivateLinearRegression._target_bounds
+
+    def fit(self, X: Any, y: Any) -> PrivateAdditiveRegressor:
+        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing."""
+        Z, y = self._check_inputs(X, y)
+        y = np.asarray(y, dtype=np.float64)
+        self._bounds_of_targets = self._target_bounds(len(Z))
+
+        def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
+            found = ("the range of the targets was found privately",) if self._bounds_of_targets is None else ()
+            return Squared(intercept=True), y, found
+
+        fitted: PrivateAdditiveRegressor = self._fit_shapes(Z, y, labels=(), classes=2, start=start)
+        return fitted
+
+    def _look_shape(self) -> dict[str, Any]:
+        return {"regression": True, "target_bounds": self._bounds_of_targets}
+
+    def _method_shape(self) -> dict[str, Any]:
+        return {"regression": True, "target_bounds": (-2.0, 2.0)}
+
+    def _keep(self, weights: Any, bias: Any, frame: Frame) -> None:
+        super()._keep(weights, bias, frame)
+        assert frame.target is not None
+        self.target_range_ = frame.target
+
+    def predict(self, X: Any) -> Any:
+        """The predicted target of each record, within the targets' range."""
+        scores = (self._rows(X) @ self.coef_.T + self.intercept_).ravel()
+        return np.clip(scores, *self.target_range_)

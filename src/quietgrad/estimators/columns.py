@@ -1,0 +1,88 @@
+"""Columns as numbers: quantities as they are, categories as codes of a public vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quietgrad.errors import DataError
+from quietgrad.objectives.tables.layout import lay_out
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of a table's columns and the vocabularies of its categories; ``named`` if it came with names.
+
+    >>> columns = Columns.of(np.array([[1.0, 2.0]]), {1: [2.0, 3.0]})
+    >>> columns.names, columns.numbers(np.array([[7.0, 3.0]])).tolist()
+    (['x0', 'x1'], [[7.0, 1.0]])
+    """
+
+    names: list[str]
+    named: bool
+    vocabularies: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> Columns:
+        """Read names and types; boolean and category columns declare their vocabularies."""
+        named = hasattr(X, "columns")
+        shape = np.shape(X)
+        if len(shape) != 2 or not shape[1]:
+            raise DataError("X: must have two dimensions and at least one column.")
+        names = [str(name) for name in X.columns] if named else [f"x{j}" for j in range(shape[1])]
+        if len(set(names)) < len(names):
+            raise ValueError("X: two columns have the same name. Rename or drop one of them.")
+        found: dict[str, list[Any]] = {}
+        for name, kind in zip(names, X.dtypes, strict=True) if named else ():
+            if str(kind) in ("bool", "boolean"):
+                found[name] = [False, True]
+            elif getattr(kind, "categories", None) is not None:
+                found[name] = list(kind.categories)
+        for key, values in (categories or {}).items():
+            name = names[key] if not named and isinstance(key, (int, np.integer)) and key < len(names) else str(key)
+            if name not in names:
+                raise ValueError(f"categories: {name}: not among the columns of X.")
+            if len(set(values)) < len(list(values)) or not len(list(values)):
+                raise ValueError(f"categories: {name}: must be distinct values, at least one.")
+            found[name] = list(values)
+        return cls(names, named, found)
+
+    def numbers(self, X: Any) -> Any:
+        """The table as float64, categories as codes, −1 for what is not in the vocabulary.
+
+        Raises:
+            DataError: other columns, NaN, infinity, or text in a column without a vocabulary.
+        """
+        if self.named != hasattr(X, "columns") or np.shape(X)[1:] != (len(self.names),):
+            if not (self.named and np.shape(X)[1:] == (len(self.names),)):
+                raise DataError(f"X: must have the {len(self.names)} columns that the model was fitted on.")
+        elif self.named and [str(name) for name in X.columns] != self.names:
+            raise ValueError(
+                "The feature names should match those that were passed during fit: same columns, same order."
+            )
+        columns = []
+        for j, name in enumerate(self.names):
+            column = X.iloc[:, j] if hasattr(X, "iloc") else np.asarray(X)[:, j]
+            vocabulary = self.vocabularies.get(name)
+            columns.append(_numeric(column, name) if vocabulary is None else _codes(column, vocabulary))
+        return lay_out(np.column_stack(columns).astype(np.float64))
+
+
+def _numeric(column: Any, name: str) -> Any:
+    try:
+        return np.asarray(column, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"X: column {name} has cells that are not numbers. Declare its vocabulary with categories=."
+        ) from None
+
+
+def _codes(column: Any, vocabulary: list[Any]) -> Any:
+    place = {value: code for code, value in enumerate(vocabulary)}
+    place |= {str(value): code for code, value in enumerate(vocabulary) if str(value) not in place}
+    return np.array(
+        [place.get(v, place.get(str(v), -1)) for v in np.asarray(column, dtype=object)], dtype=np.float64
+    )

@@ -1,0 +1,331 @@
+"""How good a model is on held-out people, privately: one noisy table of scores and classes, and what it tells.
+
+The model is public. Each held-out person falls into one cell (predicted-probability bin × true class, or predicted
+× true class), the counts are released once with noise, and everything else is arithmetic on them. Error bars cover
+both the noise and the sampling of the people, by redrawing both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.algorithms.tabulate import Tabulate
+from quietgrad.errors import DataError
+from quietgrad.objectives.queries.evaluation import Tabulation
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.training.result import Privacy
+
+Floats = npt.NDArray[np.float64]
+Number = tuple[float, float]
+"""A value and its standard error."""
+
+_FEW = 5000  # people below which half the bins leave more in each
+_REDRAWS = 200
+_CONFIDENCE_BINS = 10
+_SUMS = ("square", "absolute", "target", "target square")
+
+
+@dataclass(frozen=True)
+class PrivateScore:
+    """What one private release tells of a model; each number with its standard error.
+
+    ``calibration`` rows are (mean predicted probability, observed frequency, standard error, share of the people);
+    ``confusion`` is (true × predicted) shares of the people. ``None`` where a number does not apply.
+    """
+
+    privacy: Privacy
+    accuracy: Number | None = None
+    auc: Number | None = None
+    log_loss: Number | None = None
+    calibration: tuple[tuple[float, float, float, float], ...] = ()
+    confusion: Any = None
+    confusion_error: float | None = None
+    classes: Any = None
+    r2: Number | None = None
+    rmse: Number | None = None
+    mae: Number | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """The score as JSON values."""
+        names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
+        numbers = {n: [*map(_plain, v)] for n in names if (v := getattr(self, n)) is not None}
+        return {
+            **numbers,
+            "calibration": [[_plain(x) for x in row] for row in self.calibration],
+            "confusion": None if self.confusion is None else np.asarray(self.confusion).tolist(),
+            "confusion_error": self.confusion_error,
+            "classes": None if self.classes is None else [str(c) for c in self.classes],
+            "notes": list(self.notes),
+            "privacy": self.privacy.to_json(),
+        }
+
+    def __str__(self) -> str:
+        names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
+        parts = [f"{n} {v[0]:.4g} ± {v[1]:.2g}" for n in names if (v := getattr(self, n)) is not None]
+        return f"{', '.join(parts)} ({self.privacy})"
+
+
+def _plain(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def private_score(
+    model: Any,
+    X: Any,
+    y: Any,
+    *,
+    epsilon: float = 0.3,
+    delta: float = 1e-6,
+    relation: str | Relation = "replace-one",
+    ledger: Any = None,
+    account: str = "held-out",
+    cap: Budget | None = None,
+    n_public: int | None = None,
+    target_bounds: tuple[float, float] | None = None,
+) -> PrivateScore:
+    """Score a fitted model on held-out people within (ε, δ), charged to their account.
+
+    Args:
+        model: a classifier with ``classes_`` and ``predict_proba`` (or ``decision_function``), or a regressor. It
+            is taken as public: a model fitted without privacy must not be published either way.
+        X, y: the held-out people; if they are among those the model was fitted on, name the same account.
+        epsilon, delta, relation, ledger, account, cap, n_public: as in the estimators.
+        target_bounds: for a regressor without ``target_range_``, the public interval that targets lie in.
+
+    >>> from quietgrad.estimators import PrivateLogisticRegression
+    >>> X = np.random.default_rng(0).standard_normal((8000, 2))
+    >>> y = X[:, 0] > 0
+    >>> model = PrivateLogisticRegression(classes=[False, True], row_bound=4.0).fit(X[:4000], y[:4000])
+    >>> score = private_score(model, X[4000:], y[4000:], epsilon=0.5)
+    >>> bool(abs(score.accuracy[0] - 0.98) < 0.1), round(score.privacy.epsilon, 2)
+    (True, 0.5)
+    """
+    budget = Budget(epsilon, delta, Relation.parse(relation))
+    y = np.asarray(y)
+    if y.ndim != 1 or not len(y):
+        raise DataError("y: must be one label or number per held-out record.")
+    publish = _publisher(budget, ledger, account, cap, n_public)
+    if hasattr(model, "classes_"):
+        classes = np.asarray(model.classes_)
+        if not np.isin(y, classes).all():
+            raise DataError("y: has a label that the model does not know. Remove such records.")
+        codes = np.searchsorted(classes, y)
+        if len(classes) == 2:
+            return _binary(model, X, codes, classes, publish)
+        return _multiclass(model, X, codes, classes, publish)
+    return _regression(model, X, y, target_bounds, publish)
+
+
+@dataclass(frozen=True)
+class _Released:
+    counts: Floats
+    noise: float
+    n: float | None  # public, or None where it must be read off the counts
+    privacy: Privacy
+
+
+def _publisher(
+    budget: Budget, ledger: Any, account: str, cap: Budget | None, n_public: int | None
+) -> Callable[..., _Released]:
+    def publish(cells: Any, size: int, groups: int, weights: Any = None) -> _Released:
+        from quietgrad.training.minimizing import minimize
+
+        result = minimize(
+            Tabulation(),
+            (cells, weights),
+            Tabulate(size, groups),
+            budget=budget,
+            ledger=ledger,
+            account=account,
+            cap=cap,
+            n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
+        )
+        exact = budget.relation is Relation.REPLACE_ONE
+        n = float(result.n_public) if exact or n_public is not None else None
+        return _Released(np.asarray(result.params), float(result.details["noise"]), n, result.privacy)
+
+    return publish
+
+
+def _logits(model: Any, X: Any) -> Floats:
+    """log-odds of the second class."""
+    if hasattr(model, "predict_proba"):
+        p = np.clip(np.asarray(model.predict_proba(X))[:, 1], 1e-12, 1.0 - 1e-12)
+        return np.asarray(np.log(p) - np.log1p(-p))
+    return np.asarray(model.decision_function(X), dtype=np.float64).ravel()
+
+
+def bin_edges(n: int) -> Floats:
+    """Public edges of score bins, in log-odds; 0, where a prediction changes, is one of them.
+
+    >>> len(bin_edges(1000)), len(bin_edges(10_000))
+    (9, 19)
+    """
+    reach, bins = (4.0, 10) if n < _FEW else (6.0, 20)
+    return np.linspace(-reach, reach, bins - 1)
+
+
+def _binary(model: Any, X: Any, codes: Any, classes: Any, publish: Callable[..., _Released]) -> PrivateScore:
+    edges = bin_edges(len(codes))
+    bins = len(edges) + 1
+    place = np.searchsorted(edges, _logits(model, X))
+    if len(place) != len(codes):
+        raise DataError("X and y have different numbers of records.")
+    released = publish((place * 2 + codes)[:, None], 2 * bins, 1)
+    width = edges[1] - edges[0]
+    middles = np.concatenate([[edges[0] - width], (edges[:-1] + edges[1:]) / 2, [edges[-1] + width]])
+    probability = 1.0 / (1.0 + np.exp(-middles))
+
+    def read(counts: Floats) -> Floats:
+        table = counts.reshape(bins, 2)
+        n = _total(released, table)
+        right = table[middles < 0, 0].sum() + table[middles > 0, 1].sum()
+        loss = -(table[:, 0] * np.log1p(-probability) + table[:, 1] * np.log(probability)).sum()
+        return np.array([right / n, _auc(table), loss / n])
+
+    value = read(released.counts)
+    error = _errors(read, released, 1)
+    table = released.counts.reshape(bins, 2)
+    predicted = (middles > 0).astype(int)
+    total = _total(released, table)
+    confusion = np.array([[table[predicted == p, c].sum() for p in (0, 1)] for c in (0, 1)]) / total
+    notes = [] if model_has_chances(model) else ["the model gives scores, not probabilities: no log loss"]
+    return PrivateScore(
+        released.privacy,
+        accuracy=(min(max(value[0], 0.0), 1.0), error[0]),
+        auc=None if math.isnan(value[1]) else (value[1], error[1]),
+        log_loss=(value[2], error[2]) if model_has_chances(model) else None,
+        calibration=_calibration(table, probability, released),
+        confusion=confusion,
+        confusion_error=released.noise * math.sqrt(bins / 2) / total,
+        classes=classes,
+        notes=(*notes, *_warnings(error[0])),
+    )
+
+
+def model_has_chances(model: Any) -> bool:
+    """Whether the model states probabilities."""
+    return hasattr(model, "predict_proba")
+
+
+def _total(released: _Released, table: Floats) -> float:
+    return released.n if released.n is not None else max(float(table.sum()), 1.0)
+
+
+def _auc(table: Floats) -> float:
+    """P(score of a random positive > that of a random negative), ties in a bin counting half; NaN without both."""
+    negative, positive = table[:, 0], table[:, 1]
+    if negative.sum() <= 0.0 or positive.sum() <= 0.0:
+        return math.nan
+    below = np.cumsum(negative) - 0.5 * negative
+    return float(np.clip((positive @ below) / (positive.sum() * negative.sum()), 0.0, 1.0))
+
+
+def _calibration(table: Floats, probability: Floats, released: _Released) -> Any:
+    """One row per bin whose count stands five deviations out of the noise."""
+    rows = []
+    for (no, yes), p in zip(table, probability, strict=True):
+        count = no + yes
+        if count > 5.0 * released.noise * math.sqrt(2.0):
+            share = min(max(yes / count, 0.0), 1.0)
+            variance = share * (1.0 - share) / count + (released.noise / count) ** 2 * (
+                share**2 + (1.0 - share) ** 2
+            )
+            rows.append((float(p), float(share), math.sqrt(variance), float(count / _total(released, table))))
+    return tuple(rows)
+
+
+def _errors(read: Callable[[Floats], Floats], released: _Released, groups: int) -> Floats:
+    """Standard errors by redrawing the people from the released table and the noise on top."""
+    rng = np.random.default_rng(0)  # post-processing of what was released: no secret is in it
+    sizes = np.maximum(released.counts, 0.0)
+    draws = []
+    for _ in range(_REDRAWS):
+        # A released count is off by noise already, so the noise is drawn once more and not twice.
+        fresh = rng.poisson(sizes) + released.noise * rng.standard_normal(len(sizes))
+        draws.append(read(fresh))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.nanstd(np.array(draws), axis=0))
+
+
+def _warnings(error: float) -> list[str]:
+    if error > 0.1:
+        return ["the noise drowns these scores: evaluate with a larger ε or on more people"]
+    return []
+
+
+def _multiclass(model: Any, X: Any, codes: Any, classes: Any, publish: Callable[..., _Released]) -> PrivateScore:
+    """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
+    k, n = len(classes), len(codes)
+    chances = model_has_chances(model)
+    scores = np.asarray(model.predict_proba(X) if chances else model.decision_function(X))
+    if len(scores) != n:
+        raise DataError("X and y have different numbers of records.")
+    predicted = scores.argmax(axis=1)
+    cells = [codes * k + predicted]
+    edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
+    if chances:
+        cells.append(k * k + np.searchsorted(edges, scores[np.arange(n), codes]))
+    released = publish(np.stack(cells, axis=1), k * k + (_CONFIDENCE_BINS if chances else 0), len(cells))
+    middles = np.exp(np.concatenate([[np.log(edges[0]) - 0.5], np.log(edges) + 0.5 * math.log(2) / 1.5]))
+
+    def read(counts: Floats) -> Floats:
+        table = counts[: k * k].reshape(k, k)
+        total = _total(released, table)
+        tail = counts[k * k :]
+        loss = -(tail @ np.log(np.minimum(middles, 1.0))) / total if chances else math.nan
+        return np.array([np.trace(table) / total, loss])
+
+    value, error = read(released.counts), _errors(read, released, len(cells))
+    table = released.counts[: k * k].reshape(k, k)
+    return PrivateScore(
+        released.privacy,
+        accuracy=(min(max(value[0], 0.0), 1.0), error[0]),
+        log_loss=(value[1], error[1]) if chances else None,
+        confusion=table / _total(released, table),
+        confusion_error=released.noise / _total(released, table),
+        classes=classes,
+        notes=tuple(_warnings(error[0])),
+    )
+
+
+def _regression(
+    model: Any, X: Any, y: Any, bounds: tuple[float, float] | None, publish: Callable[..., _Released]
+) -> PrivateScore:
+    """Sums of (e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
+    bounds = bounds if bounds is not None else getattr(model, "target_range_", None)
+    if bounds is None:
+        raise ValueError("target_bounds: declare the public (low, high) that the targets lie in.")
+    low, high = float(bounds[0]), float(bounds[1])
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError("target_bounds: must be (low, high) with low < high, both finite and public.")
+    width = high - low
+    predicted = np.clip(np.asarray(model.predict(X), dtype=np.float64), low, high)
+    if len(predicted) != len(y):
+        raise DataError("X and y have different numbers of records.")
+    target = np.clip(np.asarray(y, dtype=np.float64), low, high)
+    error, place = np.abs(predicted - target) / width, (target - low) / width
+    sums = np.stack([error**2, error, place, place**2], axis=1)
+    released = publish(np.tile(np.arange(len(_SUMS)), (len(y), 1)), len(_SUMS), len(_SUMS), sums)
+    n = released.n if released.n is not None else float(len(y))
+
+    def read(counts: Floats) -> Floats:
+        mean = counts / n
+        square, spread = max(mean[0], 0.0), max(mean[3] - mean[2] ** 2, 1e-12)
+        return np.array([1.0 - mean[0] / spread, math.sqrt(square) * width, max(mean[1], 0.0) * width])
+
+    rng = np.random.default_rng(0)
+    # Each mean lies in [0, 1], so a person's share of its variance is at most mean·(1 − mean).
+    mean = np.clip(released.counts / n, 0.0, 1.0)
+    deviation = np.sqrt(released.noise**2 + n * mean * (1.0 - mean))
+    draws = np.array([read(released.counts + deviation * rng.standard_normal(4)) for _ in range(_REDRAWS)])
+    value, errors = read(released.counts), draws.std(axis=0)
+    r2, rmse, mae = ((float(v), float(e)) for v, e in zip(value, errors, strict=True))
+    return PrivateScore(released.privacy, r2=r2, rmse=rmse, mae=mae, notes=tuple(_warnings(errors[0])))

@@ -1,0 +1,105 @@
+"""A file that one process at a time may hold, and whose every line is on the disk before what it speaks of happens.
+
+A party's journal and a coordinator's aggregates are such files. Two processes on one would each believe that they
+are the run: the second is refused by name. A process that is killed lets go of the file; nothing has to be cleaned.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+from quietgrad.errors import DataError
+from quietgrad.files import reason
+
+
+class KeptFile:
+    """A locked, append-only file with mode 0600; made empty if it is not there.
+
+    Args:
+        path: the file; its folder is made.
+        who: what another process would be, for the refusal.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> kept = KeptFile(Path(folder.name) / "run", "coordinates this run")
+    >>> kept.append(b"line")
+    >>> try:
+    ...     KeptFile(kept.path, "coordinates this run")
+    ... except DataError as refusal:
+    ...     print(str(refusal).partition(": ")[2].partition(";")[0])
+    another process coordinates this run
+    >>> kept.close()
+    >>> again = KeptFile(kept.path, "coordinates this run")
+    >>> again.content()
+    b'line'
+    >>> again.remove()
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, path: Path, who: str) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._locked(path, who)
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be kept here ({reason(error)}); choose a folder of your own."
+            ) from None
+        self._free = weakref.finalize(self, os.close, self._file)
+        _sync(path.parent)
+
+    @staticmethod
+    def _locked(path: Path, who: str) -> int:
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever held it may have removed it since it was opened here: then this is nobody's file.
+                if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                    return file
+                os.close(file)
+            except OSError as error:
+                os.close(file)
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                raise DataError(
+                    f"{path.parent}: another process {who}; wait for it or end it, or choose another folder."
+                ) from None
+
+    def content(self) -> bytes:
+        """Everything that was written."""
+        return self.path.read_bytes()
+
+    def append(self, data: bytes) -> None:
+        """Write, durably."""
+        done = 0
+        while done < len(data):
+            done += os.write(self._file, data[done:])
+        os.fsync(self._file)
+
+    def cut(self, length: int) -> None:
+        """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""
+        os.ftruncate(self._file, length)
+        os.fsync(self._file)
+
+    def remove(self) -> None:
+        """It is over: remove the file and let go."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._free()
+
+
+def _sync(folder: Path) -> None:
+    """Make a new file's name survive a power cut."""
+    directory = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,243 @@
+"""Reading noisy histograms: which bins hold records, and the interval they span. No data here, only releases."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.objectives.tables.ranges import HIGHEST, LOWEST, PIECES
+from quietgrad.objectives.tables.table import Floats
+
+_FALSE_ALARM = 1e-3  # chance that noise alone opens a window anywhere in one release
+_TARGET_ALARM = 1e-5  # the same for targets: a false range there is a useless model
+_GROW = 2.5  # deviations at which the neighbour of an occupied bin counts as occupied
+_TAIL = 0.05  # of a feature's non-zero values may lie beyond its limit: a few far ones must not set the scale
+_POOLED_TAIL = (
+    0.1  # of all values, where all features share one limit: a few large features must not drown the rest
+)
+_CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
+_UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
+
+
+@dataclass(frozen=True)
+class Windows:
+    """First and last occupied bin of each row of counts; ``found`` is false where noise hides everything."""
+
+    found: npt.NDArray[np.bool_]
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+
+def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Windows:
+    """Find the occupied bins of histograms (one per row) with noise of deviation ``sigma`` on every count.
+
+    A window opens where 1, 2 or 4 neighbouring bins stand out so far that noise alone would anywhere in the release
+    with probability at most ``alarm``. It takes in every other bin that stands out alone, and grows over neighbours
+    above 2.5 deviations.
+
+    >>> found = windows(np.array([[0.0, 50.0, 9.0, 4.0, 1.0], [0.0, 1.0, 0.0, -2.0, 1.0]]), 2.0)
+    >>> found.found.tolist(), int(found.first[0]), int(found.last[0])
+    ([True, False], 1, 2)
+    """
+    from scipy.special import ndtri
+
+    rows, bins = counts.shape
+    sigma = max(sigma, 1e-9)
+    level = float(-ndtri(alarm / (3.0 * rows * bins)))
+    kept = counts > level * sigma
+    padded = np.concatenate([np.zeros((rows, 1)), np.cumsum(counts, axis=1)], axis=1)
+    for width in (2, 4):
+        if width > bins:
+            continue
+        sums = padded[:, width:] - padded[:, :-width]
+        best = sums.argmax(axis=1)
+        # Only where no narrower window opened: a wide one would take in its empty neighbours.
+        opens = (sums[np.arange(rows), best] > level * sigma * math.sqrt(width)) & ~kept.any(axis=1)
+        for shift in range(width):
+            kept[np.flatnonzero(opens), best[opens] + shift] = True
+    near = counts > _GROW * sigma
+    for _ in range(bins):
+        grown = kept.copy()
+        grown[:, 1:] |= kept[:, :-1] & near[:, 1:]
+        grown[:, :-1] |= kept[:, 1:] & near[:, :-1]
+        if (grown == kept).all():
+            break
+        kept = grown
+    found = kept.any(axis=1)
+    return Windows(found, kept.argmax(axis=1), bins - 1 - kept[:, ::-1].argmax(axis=1))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a histogram of magnitudes told of each feature.
+
+    ``reach`` is an upper limit of |x|; ``seen`` whether it is the feature's own or one for all; ``offsets`` are
+    features of one sign that keep within three octaves, with the interval [low, high] to look into.
+    """
+
+    reach: Floats
+    seen: npt.NDArray[np.bool_]
+    offsets: npt.NDArray[np.int64]
+    low: Floats
+    high: Floats
+
+
+def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False) -> Found:
+    """Upper limits from counts (features, sign, octave) with noise ``sigma``.
+
+    A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added
+    when a tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit. With
+    ``whole`` no value that was seen may lie beyond its limit.
+
+    >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 11 - LOWEST] = 900.0
+    >>> found = read_magnitudes(counts, 1.0)
+    >>> found.reach.tolist(), found.offsets.tolist(), found.low.tolist(), found.high.tolist()
+    ([2048.0], [0], [1024.0], [2048.0])
+    """
+    both, noise = counts.sum(axis=1), sigma * math.sqrt(2.0)
+    mine = windows(both, noise)
+    everybody = both.sum(axis=0, keepdims=True)
+    shared = windows(everybody, noise * math.sqrt(len(both)))
+    tail = 0.0 if whole else _TAIL if len(both) > 1 else _POOLED_TAIL
+    top = np.where(mine.found, _top(both, mine, tail), _likely(both, noise, _usual(both, mine, shared, tail)))
+    mass = np.array([row[a : b + 1].sum() for row, a, b in zip(both, mine.first, mine.last, strict=True)])
+    mass = np.where(mine.found, mass, 0.0)
+    most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
+    pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
+    narrow = mine.found & (mass >= 0.6 * most) & (mine.last - mine.first < 3)
+    by_sign = np.stack(
+        [counts[np.arange(len(both))[:, None], sign, _around(mine.first)].sum(axis=1) for sign in (0, 1)]
+    )
+    one_sided = np.abs(by_sign[0] - by_sign[1]) > 0.9 * np.abs(by_sign).sum(axis=0)
+    offsets = np.flatnonzero(narrow & one_sided)
+    sign = np.where(by_sign[0] >= by_sign[1], 1.0, -1.0)[offsets]
+    near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
+    low, high = np.where(sign > 0, near, -far), np.where(sign > 0, far, -near)
+    return Found(np.exp2(np.minimum(top + LOWEST + pad, HIGHEST + 1.0)), mine.found, offsets, low, high)
+
+
+def _usual(both: Floats, mine: Windows, shared: Windows, tail: float) -> int:
+    """The limit of a usual feature: the median of those found, else that of all features together."""
+    if mine.found.any():
+        return int(np.median(_top(both, mine, tail)[mine.found]))
+    everybody = both.sum(axis=0, keepdims=True)
+    return int(_top(everybody, shared, tail)[0]) if shared.found[0] else int(everybody.argmax())
+
+
+def _likely(counts: Floats, noise: float, usual: int) -> npt.NDArray[np.int64]:
+    """For features that do not stand out: the top of their best four octaves if those are 3.5 deviations up.
+
+    A limit that is too small is the lesser evil, because values beyond it are moved to it and keep their sign; one
+    that is too large makes the feature vanish.
+    """
+    sums = np.lib.stride_tricks.sliding_window_view(counts, 4, axis=1).sum(axis=2)
+    best = sums.argmax(axis=1)
+    return np.where(sums.max(axis=1) > 3.5 * 2.0 * noise, best + 3, usual)
+
+
+def middle_octave(counts: Floats) -> float:
+    """The median octave of pooled counts (1, sign, octave), negative counts taken as none.
+
+    >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 3 - LOWEST] = 9.0
+    >>> middle_octave(counts)
+    3.0
+    """
+    both = np.maximum(counts.sum(axis=(0, 1)), 0.0)
+    return float(np.searchsorted(np.cumsum(both), 0.5 * both.sum()) + LOWEST)
+
+
+def read_octaves(means: Floats, sigma: float, centre: float) -> Floats:
+    """Upper limits from noisy mean octaves above ``centre``, shrunk towards it as far as they are noise.
+
+    >>> read_octaves(np.array([10.0, -10.0]), 0.0, 3.0).round(6).tolist()
+    [16384.0, 0.015625]
+    """
+    signal = max(0.0, 1.0 - len(means) * sigma * sigma / max(float(means @ means), 1e-300))
+    # The largest value is one or two octaves above the mean octave; an error in it is worse below than above.
+    above = centre + signal * means + 1.0 + min(signal * sigma, 2.0)
+    return np.exp2(np.clip(above, LOWEST, HIGHEST + 1.0))
+
+
+def _top(counts: Floats, window: Windows, tail: float) -> npt.NDArray[np.int64]:
+    """The octave up to which all but a small part of the counts in the window lie."""
+    places = np.arange(counts.shape[1])
+    inside = (places >= window.first[:, None]) & (places <= window.last[:, None])
+    sums = np.cumsum(np.where(inside, np.maximum(counts, 0.0), 0.0), axis=1)
+    return np.asarray((sums < (1.0 - tail) * sums[:, -1:]).sum(axis=1))
+
+
+def _around(first: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Three octaves from the first occupied one."""
+    return np.asarray(np.minimum(first[:, None] + np.arange(3), HIGHEST - LOWEST))
+
+
+def read_pieces(
+    counts: Floats, sigma: float, low: Floats, high: Floats, mass: float | None = None
+) -> tuple[Floats, Floats]:
+    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off.
+
+    Args:
+        mass: how much there is to be found, if that is public; else it is read off the counts.
+
+    >>> counts = np.zeros((1, PIECES)); counts[0, 8:16] = 100.0
+    >>> [limit.tolist() for limit in read_pieces(counts, 1.0, np.array([0.0]), np.array([32.0]))]
+    [[8.0], [16.0]]
+    """
+    total = np.full(len(counts), mass) if mass is not None else counts.sum(axis=1)
+    new_low, new_high = low.copy(), high.copy()
+    for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
+        pieces = PIECES // merged
+        noise = sigma * math.sqrt(merged)
+        coarse = counts.reshape(len(counts), pieces, merged).sum(axis=2)
+        inner = windows(coarse, noise)
+        places = np.arange(pieces)
+        inside = (places >= inner.first[:, None]) & (places <= inner.last[:, None])
+        caught = np.where(inside, coarse, 0.0).sum(axis=1) + 1.5 * noise * np.sqrt(inside.sum(axis=1))
+        use = inner.found & (caught >= _CAUGHT * total)
+        pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
+        width = (high - low) / pieces
+        new_low = np.where(use, low + np.maximum(inner.first - pad, 0) * width, new_low)
+        new_high = np.where(use, low + np.minimum(inner.last + pad + 1, pieces) * width, new_high)
+    return new_low, new_high
+
+
+def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
+    """The length that 99 % of the rows do not exceed, from counts below ``edges``; the last if nothing stands out.
+
+    >>> read_norms(np.array([0.0, 60.0, 40.0, 1.0]), 1.0, np.array([1.0, 2.0, 4.0]))
+    4.0
+    """
+    window = windows(counts[None], sigma)
+    if not window.found[0]:
+        return float(edges[-1])
+    inside = np.maximum(counts[window.first[0] : window.last[0] + 1], 0.0)
+    reached = int(np.searchsorted(np.cumsum(inside), 0.99 * inside.sum())) + int(window.first[0])
+    return float(edges[min(reached, len(edges) - 1)])
+
+
+def read_target(counts: Floats, sigma: float, *, whole: bool = False) -> tuple[float, float] | None:
+    """The interval [low, high] that holds the targets, from their magnitudes; ``None`` if nothing stands out.
+
+    It is widened by an octave where a tail could hide in the noise, and with ``whole`` always.
+
+    >>> counts = np.zeros(2 * (HIGHEST - LOWEST + 1) + 1); counts[3 - LOWEST] = 100.0
+    >>> read_target(counts, 1.0)
+    (4.0, 8.0)
+    """
+    octaves = HIGHEST - LOWEST + 1
+    # From the most negative to the most positive, zero in the middle: one line of bins.
+    line = np.concatenate([counts[octaves:-1][::-1], counts[-1:], counts[:octaves]])[None]
+    found = windows(line, sigma, _TARGET_ALARM)
+    if not found.found[0]:
+        return None
+    edges = np.exp2(np.arange(LOWEST, HIGHEST + 1, dtype=float))
+    uppers: Any = np.concatenate([-edges[::-1] / 2.0, [0.0], edges])
+    lowers: Any = np.concatenate([-edges[::-1], [0.0], edges / 2.0])
+    low, high = float(lowers[found.first[0]]), float(uppers[found.last[0]])
+    if whole or 2.5 * sigma > _UNSEEN * float(line.clip(min=0.0).sum()):
+        low, high = (2.0 * low if low < 0.0 else low / 2.0), (2.0 * high if high > 0.0 else high / 2.0)
+    return (low, high) if low < high else (low - 1.0, high + 1.0)
