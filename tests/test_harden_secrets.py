@@ -19,7 +19,7 @@ import pytest
 import quietgrad.cli
 from quietgrad.cli import main
 from quietgrad.data.sources import PipPackage
-from quietgrad.errors import DataError, LedgerError
+from quietgrad.errors import DataError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.provision import provision, request
 from quietgrad.federation.toml_plan import parse_plan
@@ -160,9 +160,9 @@ def test_a_key_is_not_written_through_a_link(tmp_path: Path, state: Path) -> Non
 def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"")
-    (tmp_path / "p-run.journal").symlink_to(victim)
-    with pytest.raises((LedgerError, OSError)):
-        Journal(tmp_path, "p", "digest").start("run")
+    (tmp_path / "p.journal").symlink_to(victim)
+    with pytest.raises(DataError, match="cannot be kept here"):
+        Journal(tmp_path, "p", "digest")
     assert victim.read_bytes() == b""
 
 
