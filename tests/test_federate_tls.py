@@ -191,7 +191,7 @@ def test_strangers_and_impostors_are_refused(members: Members, tmp_path: Path) -
     posing = replace(members.keys["b"], name="coordinator")
     fake = TlsServer(posing, ("127.0.0.1", 0), ["a"], agreement="plan", most=MOST)
     members.join("a", label="fooled", port=fake.port)
-    assert "no valid certificate" in str(members.end("fooled"))
+    assert "unsuitable certificate purpose" in str(members.end("fooled"))
     fake.close()
 
 
