@@ -132,7 +132,6 @@ def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
     assert party.withdraw()
     party.close()
     assert not journal.exists()
-    assert not journal.exists()
     assert Ledger(tmp_path / "ledger.jsonl").book().counted("default") == []  # nothing was asked
 
 
