@@ -2,8 +2,8 @@
 
     python benchmarks/correlated.py single | turns | srm | federation | cost
 
-Both sides search the same settings of one grid (all, or 600 at random; one run each, the best twenty six more) on
-held-out rows of the training set; the chosen ones train on all of it, ``RUNS`` times, and are tested once each. The
+Both sides search the same settings of one grid (all, or 600 at random; one run each, the best twenty twelve more)
+on held-out rows of the training set; the chosen ones train on all of it, ``RUNS`` times, and are tested once each. The
 promise is add-remove at δ = 1e-5, and every run goes through ``minimize`` or ``simulate`` with secret noise.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.record import save
 RESULTS = Path(__file__).parent / "results"
 NOISES = ("independent", "correlated")
 EPSILONS = (0.2, 0.5, 1.0)
-SETTINGS, FINALISTS, AGAIN, RUNS = 600, 20, 6, 16
+SETTINGS, FINALISTS, AGAIN, RUNS = 600, 20, 12, 16
 GRID: dict[str, tuple[Any, ...]] = {
     "learning_rate": (0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.4, 3.2, 4.8, 6.4, 12.8),
     "clip": (1.0, 1.5, 2.0, 3.0, 4.0),
@@ -83,7 +83,7 @@ def compare(make: Make, grid: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]
     """Both noises at every ε: settings by held-out loss, then the test loss of the chosen ones."""
     (X, y), test = _table("train"), _table("test")
     order = np.random.default_rng(0).permutation(len(y))
-    kept, held = order[len(y) // 5 :], order[: len(y) // 5]
+    kept, held = order[len(y) // 8 :], order[: len(y) // 8]
     rows = []
     for epsilon in EPSILONS:
         for noise in NOISES:

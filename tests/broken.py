@@ -141,7 +141,7 @@ class Quieter(Altered):
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         mechanism, stream = self.inner._mechanism, self.inner._stream  # type: ignore[attr-defined]
-        sigma, _ = mechanism.scale(multiplier, bound)
+        sigma, _ = mechanism.counts_noise(multiplier, bound)
         noisy = counts + self.factor * sigma * stream.normal(release, len(counts))
         return np.asarray(noisy > mechanism.threshold(multiplier, bound))
 

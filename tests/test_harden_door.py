@@ -134,7 +134,7 @@ def certificates(tmp_path: Path, shift: datetime.timedelta) -> dict[str, Credent
     class Clock(real):  # type: ignore[misc, valid-type]
         @classmethod
         def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:  # type: ignore[override]
-            return real.now(tz) + shift
+            return cls.fromtimestamp(real.now(tz).timestamp() + shift.total_seconds(), tz)
 
     with mock.patch.object(provisioning.datetime, "datetime", Clock):
         homes = provision(["a", "coordinator"], tmp_path / f"keys{shift.days}")

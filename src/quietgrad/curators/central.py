@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.session import CentralSession
@@ -37,6 +37,8 @@ class CentralCurator:
             curator: two that share one draw the same noise, and the difference of their releases has none.
         seed: fixed randomness for tests: the run is then **not private** and says so.
     """
+
+    session: ClassVar[type[CentralSession]] = CentralSession
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class CentralCurator:
             charge = self._charge(plan, self.run or "", note, resumed=resumed, part=part)
         else:
             charge = within.part(plan.event, plan.budget)
-        session = CentralSession(
+        session = self.session(
             plan,
             self.objective,
             self.records,

@@ -79,6 +79,12 @@ class CentralSession:
 
     def _draw_from(self, key: bytes) -> None:
         """Samples and noise of all slots from ``key``, by number of the release: a replay draws the same."""
+        self._sample_from(key)
+        self._batches: dict[Drawn, Batch] = {}  # of releases that have begun and are not over
+        self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
+        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
+
+    def _sample_from(self, key: bytes) -> None:
         n = len(self._records)
         passes = [slot.sampling for slot in self._slots.values() if isinstance(slot.sampling, SinglePass)]
         # One store of unused records serves all single-pass slots of a plan.
@@ -88,9 +94,6 @@ class CentralSession:
             for name, slot in self._slots.items()
             if not isinstance(slot.sampling, SinglePass)
         }
-        self._batches: dict[Drawn, Batch] = {}  # of releases that have begun and are not over
-        self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
-        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
     # --- what algorithms ask ----------------------------------------------------------------------------------
 

@@ -11,14 +11,16 @@ import json
 import math
 import operator
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from quietgrad.privacy.correlated import Correlated
 from quietgrad.secure.encoding import Words, check_length, decode, require_headroom, rounded_gaussian_distance
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE, Graph, choose, left_out
 from quietgrad.secure.sampler import SMOOTHING, discrete_gaussian, smoothing_error
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.correlated import Correlated
 
 Mode = Literal["masks", "servers", "mpc"]
 

@@ -115,12 +115,7 @@ def resume(
         discard(meta["run"], folder)
         return result
     budget = None if meta["budget"] is None else Budget.from_json(meta["budget"])
-    if meta["algorithm"] != algorithm.name or meta["config"] != json_values(algorithm.config()):
-        raise DataError(
-            f"{folder}: the checkpoint is of {meta['algorithm']} with other settings; resume with those."
-        )
-    if meta["seeded"]:
-        raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
+    check_resumable(folder, meta, algorithm)
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
     name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
@@ -132,6 +127,16 @@ def resume(
         saver.close()
         raise
     return _run(algorithm, session, curator.initial(), saver, account, notes, callback, saved.state)
+
+
+def check_resumable(folder: str | Path, meta: Any, algorithm: Algorithm) -> None:
+    """Raise unless the kept run is one of ``algorithm`` that may go on."""
+    if meta["algorithm"] != algorithm.name or meta["config"] != json_values(algorithm.config()):
+        raise DataError(
+            f"{folder}: the checkpoint is of {meta['algorithm']} with other settings; resume with those."
+        )
+    if meta["seeded"]:
+        raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
 
 
 def _run(
