@@ -208,7 +208,10 @@ def finish(
         data={"name": data.name, "notes": list(data.notes)},
         details=details,
         metrics=evaluate(
-            objective or objective_from(facts), result.params, data, train=spec.evaluate_train,
+            objective or objective_from(facts),
+            result.params,
+            data,
+            train=spec.evaluate_train,
             frame=Frame.told(details),
         ),  # fmt: skip
     )
