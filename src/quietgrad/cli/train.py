@@ -213,7 +213,7 @@ def finish(
             data,
             train=spec.evaluate_train,
             frame=Frame.told(details),
-        ),  # fmt: skip
+        ),
     )
     result.save(out)
     report_if_possible([out], out / "report.html")
