@@ -46,6 +46,11 @@ def test_every_module_that_plans_a_release_is_attacked() -> None:
     assert not planning - known, f"these plan releases that nothing attacks: {sorted(planning - known)}"
 
 
+def test_every_oracle_is_attacked() -> None:
+    given = [example.settings.get("oracle") for entry in ALGORITHMS.values() for example in entry.attacks]
+    assert {oracle["name"] for oracle in given if oracle is not None} == set(ORACLES)
+
+
 def test_every_private_method_is_registered() -> None:
     """Whatever has a schedule and steps can be handed to minimize()."""
     homes = {f"algorithms.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values()}

@@ -228,7 +228,7 @@ def lost_rounds(patched: bool) -> Findings:
     """The bug: only rounds that were completed are charged."""
     from quietgrad.federation.coordinator_session import FederatedSession
 
-    def completed(self: Any, data_dependent: bool) -> Any:
+    def completed(self: Any, *_: Any) -> Any:
         return self._plan.event_of(self._made)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -292,15 +292,15 @@ def coordinator(source: Any) -> Findings:
 
 
 def party_charge(patched: bool) -> Findings:
-    """Parties who charge one round less than they answered."""
-    from quietgrad.federation.party import PartyCurator
+    """Parties who charge less than they answer."""
+    from quietgrad.federation.plan import FederatedPlan
 
-    def one_less(self: PartyCurator) -> Any:
-        return self.plan.party_event(self._place, {"gradient": self._journal.draws("gradient") - 1})
+    def less(self: FederatedPlan, place: int, counts: Any) -> Any:
+        return self.schedule.slots[0].event(self.noise_multiplier, Relation.ADD_REMOVE, 31)
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            patch.setattr(PartyCurator, "_spent", one_less)
+            patch.setattr(FederatedPlan, "party_event", less)
         return probe_federation("curator", rounds=32)
 
 
@@ -445,7 +445,12 @@ TABLE = [
         lambda: coordinator(broken.SilentEverySeventh),
         lambda: coordinator(None),
     ),
-    Mutation("a party charges k − 1 of k", "L0 charge", lambda: party_charge(True), lambda: party_charge(False)),
+    Mutation(
+        "a party charges less than it answers",
+        "L0 charge",
+        lambda: party_charge(True),
+        lambda: party_charge(False),
+    ),
     Mutation(
         "a random round that is always the last",
         "L0 rounds",

@@ -107,15 +107,37 @@ def _labels(runs: int) -> Iterator[AuditReport]:
     yield _report("labels", once, [found, *probe_slots(lengthened(once), what="labels")], runs, started)
 
 
-def _looks(runs: int) -> Iterator[AuditReport]:
-    """The plans that estimators make, looks at labels and targets included: noise of every slot."""
-    from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
+class _Planned(Exception):
+    """Carries the plan that a fit was about to open."""
 
-    for estimator in (PrivateLogisticRegression(epsilon=6.0, row_bound=1.0), PrivateLinearRegression(epsilon=6.0)):
+
+def _looks(runs: int) -> Iterator[AuditReport]:
+    """The plans that estimators make, looks at labels, targets and features included: noise of every slot."""
+    from quietgrad import estimators
+
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-0.5, 0.5, (400, 3))
+    for name in ("PrivateLogisticRegression", "PrivateLinearRegression", "PrivateAdditiveClassifier"):
         started = time.perf_counter()
-        plan = estimator._planned(50)
-        name = type(estimator).__name__
+        kind = getattr(estimators, name)
+        known = {"row_bound": 1.0} if "row_bound" in kind().get_params() else {}
+        plan = _plan_of(kind(epsilon=6.0, **known), X, (X[:, 0] > 0).astype(int))
         yield _report(name, plan, probe_slots(lengthened(plan), what=name), runs, started)
+
+
+def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
+    """What a fit would release: it is stopped at the door, before anything is charged."""
+
+    def stop(objective: Any, data: Any, plan: Plan) -> Any:
+        raise _Planned(plan)
+
+    estimator._open = stop
+    try:
+        estimator.fit(X, y)
+    except _Planned as planned:
+        plan: Plan = planned.args[0]
+        return plan
+    raise AssertionError(f"{type(estimator).__name__}: a fit that opened no door.")
 
 
 def _search(runs: int) -> Iterator[AuditReport]:
@@ -233,7 +255,12 @@ RELEASES: dict[str, Release] = {
         Release("private-certificate", ("training.private_stationarity",), _certificate),
         Release("evaluation", ("algorithms.tabulate",), _evaluation),
         Release("labels", ("objectives.queries.labels",), _labels),
-        Release("estimators", ("estimators.classifiers", "estimators.regressors"), _looks, "sklearn"),
+        Release(
+            "estimators",
+            ("estimators.classifiers", "estimators.regressors", "estimators.additive"),
+            _looks,
+            "sklearn",
+        ),
         Release("private-search", ("estimators.search",), _search, "sklearn"),
         Release("own-loop", ("torch.own_loop",), _own_loop, "torch"),
     )

@@ -265,9 +265,7 @@ def take_part(
     party = network.party(
         file, credentials, (table.X, table.y), folder=out, ledger=kept, account=account, cap=cap
     )  # fmt: skip
-    tell(
-        f"{out} holds the run's journal; start again there to continue it, elsewhere for another"
-    )
+    tell(f"{out} holds the run's journal; start again there to continue it, elsewhere for another")
     tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
     member = _member(file, credentials, party.handle, tell, patience)
     try:

@@ -251,7 +251,7 @@ class Rows:
         buffers = self._buffers
         row: Floats = np.empty(0)
         for number in range(self._next, release + 1):
-            row = self._units.row(number, dim) - self._alpha @ buffers
+            row = self._units.row(number, dim) - np.dot(self._alpha, buffers)
             buffers *= self._lam
             buffers += row
         self._next = release + 1

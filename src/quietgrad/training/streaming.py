@@ -2,8 +2,8 @@
 
 The number of releases is fixed in the plan before the first person arrives. What ε needs of the caller is that
 *when* somebody is given to the stream does not depend on other people: batches are cut by a public clock (the
-arrivals of a day), never "when there are enough", and a person comes in one batch only. Sizes may vary and are never
-told; sums are divided by the public ``batch_size``.
+arrivals of a day), never "when there are enough", and a person comes in one batch only. Sizes may vary and are
+never told; sums are divided by the public ``batch_size``.
 """
 
 from __future__ import annotations
