@@ -152,10 +152,8 @@ class Charge:
         """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
         from quietgrad.privacy.accounting import mu_of
 
-        if self.spent is not None:
-            raise BudgetError(
-                "the search that paid for this round is over; a fit of its own is charged on its own."
-            )
+        if self.closed:
+            raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
         try:
             pays = (

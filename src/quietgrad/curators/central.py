@@ -63,9 +63,7 @@ class CentralCurator:
         self._process = os.getpid()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "a curator cannot be copied or pickled: two would use the same noise. Make one where it is."
-        )
+        raise TypeError("a curator cannot be copied or pickled: two would use the same noise. Make another.")
 
     def initial(self) -> Vector:
         """The starting point, which depends on no record."""
