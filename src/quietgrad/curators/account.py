@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation
 
 
+EPOCH = "#"  # between a run's name and the number of an epoch, in the ledger
 _tally: dict[str, list[tuple[events.Event, Relation]]] = {}
 _tally_lock = threading.Lock()
 
@@ -151,6 +152,8 @@ class Charge:
         """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
         from quietgrad.privacy.accounting import mu_of
 
+        if self.closed:
+            raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
         try:
             pays = (

@@ -130,6 +130,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
                 model.fit(_safe_indexing(X, train), y[train])
+            model._within = None  # a later fit of the chosen model is a fit of its own
             total = session.release(
                 "round", MeanScore(lambda rows, truth, model=model: each(model, rows, truth), test)
             )
@@ -257,7 +258,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             notes=notes,
         )
         model.result_ = replace(model.result_, privacy=model.privacy_)
-        model.set_params(account=self.account)
+        model.set_params(account=self.account, ledger=self.ledger, cap=self.cap)
         return proof.epsilon
 
     def _check(self) -> None:

@@ -15,8 +15,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.federation.kept_file import KeptFile
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 

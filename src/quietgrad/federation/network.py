@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.journal import forget
-from quietgrad.federation.kept_file import KeptFile
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
