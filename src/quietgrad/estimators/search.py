@@ -131,9 +131,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
                 model.fit(_safe_indexing(X, train), y[train])
-            total = session.release(
-                "round", MeanScore(lambda rows, truth, model=model: each(model, rows, truth), test)
-            )
+            total = session.release("round", MeanScore(partial(each, model), test))
             if best is None or total[0] > best[0]:
                 best = (float(total[0]), model, grid[pick])
         spent = session.close("searched")
@@ -276,9 +274,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             raise TypeError("estimator: must be one of quietgrad's linear estimators.")
         if is_regressor(self.estimator):
             if self.estimator.target_bounds is None:
-                raise DataError(
-                    "estimator: declare its target_bounds as public; scores are in units of that range."
-                )
+                raise DataError("estimator: declare its target_bounds as public; scores are in their units.")
         elif self.estimator.classes is None:
             raise DataError(
                 "estimator: declare its classes as public; a search cannot look for them in every round."
