@@ -125,6 +125,7 @@ class _Additive(PrivateLinearModel):  # type: ignore[misc]
             crowded=2.0,
             **self._method_shape(),
         )
+        method = replace(method, bands=True)
         looks = tuple(
             Slot(name, FullBatch(), fixed=look_noise(budget, share)) for name, share in look.shares().items()
         )
@@ -189,12 +190,8 @@ class _Additive(PrivateLinearModel):  # type: ignore[misc]
         return shapes
 
     def _deviations(self) -> Any:
-        """Covariance of the expanded coefficients by privacy noise and sampling: S S times one variance for all."""
-        details = self.result_.details
-        variance = details["step_noise"] ** 2 + details["sampling_noise"] ** 2
-        scale = np.asarray(details["whitening"])
-        spread = scale @ scale.T if scale.ndim == 2 else np.diag(scale**2)
-        return variance * spread * self._frame.target_scale**2
+        """Covariance of the expanded coefficients by privacy noise and sampling."""
+        return np.asarray(self.result_.details["noise_covariance"]) * self._frame.target_scale**2
 
     def plot(self, features: Sequence[Any] | None = None, axes: Any = None) -> Any:
         """Draw the shape functions with bands of two standard errors; returns the matplotlib figure."""
