@@ -174,6 +174,20 @@ def test_several_classes_svc_weights_and_names() -> None:
     assert named.fit(X, rare).privacy_.accountant == "pld-poisson"
 
 
+def test_partial_fits_on_disjoint_people_cost_one_fit_each(tmp_path: Path) -> None:
+    X, y = table(9000)
+    path = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 6, ledger=path, account="people")
+    for part in np.array_split(np.arange(9000), 3):
+        model.partial_fit(X[part], y[part], classes=[0, 1])
+    assert model.score(X, y) > 0.88
+    book = qg.Ledger(path)
+    for k in (1, 2, 3):
+        assert book.spent(f"people, part {k}", delta=1e-5, relation="replace-one").epsilon == pytest.approx(1.0, rel=1e-3)
+    with pytest.raises(ValueError, match="declare the classes"):
+        PrivateLogisticRegression().partial_fit(X, y)
+
+
 def test_additive_models_learn_shapes_with_error_bands() -> None:
     rng = np.random.default_rng(7)
     frame = pd.DataFrame({"x": rng.uniform(-2, 2, 20_000), "z": rng.uniform(0, 100, 20_000)})

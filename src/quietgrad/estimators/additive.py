@@ -223,6 +223,10 @@ class _Additive(PrivateLinearModel):  # type: ignore[misc]
         figure.tight_layout()
         return figure
 
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Any:
+        """Not offered."""
+        raise NotImplementedError("an additive model is fitted at once; give fit all records.")
+
     def summary(self, level: float = 0.95) -> Any:
         """Not offered: see :attr:`shape_functions_` for functions with error bands."""
         raise NotImplementedError("an additive model has shape_functions_ with error bands, and no summary.")
