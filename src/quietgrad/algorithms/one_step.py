@@ -22,7 +22,8 @@ from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Loss
 from quietgrad.objectives.tables.glm import Logistic, Squared
 from quietgrad.objectives.tables.information import WhitenedInformation
-from quietgrad.objectives.tables.whitening import Floats, WhitenedGradient, Whitening
+from quietgrad.objectives.tables.table import Floats
+from quietgrad.objectives.tables.whitening import WhitenedGradient, Whitening
 from quietgrad.privacy.budget import Relation
 
 MOST_NOISE = 1.0 / 3.0

@@ -93,8 +93,9 @@ class WhitenedGD(Algorithm):
                 check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
         if self.moments not in ("full", "diagonal"):
             raise ValueError(f"moments={self.moments!r}: must be 'full' or 'diagonal'.")
-        if isinstance(self.look, dict):  # as a saved configuration holds it
-            object.__setattr__(self, "look", Look(**self.look))
+        look: Any = self.look
+        if isinstance(look, dict):  # as a saved configuration holds it
+            object.__setattr__(self, "look", Look(**look))
         if sum(self._shares().values()) >= 1.0:
             raise ValueError("the shares add up to the whole budget; leave some for the gradients.")
 

@@ -34,7 +34,7 @@ from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
 
 
-class _Additive(PrivateLinearModel):  # type: ignore[misc]
+class _Additive(PrivateLinearModel):
     """What both additive models share."""
 
     categories: Mapping[Any, Sequence[Any]] | None
@@ -316,7 +316,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
 
         labels = () if declared is not None else (self._look(len(Z)),)
         known = 2 if declared is None else len(declared)
-        data = y if labels else np.searchsorted(declared, y)
+        data = y if declared is None else np.searchsorted(declared, y)
         fitted: PrivateAdditiveClassifier = self._fit_shapes(Z, data, labels=labels, classes=known, start=start)
         return fitted
 

@@ -66,6 +66,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     _within: Charge | None = None
     """An entry that pays for the fit already: that of a private search whose round it is."""
     _regression = False
+    _parts: int
+    _seen_records: int
 
     def _budget(self) -> Budget:
         return Budget(self.epsilon, self.delta, Relation.parse(self.relation))
