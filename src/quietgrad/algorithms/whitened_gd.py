@@ -36,6 +36,7 @@ from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
 _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
+_AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs no accuracy
 _WIDEST_CLIP = 1.0  # in units of the rows' length: most gradients are shorter
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
@@ -263,7 +264,7 @@ class WhitenedGD(Algorithm):
         freedom = whitening.radius**2 - whitening.column**2
         wanted = self.horizon * self._signal(door) / (freedom + 1.0)
         reach = min(max(wanted, _SHORTEST), _LONGEST)
-        widened = min(max(wanted / _LONGEST, 1.0), _WIDEST_CLIP / self.clip)
+        widened = min(wanted / (_AMPLE * _LONGEST), _WIDEST_CLIP / self.clip)
         momentum, rate = (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
         return momentum, rate, max(widened, 1.0)
 
