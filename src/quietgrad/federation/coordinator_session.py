@@ -197,9 +197,9 @@ class FederatedSession:
         """Charge a new release of ``slot``, durably, and return its round number."""
         if self._draws[slot] - self._made[slot] > self._plan.spare:
             t, faults = self.faults[-1] if self.faults else (self._store.last_round, {})
-            why = named(faults) or "the coordinator was interrupted"
+            why = named(faults) or "interrupted"
             raise DropoutError(
-                list(faults),
+                list(faults) or ["coordinator"],
                 f"round {t} was lost ({why}) and the plan's {self._plan.spare} spare rounds are used up",
             )
         if rho is not None and self._plan.is_private:
