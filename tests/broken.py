@@ -141,7 +141,7 @@ class Quieter(Altered):
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         mechanism, stream = self.inner._mechanism, self.inner._stream  # type: ignore[attr-defined]
-        sigma, _ = mechanism.scale(multiplier, bound)
+        sigma, _ = mechanism.counts_noise(multiplier, bound)
         noisy = counts + self.factor * sigma * stream.normal(release, len(counts))
         return np.asarray(noisy > mechanism.threshold(multiplier, bound))
 
@@ -264,21 +264,20 @@ class AlwaysTheLastRound(CentralSession):
 class SamplesOnce(CentralSession):
     """Draws one sample and uses it in every release."""
 
-    def batch(self, drawn: Any) -> Batch:
-        self._batches[drawn] = super().batch(drawn._replace(number=0))
-        return self._batches[drawn]
+    def _batch(self, drawn: Any) -> Batch:
+        return super()._batch(drawn._replace(number=0))
 
 
 class SamplesMore(CentralSession):
     """Takes more records than it says."""
 
-    def batch(self, drawn: Any) -> Batch:
-        found = super().batch(drawn)
-        if found.indices is not None:
-            everyone = np.arange(len(self._records))
-            more = np.union1d(found.indices, everyone[(everyone + drawn.number) % 10 == 0])
-            self._batches[drawn] = found = found._replace(indices=more)
-        return found
+    def _batch(self, drawn: Any) -> Batch:
+        found = super()._batch(drawn)
+        if found.indices is None:
+            return found
+        everyone = np.arange(len(self._records))
+        more = np.union1d(found.indices, everyone[(everyone + drawn.number) % 10 == 0])
+        return found._replace(indices=more)
 
 
 class ReplaysByName(CentralSession):

@@ -15,7 +15,6 @@ from quietgrad.audit.releases import RELEASES
 from quietgrad.audit.series import MECHANISMS
 from quietgrad.objectives.registry import NETWORKS, TABLE_LOSSES
 from quietgrad.oracles.registry import ORACLES
-from quietgrad.privacy import mechanisms
 
 ROOT = Path(quietgrad.__file__).parent
 SAMPLERS = {"release_gaussian", "release_l2_laplace", "l2_laplace", "noisy_argmax", "discrete_gaussian"}
@@ -40,11 +39,16 @@ def test_every_module_that_plans_a_release_is_attacked() -> None:
     known = {f"algorithms.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values() if entry.attacks}
     known |= {f"oracles.{home.partition('.')[0]}" for home in ORACLES.values()}
     known |= {home for release in RELEASES.values() for home in release.homes}
-    known.add("oracles.recursive_momentum")  # DP-SRM's own, attacked with it
+    known |= {"oracles.recursive_momentum", "oracles.base"}  # DP-SRM's own, and what all oracles share
     planning = {
         name for name, tree in modules() if "Slot" in calls(tree) and not name.startswith(("audit.", "plans."))
     }
     assert not planning - known, f"these plan releases that nothing attacks: {sorted(planning - known)}"
+
+
+def test_every_oracle_is_attacked() -> None:
+    given = [example.settings.get("oracle") for entry in ALGORITHMS.values() for example in entry.attacks]
+    assert {oracle["name"] for oracle in given if oracle is not None} == set(ORACLES)
 
 
 def test_every_private_method_is_registered() -> None:
@@ -62,8 +66,15 @@ def test_every_private_method_is_registered() -> None:
 
 
 def test_every_mechanism_is_listened_to() -> None:
-    existing = set(mechanisms._KINDS.values())
-    assert existing == set(LISTENERS) == {type(mechanism) for mechanism in MECHANISMS}
+    existing = {
+        node.name
+        for _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(b, ast.Name) and b.id == "Mechanism" for b in node.bases)
+    }
+    listened = {kind.__name__ for kind in LISTENERS}
+    assert existing == listened == {type(mechanism).__name__ for mechanism in MECHANISMS}
 
 
 def test_noise_meets_data_in_mechanisms_and_nowhere_else() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,6 +288,25 @@ def test_killed_between_ledger_and_journal_answers_nothing_more(
     assert ask(party, 1).kind == "refused"
     assert say(party, "close").kind == "closed"
     assert charged(tmp_path) == [PLAN.party_event(0, None)]
+
+
+def test_full_disk_gives_nothing_and_spoils_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    party = make()
+    say(party, "open")
+    ask(party, 0)
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        write(file, data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("quietgrad.federation.kept_file.os.write", full)
+        assert "ENOSPC" in ask(party, 1).fields["reason"]
+    assert ask(party, 1).kind == "sum"
+    party.close()
+    party = make()
+    assert say(party, "open").fields["round"] == 1
 
 
 @pytest.mark.parametrize(

@@ -12,26 +12,12 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation.toml_plan import read_plan
 from quietgrad.privacy.ledger import Ledger
-from tests.test_federate_network import ROOT, TWO, ended, folder, start, two
+from tests.killed import COORDINATOR, KILLED, PARTY
+from tests.test_federate_network import TWO, ended, folder, start, two
 
 __all__ = ["folder", "start"]  # fixtures of the other file
 STEPS = 3
-KILLED = str(ROOT / "tests" / "killed.py")
 PLAN = TWO.replace("steps = 300", f"steps = {STEPS}")
-COORDINATOR = {
-    "nobody has heard of the end": ("quietgrad.federation.aggregate_store:AggregateStore.end", "after"),
-    "parties have closed, its own ledger has not": ("quietgrad.curators.account:Charge.close", "before"),
-    "its ledger is closed and nothing is saved": ("quietgrad.curators.account:Charge.close", "after"),
-    "the model is saved and the statement is not": ("quietgrad.training.result:Result.to_json", "before"),
-    "all is saved and nothing cleared away": ("quietgrad.training.result:Result.save", "after"),
-    "nobody has the model yet": ("quietgrad.federation.transport.tls:TlsServer.finish", "before"),
-}  # fmt: skip
-PARTY = {
-    "its ledger is not closed": ("quietgrad.curators.account:Charge.close", "before"),
-    "its ledger is closed and its journal does not say so": ("quietgrad.curators.account:Charge.close", "after"),
-    "nobody heard that it closed": ("quietgrad.federation.approval:Approval.close", "after"),
-    "it has the model and has not saved it": ("quietgrad.federation.network:save_parting", "before"),
-}
 
 
 def killed(process: subprocess.Popen[str]) -> None:

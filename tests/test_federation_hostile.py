@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,14 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.federation import network
-from quietgrad.federation.provision import Credentials
-from quietgrad.federation.queries import pack
-from quietgrad.federation.toml_plan import PlanFile, parse_plan, read_plan
-from quietgrad.federation.transport import Bytes
-from quietgrad.federation.transport.tls import TlsServer
-from quietgrad.federation.transport.tls_party import TlsParty
-from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.base import Gradient
+from quietgrad.federation.toml_plan import parse_plan, read_plan
 from quietgrad.privacy.ledger import Ledger
+from tests.hostile_members import HostileCoordinator, lying_party
 from tests.test_federate_network import ROOT, TWO, ended, folder, spent_in, start, two
 
 __all__ = ["folder", "start"]  # fixtures of the other file
 STEPS = 25
 PLAN = TWO.replace("steps = 300", f"steps = {STEPS}").replace('trust = "curator"', 'trust = "local"')
-
-
-class Coordinator:
-    """A coordinator who says whatever it likes, to real parties."""
-
-    def __init__(self, file: PlanFile, agreement: str = "") -> None:
-        self.plan = file.plan
-        self._server = TlsServer(
-            Credentials.read("keys/coordinator"), (file.host, file.port), ["a", "b"],
-            agreement=agreement or file.digest, most=network.largest_frame(file),
-        )  # fmt: skip
-        self.finish: Callable[..., None] = self._server.finish
-
-    def say(self, kind: str, arrays: Any = None, **fields: Any) -> Message:
-        message = Message(kind, {"plan": self.plan.digest, **fields}, arrays or {})
-        return decode(self._server.exchange({"b": encode(message)}, timeout=60.0)[0]["b"])
-
-    def ask(self, run: str, t: int, clip: float = 1.0, **fields: Any) -> Message:
-        query, arrays = pack(Gradient(np.zeros(3), clip))
-        words = {"run": run, "round": t, "slot": "gradient", "draw": t, "rho": None, "query": query}
-        return self.say("ask", arrays, **{**words, **fields})
 
 
 @pytest.mark.usefixtures("folder")
@@ -60,17 +31,18 @@ def test_coordinator_who_wants_more_than_was_approved(start: Any) -> None:
     silent = parse_plan(
         PLAN.replace("spare = 3", "private = false").replace("[budget]\nepsilon = 1.0\ndelta = 1e-5\n", "")
     ).plan
-    hostile, party = Coordinator(file), start(*words["b"])
+    hostile, party = HostileCoordinator(file, Path("keys")), start(*words["b"])
     for other in (louder, silent):  # two plans, and a plan without noise
         assert "not the one that was approved" in hostile.say("open", run="r0", plan=other.digest).fields["reason"]
     given = 0
     for k in range(12):
         hostile.say("open", run=f"r{k}")
-        given += sum(hostile.ask(f"r{k}", t).kind == "sum" for t in range(STEPS))
+        given += hostile.releases(f"r{k}", 0, STEPS)
     assert given == STEPS
-    for fields in ({"clip": 9.0}, {"rho": 1e9}, {"draw": 0}, {"round": 3}):
+    tricks: list[dict[str, Any]] = [{"clip": 9.0}, {"rho": 1e9}, {"draw": 0}, {"round": 3}]
+    for fields in tricks:
         assert hostile.ask("r0", **{"t": STEPS, **fields}).kind == "refused"
-    given += sum(hostile.ask("r0", t).kind == "sum" for t in range(STEPS, 2 * STEPS))
+    given += hostile.releases("r0", STEPS, STEPS)
     assert given == STEPS + 3
     hostile.say("close", run="r0", reason="steps", data_dependent=False)
     assert hostile.say("open", run="r99").fields["code"] == "plan"
@@ -79,7 +51,7 @@ def test_coordinator_who_wants_more_than_was_approved(start: Any) -> None:
     assert (code, "what the plan costs stays charged" in err) == (1, True)
     assert spent_in(Path("b"), "default", 1e-5) == pytest.approx(file.plan.epsilon(), rel=1e-6)
     # An operator who starts it again in its folder continues that run, and approves no other.
-    hostile, party = Coordinator(file), start(*words["b"])
+    hostile, party = HostileCoordinator(file, Path("keys")), start(*words["b"])
     assert "one run was approved here" in hostile.say("open", run="r100").fields["reason"]
     assert hostile.ask("r0", 99).kind == "refused"
     hostile.finish("bye")
@@ -91,7 +63,7 @@ def test_coordinator_who_wants_more_than_was_approved(start: Any) -> None:
 def test_second_process_of_a_party_and_a_stale_plan_are_refused(start: Any) -> None:
     words = two(Path(), PLAN)
     file = read_plan("plan.toml")
-    hostile, party = Coordinator(file), start(*words["b"])
+    hostile, party = HostileCoordinator(file, Path("keys")), start(*words["b"])
     assert hostile.say("open", run="r0").kind == "ready"
     code, _, err = ended(start(*words["b"]))
     assert (code, "another process answers for b" in err) == (1, True)
@@ -99,7 +71,7 @@ def test_second_process_of_a_party_and_a_stale_plan_are_refused(start: Any) -> N
     code, _, err = ended(party)
     assert (code, "nothing was asked, so nothing is charged" in err) == (1, True)
     assert Ledger("b/ledger.jsonl").book().counted("default") == []
-    stale = Coordinator(file, agreement="0" * 64)
+    stale = HostileCoordinator(file, Path("keys"), agreement="0" * 64)
     code, _, err = ended(start(*words["b"]))
     assert (code, "compare the digests" in err) == (1, True)
     stale.finish("bye")
@@ -110,18 +82,7 @@ def test_party_who_lies_is_named_and_learns_nothing(start: Any) -> None:
     words = two(Path(), PLAN.replace("spare = 3", "spare = 1"))
     file = read_plan("plan.toml")
     server, honest = start(*words["server"]), start(*words["b"])
-
-    def lie(data: Bytes) -> Bytes:
-        message = decode(bytes(data))
-        fields = {"run": message.fields["run"], "round": message.fields.get("round")}
-        if message.kind == "ask":
-            return encode(Message("sum", fields, {"total": np.full(3, np.nan)}))
-        return encode(Message("ready", {**fields, "round": -1}))
-
-    liar = TlsParty(
-        Credentials.read("keys/a"), (file.host, file.port), lie, agreement=file.digest,
-        most=network.largest_frame(file), patience=60.0,
-    )  # fmt: skip
+    liar = lying_party(file, Path("keys"))
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(liar.run().words))
     thread.start()

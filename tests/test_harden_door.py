@@ -128,15 +128,8 @@ def test_a_frame_that_is_only_announced_takes_no_memory() -> None:
 
 def certificates(tmp_path: Path, shift: datetime.timedelta) -> dict[str, Credentials]:
     """Keys whose certificates were made ``shift`` from now."""
-
-    real = datetime.datetime
-
-    class Clock(real):  # type: ignore[misc, valid-type]
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:  # type: ignore[override]
-            return real.now(tz) + shift
-
-    with mock.patch.object(provisioning.datetime, "datetime", Clock):
+    then = datetime.datetime.now(datetime.UTC) + shift
+    with mock.patch.object(provisioning, "_now", return_value=then):
         homes = provision(["a", "coordinator"], tmp_path / f"keys{shift.days}")
     return {home.name: Credentials.read(home) for home in homes}
 

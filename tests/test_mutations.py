@@ -27,7 +27,7 @@ from quietgrad.audit.replays import probe_replay
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.running import run
 from quietgrad.audit.samples import probe_samples
-from quietgrad.audit.series import MECHANISMS, probe_algorithm, probe_charges, probe_grid, probe_mechanism
+from quietgrad.audit.series import MECHANISMS, RELEASES, probe_algorithm, probe_charges, probe_grid, probe_mechanism
 from quietgrad.audit.units import judge_noise
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
@@ -35,6 +35,7 @@ from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import RecursiveMomentum
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.secure.faults import ImpossibleSum
 from tests import broken
@@ -150,6 +151,15 @@ def sessions(patched: bool) -> Findings:
         return noise()
 
 
+def one_turn(patched: bool) -> Findings:
+    """The bug: a record that takes part again and again counts as if it did once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if patched:
+            once = Correlated.made(RELEASES).sensitivity()
+            patch.setattr(Correlated, "sensitivity", lambda self, releases=None: once)
+        return noise(mechanism=Correlated.made(RELEASES, 4, RELEASES // 4))
+
+
 def realised(curator: CuratorFactory) -> Findings:
     return audited(curator, budget=ADD, algorithm=qg.DPSGD(steps=6, batch_size=4))
 
@@ -218,7 +228,7 @@ def lost_rounds(patched: bool) -> Findings:
     """The bug: only rounds that were completed are charged."""
     from quietgrad.federation.coordinator_session import FederatedSession
 
-    def completed(self: Any, data_dependent: bool) -> Any:
+    def completed(self: Any, *_: Any) -> Any:
         return self._plan.event_of(self._made)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -282,15 +292,15 @@ def coordinator(source: Any) -> Findings:
 
 
 def party_charge(patched: bool) -> Findings:
-    """Parties who charge one round less than they answered."""
-    from quietgrad.federation.party import PartyCurator
+    """Parties who charge less than they answer."""
+    from quietgrad.federation.plan import FederatedPlan
 
-    def one_less(self: PartyCurator) -> Any:
-        return self.plan.party_event(self._place, {"gradient": self._journal.draws("gradient") - 1})
+    def less(self: FederatedPlan, place: int, counts: Any) -> Any:
+        return self.schedule.slots[0].event(self.noise_multiplier, Relation.ADD_REMOVE, 31)
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            patch.setattr(PartyCurator, "_spent", one_less)
+            patch.setattr(FederatedPlan, "party_event", less)
         return probe_federation("curator", rounds=32)
 
 
@@ -392,6 +402,7 @@ TABLE = [
         )
         for m in MECHANISMS
     ),
+    Mutation("correlated noise for one turn", "L0 noise scale", lambda: one_turn(True), lambda: one_turn(False)),
     Mutation("noise of another law", "L0 noise law", lambda: source(broken.UniformNoise), noise),
     Mutation("one number for all coordinates", "L0 coordinates", lambda: source(broken.OneNumberForAll), noise),
     Mutation("noise on half the coordinates", "L0 noise scale", lambda: source(broken.HalfTheCoordinates), noise),
@@ -434,7 +445,12 @@ TABLE = [
         lambda: coordinator(broken.SilentEverySeventh),
         lambda: coordinator(None),
     ),
-    Mutation("a party charges k − 1 of k", "L0 charge", lambda: party_charge(True), lambda: party_charge(False)),
+    Mutation(
+        "a party charges less than it answers",
+        "L0 charge",
+        lambda: party_charge(True),
+        lambda: party_charge(False),
+    ),
     Mutation(
         "a random round that is always the last",
         "L0 rounds",

@@ -22,7 +22,7 @@ class Example:
 
     ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
     ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query (in the
-    slots ``only``, if not in all).
+    slots ``only``, if not in all, and at every ``every``-th release of them).
     """
 
     settings: Mapping[str, Any]
@@ -35,6 +35,7 @@ class Example:
     share: float = 1.0
     space: Literal["gradients", "queries"] = "gradients"
     only: tuple[str, ...] = ()
+    every: int = 1
 
 
 def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
@@ -140,6 +141,7 @@ _NEVER: dict[str, Any] = {
     "hessian_lipschitz": 1e-6,
 }
 _AUDIT_SPIDER: dict[str, Any] = {"name": "adaptive-spider", "clip": 1.0, "smoothness": 1.0, "kappa": 1e6}
+_PLAIN_SPIDER: dict[str, Any] = {"name": "spider", "clip": 1.0, "smoothness": 1.0, "period": 10}
 _REUSE: dict[str, Any] = {"batch_size": 4, "difference_batch_size": 4, "regime": "reuse", "full_queries": 1}
 # A refused step costs as much as a fresh one, so that every run spends all of ρ on the same few releases. Under
 # add-remove a choice shows half of what it pays for, hence more runs.
@@ -158,6 +160,11 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
+        # A record in every third release, as early as it can be: the worst turns there are, and they are known.
+        replace(
+            _queries("known turns", n=6, share=0.4, steps=9, cohorts=3, sampling="turns", noise="correlated"),
+            every=3,
+        ),
     ),
     "dp-adam": _batches(steps=6),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),
@@ -185,6 +192,8 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
     ),
     "perturbed-sgd": (
         _attack("every record", share=0.5, steps=4, oracle={**_AUDIT_SPIDER, **_REUSE}, **_NEVER),
+        _attack("spider", share=0.2, steps=4, oracle={**_PLAIN_SPIDER, **_REUSE}, **_NEVER),
+        _attack("mini-batch", share=0.2, steps=4, oracle={"name": "mini-batch", "batch_size": 4}, **_NEVER),
         _attack(
             "fresh records",
             _REPLACE,

@@ -35,7 +35,7 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
-_SHORTEST, _LONGEST = 6.0, 128.0  # horizons, in steps of the public size
+_SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
 _WIDEST_CLIP = 1.0  # in units of the rows' length: most gradients are shorter
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
 _TOLD = 600  # features up to which a result keeps the whitening, for error bands

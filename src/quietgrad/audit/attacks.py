@@ -52,7 +52,9 @@ def attacks_on(name: str) -> list[Attack]:
             example.n,
             Budget(example.epsilon, example.delta, relation),
             example.share,
-            None if example.space == "gradients" else table_game(example.n, relation, only=example.only),
+            None
+            if example.space == "gradients"
+            else table_game(example.n, relation, only=example.only, every=example.every),
         )
         for example in entry.attacks
         for relation in (Relation.parse(example.relation),)

@@ -117,22 +117,27 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
 
 def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
-    mechanism = slot.mechanism
-    assert isinstance(mechanism, Correlated)
-    count, powers = mechanism.releases, np.arange(mechanism.releases - 1)
-    weights = zip(mechanism.alpha, mechanism.lam, strict=True)
-    c = np.concatenate([[1.0], np.sum([a * lam**powers for a, lam in weights], axis=0)])
-    turns = range(0, count, mechanism.separation)[: mechanism.participations]
-    s = float(np.linalg.norm(np.sum([np.concatenate([np.zeros(j), c[: count - j]]) for j in turns], axis=0)))
+    assert isinstance(slot.mechanism, Correlated)
+    column, louder = strategy(slot.mechanism)
     heard: list[Floats] = []
 
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         # How far the session has come says which release this is.
         del heard[session.used[slot.name] :]
-        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / (multiplier * BOUND * s))
-        return np.asarray(c[: len(heard)][::-1] @ np.stack(heard))
+        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / (multiplier * BOUND * louder))
+        return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
 
     return listen
+
+
+def strategy(mechanism: Correlated) -> tuple[Floats, float]:
+    """The first column of S, and how far a record of bound 1 can move S·sums."""
+    count = mechanism.releases
+    lam, alpha = np.array(mechanism.lam), np.array(mechanism.alpha)
+    column = np.array([1.0, *((alpha * lam**k).sum() for k in range(count - 1))])
+    turns = range(0, count, mechanism.separation)[: mechanism.participations]
+    worst = sum(np.concatenate([np.zeros(t), column[: count - t]]) for t in turns)
+    return column, float(np.linalg.norm(worst))
 
 
 def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:

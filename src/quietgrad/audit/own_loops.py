@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,8 @@ _N = 50
 _ONE = Rule.gradient(1.0)
 
 
-def audit_networks(runs: int) -> list[AuditReport]:
+def audit_networks(runs: int) -> Iterator[AuditReport]:
     """Distinguishers on what a fit and an own loop release."""
-    reports = []
     attacks: dict[str, Callable[[], tuple[Plan, Finding]]] = {
         "network: a fit with dropout": lambda: distinguish_fit("dropout", runs),
         "network: a fit with augmentation": lambda: distinguish_fit("layers", runs, augmented=True),
@@ -51,20 +50,17 @@ def audit_networks(runs: int) -> list[AuditReport]:
     for name, attack in attacks.items():
         started = time.perf_counter()
         plan, finding = attack()
-        reports.append(
-            AuditReport(
-                algorithm=name,
-                relation=_BUDGET.relation,
-                delta=_BUDGET.delta,
-                epsilon_claimed=plan.epsilon(),
-                epsilon_lower=finding.epsilon_lower,
-                confidence=1.0 - _ALPHA,
-                runs=runs,
-                seconds=time.perf_counter() - started,
-                findings=(finding,),
-            )
+        yield AuditReport(
+            algorithm=name,
+            relation=_BUDGET.relation,
+            delta=_BUDGET.delta,
+            epsilon_claimed=plan.epsilon(),
+            epsilon_lower=finding.epsilon_lower,
+            confidence=1.0 - _ALPHA,
+            runs=runs,
+            seconds=time.perf_counter() - started,
+            findings=(finding,),
         )
-    return reports
 
 
 def distinguish_fit(name: str, runs: int, *, augmented: bool = False) -> tuple[Plan, Finding]:

@@ -8,6 +8,7 @@ heard as the coordinator hears them, and every ledger is compared with what was 
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ import numpy.typing as npt
 from quietgrad.audit.canaries import CanaryObjective, Cast
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.federated import TRUSTS
-from quietgrad.audit.mechanisms import laplace_units, spread_choice
+from quietgrad.audit.mechanisms import laplace_units, spread_choice, strategy
 from quietgrad.audit.units import judge_units
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism
+from quietgrad.sampling import FullBatch, Turns
 
 Floats = npt.NDArray[np.float64]
 ROUNDS, WIDTH, PARTIES, CHOICES = 200, 64, 3, 600
@@ -99,22 +102,24 @@ def probe_federation(
             )  # fmt: skip
             return curator.open(plan), ears
 
-        def ask(session: Any, count: int) -> list[Floats]:
-            return [np.array(session.release("gradient", query), np.float64) for _ in range(count)]
+        def ask(count: int, *, end: bool) -> tuple[list[Floats], dict[str, list[Floats]]]:
+            session, ears = open_door()
+            heard = [np.array(session.release("gradient", query), np.float64) for _ in range(count)]
+            if end:
+                session.close("enough")
+            return heard, ears.said
 
-        session, first = open_door()
-        before = ask(session, rounds // 2)
-        session, second = open_door()
-        again = ask(session, rounds)
-        session.close("enough")
+        before, first = ask(rounds // 2, end=False)
+        gc.collect()  # everybody who was there is gone, and lets go of the folder
+        again, second = ask(rounds, end=True)
         changed = float(np.abs(np.stack(again[: rounds // 2]) - np.stack(before)).max())
-        said = {name: first.said[name] + second.said[name] for name in plan.names}
+        said = {name: first[name] + second[name] for name in plan.names}
         findings = list(_charges([own, *books], plan, rounds, where))
     same: Any = "pass" if changed == 0.0 else "violation"
     findings.append(Finding("L0 replay", f"completed rounds, {where}", "change", 0.0, changed, same))
     voices = {name: _units(np.stack(sums), law, 1.0) for name, sums in said.items()} if trust == "local" else {}
     share = alpha / (2 + 2 * len(voices))
-    if law.kind == "gaussian" or not voices:  # other noise adds up to another law
+    if law.kind != "pure" or not voices:  # L2-Laplace noise adds up to another law
         factor = PARTIES if voices else plan.variance_factor
         findings += judge_units(_units(np.stack(again), law, factor), f"published sums, {where}", share)
     for name, voice in voices.items():
@@ -132,7 +137,9 @@ def _descent(steps: int, mechanism: Mechanism) -> Any:
     class Descent(DPGD):
         def schedule(self, n_public: int) -> Schedule:
             planned = super().schedule(n_public)
-            return replace(planned, slots=tuple(replace(slot, mechanism=mechanism) for slot in planned.slots))
+            sampling = Turns(mechanism.separation) if isinstance(mechanism, Correlated) else FullBatch()
+            slots = (replace(slot, mechanism=mechanism, sampling=sampling) for slot in planned.slots)
+            return replace(planned, slots=tuple(slots))
 
     return Descent(steps=steps)
 
@@ -142,6 +149,10 @@ def _units(sums: Floats, mechanism: Mechanism, factor: float) -> Floats:
     scale = _MULTIPLIER * math.sqrt(factor)
     if isinstance(mechanism, L2LaplaceNoise):
         return np.stack([laplace_units(row, scale) for row in sums])
+    if isinstance(mechanism, Correlated):  # S times S⁻¹u
+        column, louder = strategy(mechanism)
+        numbers = range(len(sums))
+        return np.stack([column[: t + 1][::-1] @ sums[: t + 1] for t in numbers]) / (scale * louder)
     return sums / scale
 
 
@@ -188,4 +199,6 @@ def probe_federations() -> Iterator[Finding]:
         yield from probe_federation(trust, secure)
         if secure is None:
             yield from probe_federation(trust, mechanism=L2LaplaceNoise())
+        if secure != "mpc":
+            yield from probe_federation(trust, secure, mechanism=Correlated.made(ROUNDS + 1, 4, 51))
     yield from probe_federated_choice()

@@ -59,12 +59,15 @@ class Planting(Listener):
     pull = 0.0
     only: tuple[str, ...] = ()
     """The slots that the canary is in, if not in all: on disjoint records it is in one."""
+    every = 1
+    """How many releases apart its turns are."""
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         return super().first_below(slot, [Planted(query, self._pull(slot)) for query in queries], threshold)
 
     def _pull(self, slot: str) -> float:
-        return self.pull if not self.only or slot in self.only else 0.0
+        in_turn = self._session.used[slot] % self.every == 0
+        return self.pull if in_turn and (not self.only or slot in self.only) else 0.0
 
     def release(self, slot: str, query: Query, **more: Any) -> Vector:
         asked = Planted(query, self._pull(slot))
@@ -91,6 +94,7 @@ class QueryGame:
     dim: int = 1
     gaussian: bool = True
     only: tuple[str, ...] = ()
+    every: int = 1
 
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
         """(objective, data), the same in both."""
@@ -106,15 +110,16 @@ class QueryGame:
         """What left the door in ``runs`` runs, one after the other through one door."""
         heard: list[Floats] = []
         slots: list[str] = []
-        once = any(isinstance(slot.sampling, SinglePass) for slot in plan.schedule.slots)
+        # Neither a single pass over the records nor noise of a whole run can be shared by two runs.
+        once = any(isinstance(s.sampling, SinglePass) or s.mechanism.whole_run for s in plan.schedule.slots)
         for number in range(runs):
-            if once or number == 0:  # a single pass over the records cannot be shared by two runs
+            if once or number == 0:
                 holder = curator(self.objective, self.data, _key(seed, which, number))
-                session = holder.open(spread(plan, self, rounds=1 if once else runs))
+                session = holder.open(plan if once else spread(plan, self, rounds=runs))
                 rho = session.rho_left
             session.rho_left = rho
             ear = Planting(session, number=number)
-            ear.pull, ear.only = self.pull(which), self.only
+            ear.pull, ear.only, ear.every = self.pull(which), self.only, self.every
             state = algorithm.init(np.array(holder.initial()))
             while not state.done:
                 state = algorithm.step(state, ear)
@@ -126,13 +131,16 @@ class QueryGame:
         return Views(transcript, np.zeros((runs, 1)), slots, True)
 
 
-def table_game(n: int, relation: Relation, features: int = 2, only: tuple[str, ...] = ()) -> QueryGame:
+def table_game(
+    n: int, relation: Relation, features: int = 2, only: tuple[str, ...] = (), every: int = 1
+) -> QueryGame:
     """A small table in the unit ball for methods that need features."""
     from quietgrad.objectives import Logistic
 
     rng = np.random.default_rng(0)
     X = rng.uniform(-0.5, 0.5, (n, features))
-    return QueryGame(n, relation, Logistic(row_bound=1.0), (X, (X[:, 0] > 0).astype(float)), only=only)
+    y = (X[:, 0] > 0).astype(float)
+    return QueryGame(n, relation, Logistic(row_bound=1.0), (X, y), only=only, every=every)
 
 
 def query_game(algorithm: Any, n: int, relation: Relation) -> Game | None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quietgrad.audit.distinguish import Claim, Finding, attack_dprime, attack_profile
 from quietgrad.audit.mechanisms import Crowd, Known, Quiet
-from quietgrad.audit.planting import table_game
+from quietgrad.audit.planting import QueryGame, table_game
 from quietgrad.audit.replicas import Views
 from quietgrad.audit.report import AuditReport
 from quietgrad.audit.running import run
@@ -73,6 +73,18 @@ def _through_queries(algorithm: Any, relation: Relation, runs: int) -> AuditRepo
     return run(algorithm, budget=budget, n=_N, runs=max(400, runs // 2), game=table_game(_N, relation))
 
 
+def _evaluation(runs: int) -> Iterator[AuditReport]:
+    from quietgrad.algorithms.tabulate import Tabulate
+    from quietgrad.objectives.queries.evaluation import Tabulation
+
+    cells = np.arange(_N)[:, None] % 2
+    for relation in Relation:
+        game = QueryGame(_N, relation, Tabulation(), (cells, None))
+        yield run(
+            Tabulate(4), budget=replace(_BUDGET, relation=relation), n=_N, runs=max(400, runs // 2), game=game
+        )
+
+
 def _labels(runs: int) -> Iterator[AuditReport]:
     """One record's label, which it shares with just so many others that its own count decides."""
     from quietgrad.curators.central import CentralCurator
@@ -95,15 +107,37 @@ def _labels(runs: int) -> Iterator[AuditReport]:
     yield _report("labels", once, [found, *probe_slots(lengthened(once), what="labels")], runs, started)
 
 
-def _looks(runs: int) -> Iterator[AuditReport]:
-    """The plans that estimators make, looks at labels and targets included: noise of every slot."""
-    from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
+class _Planned(Exception):
+    """Carries the plan that a fit was about to open."""
 
-    for estimator in (PrivateLogisticRegression(epsilon=6.0, row_bound=1.0), PrivateLinearRegression(epsilon=6.0)):
+
+def _looks(runs: int) -> Iterator[AuditReport]:
+    """The plans that estimators make, looks at labels, targets and features included: noise of every slot."""
+    from quietgrad import estimators
+
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-0.5, 0.5, (400, 3))
+    for name in ("PrivateLogisticRegression", "PrivateLinearRegression", "PrivateAdditiveClassifier"):
         started = time.perf_counter()
-        plan = estimator._planned(50)
-        name = type(estimator).__name__
+        kind = getattr(estimators, name)
+        known = {"row_bound": 1.0} if "row_bound" in kind().get_params() else {}
+        plan = _plan_of(kind(epsilon=6.0, **known), X, (X[:, 0] > 0).astype(int))
         yield _report(name, plan, probe_slots(lengthened(plan), what=name), runs, started)
+
+
+def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
+    """What a fit would release: it is stopped at the door, before anything is charged."""
+
+    def stop(objective: Any, data: Any, plan: Plan) -> Any:
+        raise _Planned(plan)
+
+    estimator._open = stop
+    try:
+        estimator.fit(X, y)
+    except _Planned as planned:
+        plan: Plan = planned.args[0]
+        return plan
+    raise AssertionError(f"{type(estimator).__name__}: a fit that opened no door.")
 
 
 def _search(runs: int) -> Iterator[AuditReport]:
@@ -219,8 +253,14 @@ RELEASES: dict[str, Release] = {
     for release in (
         Release("hessian-selection", ("algorithms.distributed_selection",), _hessians),
         Release("private-certificate", ("training.private_stationarity",), _certificate),
+        Release("evaluation", ("algorithms.tabulate",), _evaluation),
         Release("labels", ("objectives.queries.labels",), _labels),
-        Release("estimators", ("estimators.classifiers", "estimators.regressors"), _looks, "sklearn"),
+        Release(
+            "estimators",
+            ("estimators.classifiers", "estimators.regressors", "estimators.additive"),
+            _looks,
+            "sklearn",
+        ),
         Release("private-search", ("estimators.search",), _search, "sklearn"),
         Release("own-loop", ("torch.own_loop",), _own_loop, "torch"),
     )

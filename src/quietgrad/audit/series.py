@@ -175,7 +175,7 @@ def _hear(
     session = _holder(plan, slot, curator, key, width).open(plan, used=used, rho_left=left if rho else None)
     for _ in range(slot.count - half):
         yield listen(session, rng)
-    session = holder.open(plan)
+    session, listen = holder.open(plan), listener(slot, plan, width, rho)
     for _ in range(slot.count // 4):
         yield listen(session, rng)
 

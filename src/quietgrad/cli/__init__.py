@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a model on a file or a registered data set",
     "resume": "continue an interrupted training, bit for bit, without spending twice",
     "predict": "score records with a trained model",
+    "evaluate": "private scores of held-out people",
     "plan": "say what a run would release and cost, before it touches data",
     "account": "ε of a described run",
     "calibrate": "noise, steps or batch size for a budget",

@@ -53,7 +53,7 @@ def audit(
         from quietgrad.audit.own_loops import audit_networks
 
         audits = itertools.chain(
-            audits, audit_federations(max(1000, count // 4)), audit_networks(max(1000, count // 4))
+            audits, audit_federations(max(1000, count // 4)), audit_networks(max(600, count // 20))
         )
     for report in audits:
         reports.append(report)

@@ -10,24 +10,28 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
+    from quietgrad.objectives.tables.frame import Frame
 
 HELD_OUT = "held-out records, without noise"
 TRAINING = "private training records, without noise"
 
 
-def evaluate(objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, train: bool) -> dict[str, Any]:
+def evaluate(
+    objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, train: bool, frame: Frame | None = None
+) -> dict[str, Any]:
     """Scores on the held-out part, if there is one, and on the training part if ``train`` says so.
 
-    ``"private": false`` marks them all; ``"computed_on"`` says whose records each was computed on.
+    ``frame`` is the box that the model keeps rows and predictions in. ``"private": false`` marks all scores;
+    ``"computed_on"`` says whose records each was computed on.
     """
     metrics: dict[str, Any] = {}
     where: dict[str, str] = {}
     if data.X_test is not None and data.y_test is not None:
-        scores = _scores(objective, params, (data.X_test, data.y_test), data.task)
+        scores = _scores(objective, params, (data.X_test, data.y_test), data.task, frame)
         metrics |= {f"test_{name}": value for name, value in scores.items()}
         where |= {f"test_{name}": HELD_OUT for name in scores}
     if train:
-        scores = _scores(objective, params, (data.X, data.y), data.task)
+        scores = _scores(objective, params, (data.X, data.y), data.task, frame)
         records = objective.prepare((data.X, data.y))
         gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
         metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
@@ -35,11 +39,16 @@ def evaluate(objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, 
     return {**metrics, "private": False, "computed_on": where} if metrics else {}
 
 
-def _scores(objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str) -> dict[str, float]:
+def _scores(
+    objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str, frame: Frame | None
+) -> dict[str, float]:
     if objective.rows == "refuse":  # the bound protects training records; others may be longer
         objective = dataclasses.replace(objective, row_bound=None)
-    records = objective.prepare(part)
+    X = part[0] if frame is None else frame.clipped(part[0])
+    records = objective.prepare((X, part[1]))
     answers = objective.predict(records, params)
+    if frame is not None and frame.target is not None:
+        answers = np.clip(answers, *frame.target)
     scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}
     if task == "regression":
         scores["rmse"] = float(np.sqrt(np.mean((answers - part[1]) ** 2)))

@@ -69,20 +69,6 @@ def approved(
     return file, credentials
 
 
-def tell_state(out: Path, tell: Tell) -> None:
-    """Say where the run's secret key waits, and that it shares the fate of the folder it belongs to."""
-    from quietgrad.cli.keys import reminder
-    from quietgrad.privacy.keys import KeyFile
-
-    home = KeyFile.directory()
-    tell(f"the secret key of a run waits in {home} until the run is over (QUIETGRAD_STATE moves it)")
-    nearest = next(place for place in (home, *home.parents) if place.exists())
-    if nearest.stat().st_dev != out.stat().st_dev:
-        tell(f"{home} and {out} are on different volumes: put them on one, else a restored or full disk parts them")
-    if (words := reminder()) is not None:
-        tell(words)
-
-
 def cap_of(file: PlanFile, epsilon: float | None) -> Budget | None:
     """The most that an account may spend, at the plan's δ and relation."""
     from quietgrad.privacy.budget import Budget
@@ -279,7 +265,7 @@ def take_part(
     party = network.party(
         file, credentials, (table.X, table.y), folder=out, ledger=kept, account=account, cap=cap
     )  # fmt: skip
-    tell_state(out, tell)
+    tell(f"{out} holds the run's journal; start again there to continue it, elsewhere for another")
     tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
     member = _member(file, credentials, party.handle, tell, patience)
     try:

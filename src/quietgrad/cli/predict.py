@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quietgrad.cli.options import Json, say, show_json, writable
-from quietgrad.cli.runs import RunSpec, objective_from
+from quietgrad.cli.runs import RUN_FILE, RunSpec, objective_from
 from quietgrad.files import write_atomically
 from quietgrad.shown import shown
 
@@ -22,7 +23,7 @@ def predict(
     data: Annotated[
         str,
         typer.Argument(
-            help="Records, in a file like the one trained on (with labels, which are only used for scores), "
+            help="Records, in a file like the one trained on (labels, if it has them, are only used for scores), "
             "or a registered name, whose test part is taken.",
             show_default=False,
         ),
@@ -33,7 +34,10 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
+    import numpy as np
+
     from quietgrad.errors import DataError
+    from quietgrad.objectives.tables.frame import Frame
     from quietgrad.training.result import load
 
     result = load(folder)
@@ -41,8 +45,13 @@ def predict(
     if facts is None:
         raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
     objective = objective_from(facts)
-    X, y = _records(folder, data, facts)
+    X, y = records_for(folder, data, facts)
+    frame = Frame.told(result.details)
+    if frame is not None:
+        X = frame.clipped(X)
     answers = objective.predict(X, result.params)
+    if frame is not None and frame.target is not None:
+        answers = np.clip(answers, *frame.target)
     names = facts["class_names"]
     columns: dict[str, list[Any]] = {
         "prediction": [names[int(a)] for a in answers] if names else [float(a) for a in answers]
@@ -65,7 +74,8 @@ def predict(
         say(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
 
 
-def _records(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
+def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
+    """(X, y) of a file or a registered set as the run's model takes them; ``y`` is ``None`` without labels."""
     from quietgrad.data import load
     from quietgrad.errors import DataError
 
@@ -73,18 +83,57 @@ def _records(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
         loaded = load(data)
         X, y = (loaded.X, loaded.y) if loaded.X_test is None else (loaded.X_test, loaded.y_test)
     else:
-        spec = RunSpec.load(folder)
-        reading = {**spec.reading, "task": facts["task"]}
-        if "schema" not in reading and facts["task"] != "regression":
-            names = facts["class_names"]
-            reading.setdefault("classes", [float(c) if _is_number(c) else c for c in names])
-        if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
-            reading["n_features"] = facts["features"]
-        loaded = load(data, train=False, **reading)
-        X, y = loaded.X, loaded.y
+        loaded, y = _from_file(folder, data, facts)
+        X = loaded.X
+        known, given = facts.get("feature_names"), loaded.feature_names
+        if known and given and list(known) != list(given):
+            same = "in another order" if sorted(known) == sorted(given) else "with other names"
+            raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
     if X.shape[1] != facts["features"]:
         raise DataError(f"{data}: has {X.shape[1]} features, the model was trained on {facts['features']}.")
     return X, y
+
+
+def _from_file(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
+    """The records of a file, and their labels if it has a label column."""
+    from quietgrad.data import load
+
+    saved = (folder / RUN_FILE).exists()
+    spec = RunSpec.load(folder) if saved else RunSpec()
+    reading = {**spec.reading, "task": facts["task"]}
+    if "schema" not in reading and facts["task"] != "regression":
+        names = facts["class_names"]
+        reading.setdefault("classes", [float(c) if _is_number(c) else c for c in names])
+    if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
+        reading["n_features"] = facts["features"]
+    label = _missing_label(data, facts, reading)
+    if label is None:
+        loaded = load(data, train=False, **reading)
+        return loaded, loaded.y
+    # A file without labels is read with a column of one public class or number in their place.
+    filler = str(facts["class_names"][0]) if facts["class_names"] else "0"
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / Path(data).name
+        lines = Path(data).read_text().splitlines()
+        mark = max(",;\t", key=lines[0].count)
+        rows = [lines[0] + mark + label, *(line + mark + filler for line in lines[1:] if line.strip())]
+        copy.write_text("\n".join(rows) + "\n")
+        return load(copy, train=False, **{**reading, "label": label}), None
+
+
+def _missing_label(data: str, facts: dict[str, Any], reading: dict[str, Any]) -> str | None:
+    """A name for the label column that a delimited file lacks; ``None`` if it has one or cannot be told."""
+    known = facts.get("feature_names")
+    if Path(data).suffix not in (".csv", ".tsv") or "schema" in reading or not known:
+        return None
+    with Path(data).open() as file:
+        first = file.readline()
+    mark = max(",;\t", key=first.count)
+    header = [name.strip().strip('"') for name in first.split(mark)]
+    label = reading.get("label")
+    if label is not None and label in header:
+        return None
+    return (label or "__label__") if sorted(header) == sorted(known) else None
 
 
 def _is_number(text: str) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quietgrad.errors import DataError
 from quietgrad.files import read_json
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from quietgrad.privacy.budget import Budget
 
 RUN_FILE = "run.json"
-_MOST_WHITENED = 1000  # features: a second-moment matrix grows with their square, and so does its noise
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
 
 
@@ -84,15 +85,30 @@ class RunSpec:
 
     def make_algorithm(self, data: Dataset) -> Any:
         """The method asked for, or the default for linear models, chosen from public numbers only."""
-        from quietgrad.cli.settings import algorithm_from
+        from quietgrad.cli.settings import algorithm_from, key_values
 
         if self.algorithm is not None:
             return algorithm_from(self.algorithm, self.flags, self.settings, self.oracle)
         given = {key: value for key, value in self.flags.items() if value is not None}
-        if self.non_private or data.d > _MOST_WHITENED:
-            return algorithm_from("dp-gd", {**_FULL_BATCH, **given}, self.settings)
         bound = data.row_bound if self.row_bound is None else self.row_bound
-        return algorithm_from("whitened-gd", {"row_bound": bound, **given}, self.settings)
+        promise = self.budget()
+        if promise is None or given or self.settings:  # whoever sets it up sets it up whole
+            usual = _FULL_BATCH if promise is None else {"row_bound": bound}
+            said = key_values(self.settings)  # what is set by hand comes before what is usual
+            flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
+            return algorithm_from("dp-gd" if promise is None else "whitened-gd", flags, self.settings)
+        from quietgrad.algorithms.whitened_design import for_table
+
+        return for_table(
+            self.n_public or data.n,
+            data.d,
+            budget=promise,
+            outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
+            row_bound=bound,
+            regression=data.task == "regression",
+            sparse=not isinstance(data.X, np.ndarray),
+            inference=False,
+        )
 
     def load_data(self) -> Dataset:
         """Read and check the data; nothing is reserved yet."""
@@ -119,6 +135,7 @@ class RunSpec:
             "row_bound": data.row_bound if self.row_bound is None else self.row_bound,
             "rows": self.rows,
             "features": data.d,
+            "feature_names": None if data.feature_names is None else list(data.feature_names),
             "task": data.task,
             "classes": None if data.classes is None else len(data.classes),
             "class_names": None if data.class_names is None else list(data.class_names),

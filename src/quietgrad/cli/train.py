@@ -198,6 +198,8 @@ def finish(
     from quietgrad.cli.evaluation import evaluate
 
     facts = spec.describe_objective(data)
+    from quietgrad.objectives.tables.frame import Frame
+
     details = {**result.details, "model": facts}
     if curve:
         details["epsilon_curve"] = [list(point) for point in curve]
@@ -205,7 +207,13 @@ def finish(
         result,
         data={"name": data.name, "notes": list(data.notes)},
         details=details,
-        metrics=evaluate(objective or objective_from(facts), result.params, data, train=spec.evaluate_train),
+        metrics=evaluate(
+            objective or objective_from(facts),
+            result.params,
+            data,
+            train=spec.evaluate_train,
+            frame=Frame.told(details),
+        ),
     )
     result.save(out)
     report_if_possible([out], out / "report.html")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.runs import from_run, to_run
     from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
 
@@ -30,7 +31,9 @@ _HOMES = {
     "PrivateLinearRegression": "estimators.regressors",
     "PrivateScore": "estimators.scoring",
     "PrivateSearch": "estimators.search",
+    "from_run": "estimators.runs",
     "private_score": "estimators.scoring",
+    "to_run": "estimators.runs",
     "spent": "curators.account",
 }
 
@@ -43,8 +46,10 @@ __all__ = [
     "PrivateSVC",
     "PrivateScore",
     "PrivateSearch",
+    "from_run",
     "private_score",
     "spent",
+    "to_run",
 ]
 
 

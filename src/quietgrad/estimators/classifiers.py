@@ -34,12 +34,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     def fit(self, X: Any, y: Any, **options: Any) -> Any:
         """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing."""
         refuse_weights(options)
-        public = self.classes if self.classes is not None else public_labels(y)
-        X, y = self._validated(X, y)
-        check_classification_targets(y)
-        declared = None if public is None else declared_classes(public, y)
+        X, y, declared = self._accept(X, y)
         n, features = X.shape
-        self._known = None if declared is None else len(declared)
         looks = () if declared is not None else (self._look(n),)
         method = self._method(n, features)
         plan = self._plan(n, features, looks)
@@ -64,6 +60,15 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         self.intercept_ = bias
         return self
 
+    def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
+        """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
+        public = self.classes if self.classes is not None else public_labels(y)
+        X, y = self._validated(X, y)
+        check_classification_targets(y)
+        declared = None if public is None else declared_classes(public, y)
+        self._known = None if declared is None else len(declared)
+        return X, y, declared
+
     def _shape(self) -> dict[str, Any]:
         known = getattr(self, "_known", None)
         # Standard errors unasked only where it is public that there are two classes.
@@ -72,7 +77,6 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
 
     def _planned(self, n: int, features: int) -> Plan:
         """With a look at the labels if they are not declared."""
-        self._known = None if self.classes is None else len(set(self.classes))
         return self._plan(n, features, () if self.classes is not None else (self._look(n),))
 
     def _look(self, n: int) -> Slot:

@@ -27,10 +27,8 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     def fit(self, X: Any, y: Any, **options: Any) -> Any:
         """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing."""
         refuse_weights(options)
-        X, y = self._validated(X, y, y_numeric=True)
-        y = np.asarray(y, dtype=np.float64)
+        X, y, bounds = self._accept(X, y)
         n, features = X.shape
-        bounds = self._target_bounds(n)
         method = self._method(n, features)
         looks_itself = isinstance(method, WhitenedGD) and method.look is not None
         scale = None
@@ -50,6 +48,11 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         assert limits is not None
         self.target_range_ = (float(limits[0]), float(limits[1]))
         return self
+
+    def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
+        """Check what is given before anything is planned or reserved; also the declared range of the targets."""
+        X, y = self._validated(X, y, y_numeric=True)
+        return X, np.asarray(y, dtype=np.float64), self._target_bounds(X.shape[0])
 
     def _target_bounds(self, n: int) -> Bounds | None:
         if self.target_bounds is not None:

@@ -4,25 +4,28 @@ Each round draws a setting at random, fits it on one part of the records with no
 with noise. Only the best round leaves. If the number of rounds K is geometric (Papernot & Steinke 2022), the whole
 search costs little more than one round in Rényi terms, however large K turns out; the accountant's
 ``RepeatAndSelect`` event prices it. That holds as long as K stays secret: do not publish how long a search took.
-Ordinary grid search with a shared ledger is charged for every fit instead.
+Ordinary grid search is charged for every fit and still chooses by exact scores, which is a release nobody pays for.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_regressor
+from sklearn.utils import _safe_indexing, get_tags
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError
-from quietgrad.objectives.queries.scores import Correct, Scoring
+from quietgrad.errors import DataError, TooNoisyWarning
+from quietgrad.objectives.queries.scores import MeanScore, Scoring
 from quietgrad.plans.price import price
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
@@ -35,18 +38,25 @@ _ROUNDS = 10**6  # that many are reached with probability below e^-1000
 _OWN = frozenset({"epsilon", "delta", "relation", "ledger", "account", "cap"})
 
 
+def _has(name: str) -> Any:
+    """Whether the best model, or before a fit the estimator, has a method."""
+    return lambda search: hasattr(getattr(search, "best_estimator_", search.estimator), name)
+
+
 class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
-    """Choose hyper-parameters of a private classifier within one budget.
+    """Choose hyper-parameters of a private classifier or regressor within one budget.
 
     How long :meth:`fit` takes tells about how many settings were tried, which the price assumes to be secret: let
     nobody time it who may not see the data.
 
     Args:
-        estimator: a private classifier with public ``classes`` and ``row_bound``.
+        estimator: a private classifier with public ``classes``, or a regressor with public ``target_bounds``.
         param_grid: names and the values to try.
         epsilon, delta, relation: the promise of the whole search.
         mean_rounds: expected number of settings tried.
         holdout: part of the records that only scores, chosen at random.
+        scoring: ``"accuracy"`` (the default for classifiers), ``"log_loss"``, or ``"squared_error"`` (for
+            regressors, in units of the targets' range); each record's score is in [0, 1], the higher the better.
         ledger, account, cap: as in the estimators.
 
     Attributes:
@@ -72,6 +82,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         relation: str = "replace-one",
         mean_rounds: float = 10.0,
         holdout: float = 0.2,
+        scoring: str | None = None,
         ledger: Any = None,
         account: str = "default",
         cap: Budget | None = None,
@@ -83,6 +94,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         self.relation = relation
         self.mean_rounds = mean_rounds
         self.holdout = holdout
+        self.scoring = scoring
         self.ledger = ledger
         self.account = account
         self.cap = cap
@@ -91,8 +103,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         """Search, and keep the best round's model; its cost is reserved before the first round."""
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         self._check()
-        y = np.asarray(y)
-        n, features = len(y), np.shape(X)[1]
+        each = self._each()
+        probe = clone(self.estimator)
+        accepted, y, _ = probe._accept(X, y)  # whatever cannot be fitted is refused before anything is reserved
+        n, features = accepted.shape
+        X = X if hasattr(X, "iloc") else accepted
         train, test, public_train, public_test = self._split(n, budget)
         public = n if budget.relation is Relation.REPLACE_ONE else self._n_public(n)
         plan = price(lambda z: self._plan(z, public, budget), budget)
@@ -102,7 +117,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         ]
         rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
         whole = Charge(plan.event)
-        for model in rounds:  # whatever cannot be a round is refused before anything is reserved
+        for model in rounds:  # and so is whatever cannot be a round
+            model._accept(X, y)
             whole.part(model._planned(public_train, features).event, budget)
         curator = CentralCurator(Scoring(), (X, y), ledger=self.ledger, account=self.account, cap=self.cap)
         session = curator.open(plan, note="search")
@@ -111,18 +127,42 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             pick = int(session.uniform(f"pick/{k}") * len(grid))
             model = clone(rounds[pick])
             model._within = session.charge
-            model.fit(X[train], y[train])
-            correct = session.release("round", Correct(model.predict, test))
-            if best is None or correct[0] > best[0]:
-                best = (float(correct[0]), model, grid[pick])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
+                model.fit(_safe_indexing(X, train), y[train])
+            total = session.release(
+                "round", MeanScore(lambda rows, truth, model=model: each(model, rows, truth), test)
+            )
+            if best is None or total[0] > best[0]:
+                best = (float(total[0]), model, grid[pick])
         spent = session.close("searched")
         assert best is not None
         assert spent.event is not None
         self.best_score_ = best[0] / public_test
         self.best_estimator_, self.best_params_ = best[1], best[2]
         self.privacy_epsilon_ = self._state(self.best_estimator_, spent.event)
-        self.classes_ = self.best_estimator_.classes_
+        self.n_features_in_ = self.best_estimator_.n_features_in_
+        if hasattr(self.best_estimator_, "feature_names_in_"):
+            self.feature_names_in_ = self.best_estimator_.feature_names_in_
+        self.privacy_ = self.best_estimator_.privacy_
         return self
+
+    @property
+    def classes_(self) -> Any:
+        """Of the best model, if it is a classifier."""
+        check_is_fitted(self, "best_estimator_")
+        return self.best_estimator_.classes_
+
+    def _each(self) -> Any:
+        """What a record scores: f(model, rows, truth), within [0, 1] or cut to it."""
+        regression = is_regressor(self.estimator)
+        name = self.scoring or ("squared_error" if regression else "accuracy")
+        known = {"squared_error": _closeness} if regression else {"accuracy": _right, "log_loss": _likelihood}
+        if name not in known:
+            raise ValueError(f"scoring={name!r}: must be one of {', '.join(sorted(known))} for this estimator.")
+        if name == "log_loss" and not hasattr(self.estimator, "predict_proba"):
+            raise ValueError("scoring='log_loss': needs an estimator with predict_proba.")
+        return known[name]
 
     def _split(self, n: int, budget: Budget) -> tuple[Any, Any, int, float]:
         """Positions that train and that score, and the public numbers of both."""
@@ -173,6 +213,27 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict(X)
 
+    @available_if(_has("predict_proba"))
+    def predict_proba(self, X: Any) -> Any:
+        """P(class) by the best model."""
+        check_is_fitted(self, "best_estimator_")
+        return self.best_estimator_.predict_proba(X)
+
+    @available_if(_has("decision_function"))
+    def decision_function(self, X: Any) -> Any:
+        """Scores of the best model."""
+        check_is_fitted(self, "best_estimator_")
+        return self.best_estimator_.decision_function(X)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        inner = get_tags(self.estimator)
+        tags.estimator_type = inner.estimator_type
+        tags.classifier_tags, tags.regressor_tags = inner.classifier_tags, inner.regressor_tags
+        tags.input_tags.sparse = inner.input_tags.sparse
+        tags.target_tags.required = True
+        return tags
+
     def score(self, X: Any, y: Any) -> float:
         """Accuracy of the best model on ``X``, without noise: an evaluation, not private."""
         check_is_fitted(self, "best_estimator_")
@@ -210,10 +271,34 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"holdout={self.holdout!r}: must be strictly between 0 and 1.")
         if getattr(self.estimator, "random_state", None) is not None or "random_state" in self.param_grid:
             raise ValueError("random_state: a search of seeded fits is not private; leave it None.")
-        if getattr(self.estimator, "classes", None) is None:
+        if not hasattr(self.estimator, "_accept"):
+            raise TypeError("estimator: must be one of quietgrad's linear estimators.")
+        if is_regressor(self.estimator):
+            if self.estimator.target_bounds is None:
+                raise DataError(
+                    "estimator: declare its target_bounds as public; scores are in units of that range."
+                )
+        elif self.estimator.classes is None:
             raise DataError(
                 "estimator: declare its classes as public; a search cannot look for them in every round."
             )
+
+
+def _right(model: Any, X: Any, y: Any) -> Any:
+    return (model.predict(X) == y) * 1.0
+
+
+def _likelihood(model: Any, X: Any, y: Any) -> Any:
+    """1 − (log loss)/5, from 1 for a certain right answer to 0 for a chance below e^−5."""
+    chances = model.predict_proba(X)
+    own = chances[np.arange(len(y)), np.searchsorted(model.classes_, y)]
+    return 1.0 + np.log(np.maximum(own, math.exp(-5.0))) / 5.0
+
+
+def _closeness(model: Any, X: Any, y: Any) -> Any:
+    """1 − (error ÷ a quarter of the targets' range)²."""
+    low, high = model.target_range_
+    return 1.0 - ((model.predict(X) - y) / (0.25 * (high - low))) ** 2
 
 
 def _rounds(mean: float, u: float) -> int:

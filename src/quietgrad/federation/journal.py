@@ -90,7 +90,8 @@ class Journal:
             self._file.cut(0)
 
     def discard(self) -> None:
-        """What came out of the run is safe: remove the journal."""
+        """What came out of the run is safe: remove the journal; nothing more is answered in it."""
+        self.ended = True
         if self._file is not None:
             self._file.remove()
 

@@ -6,13 +6,14 @@ are the run: the second is refused by name. A process that is killed lets go of 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import weakref
 from pathlib import Path
 
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, LedgerError
 from quietgrad.files import reason
 
 
@@ -31,7 +32,7 @@ class KeptFile:
     ...     KeptFile(kept.path, "coordinates this run")
     ... except DataError as refusal:
     ...     print(str(refusal).partition(": ")[2].partition(";")[0])
-    another process coordinates this run
+    another process coordinates this run in this folder
     >>> kept.close()
     >>> again = KeptFile(kept.path, "coordinates this run")
     >>> again.content()
@@ -67,7 +68,7 @@ class KeptFile:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
                 raise DataError(
-                    f"{path.parent}: another process {who}; wait for it or end it, or choose another folder."
+                    f"{path.parent}: another process {who} in this folder; wait for it, or end it first."
                 ) from None
 
     def content(self) -> bytes:
@@ -76,20 +77,31 @@ class KeptFile:
 
     def append(self, data: bytes) -> None:
         """Write, durably."""
-        done = 0
-        while done < len(data):
-            done += os.write(self._file, data[done:])
-        os.fsync(self._file)
+        if not self._free.alive:  # the number of a closed file may be another file's by now
+            raise DataError(f"{self.path}: was let go of; nothing more is kept in it.")
+        before, done = os.fstat(self._file).st_size, 0
+        try:
+            while done < len(data):
+                done += os.write(self._file, data[done:])
+            os.fsync(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # half a line would spoil the next one
+                os.ftruncate(self._file, before)
+            raise LedgerError(
+                f"{self.path}: cannot be written ({reason(error)}), and nothing was given; make room, start again."
+            ) from None
 
     def cut(self, length: int) -> None:
         """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""
-        os.ftruncate(self._file, length)
-        os.fsync(self._file)
+        if self._free.alive:
+            os.ftruncate(self._file, length)
+            os.fsync(self._file)
 
     def remove(self) -> None:
         """It is over: remove the file and let go."""
-        self.path.unlink(missing_ok=True)
-        self.close()
+        if self._free.alive:  # else it may be somebody else's by now
+            self.path.unlink(missing_ok=True)
+            self.close()
 
     def close(self) -> None:
         """Let go of the file."""

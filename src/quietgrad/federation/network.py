@@ -18,6 +18,7 @@ import numpy as np
 
 from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
+from quietgrad.federation.journal import forget
 from quietgrad.federation.kept_file import KeptFile
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
@@ -118,6 +119,7 @@ def party(
     ledger, the account may spend what the plan costs and no more.
     """
     if (folder / "result.json").exists():
+        forget(folder, credentials.name)  # killed after it had saved the model
         raise DataError(f"{folder}: holds a finished run; choose another --out to approve another one.")
     if file.budget is not None:
         file.plan.proves()
@@ -135,10 +137,10 @@ def party(
 
 
 def default_cap(file: PlanFile, ledger: str | Path | None, account: str) -> Budget | None:
-    """The plan's own ε, unless whoever keeps the ledger has set a cap there."""
+    """The ε that the plan promises, unless whoever keeps the ledger has set a cap there."""
     if file.budget is None or ledger is None or Ledger(ledger).cap(account) is not None:
         return None
-    return replace(file.budget, epsilon=max(file.budget.epsilon, file.plan.epsilon()))
+    return file.budget
 
 
 def server(file: PlanFile, credentials: Credentials) -> SumMember:

@@ -230,7 +230,7 @@ class _Authority:
         return builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.UTC)
+        now = _now()
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -268,6 +268,10 @@ def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, byt
         raise DataError(f"{path}: not a valid request of {name!r}.")
     assert isinstance(key, ec.EllipticCurvePublicKey)
     return key, public
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _bound(name: str, pem: bytes) -> bytes:

@@ -339,7 +339,7 @@ class FrequentLabels(Mechanism, kind="labels"):
         """A Gaussian release of the counts, and the failure of the threshold."""
         return events.Composed((events.Gaussian(multiplier), events.Failure(self.failure)))
 
-    def scale(self, multiplier: float, bound: float) -> tuple[float, float]:
+    def counts_noise(self, multiplier: float, bound: float) -> tuple[float, float]:
         """σ and the grid's step of the counts.
 
         Neighbours differ in two counts at most, so no other is rounded apart: dim is 2. The number of labels must
@@ -351,7 +351,7 @@ class FrequentLabels(Mechanism, kind="labels"):
         """The noisy count a label must pass: that of one record does with probability at most ``failure``."""
         from scipy.special import ndtri
 
-        sigma, step = self.scale(multiplier, bound)
+        sigma, step = self.counts_noise(multiplier, bound)
         return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
 
     def source(self, key: bytes, label: str, count: int) -> Source:
@@ -366,7 +366,7 @@ class _LabelSource(Source):
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         total = np.array(counts, dtype=np.float64)
         unit = self._stream.normal(release, len(total))
-        release_gaussian(total, unit, *self._mechanism.scale(multiplier, bound))
+        release_gaussian(total, unit, *self._mechanism.counts_noise(multiplier, bound))
         return np.asarray(total > self._mechanism.threshold(multiplier, bound))
 
 

@@ -68,6 +68,14 @@ class Door:
         return 1
 
 
+def let_it_read(connection: socket.socket) -> None:
+    """Give a refused caller a second to read why: closing over its unread words would wipe the alert out."""
+    with contextlib.suppress(OSError):
+        connection.settimeout(1.0)
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        socket.socket.recv(connection, 1 << 14)
+
+
 def refusal(error: ssl.SSLCertVerificationError) -> str:
     """Why a certificate was not accepted, in words that say what to do."""
     match error.verify_code:

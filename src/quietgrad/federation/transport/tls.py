@@ -24,7 +24,14 @@ from dataclasses import dataclass
 from quietgrad.federation.provision import Credentials
 from quietgrad.federation.revocation import revoked
 from quietgrad.federation.transport import Bytes
-from quietgrad.federation.transport.door import ALTOGETHER, HANDSHAKE_SECONDS, PER_ADDRESS, Door, refusal
+from quietgrad.federation.transport.door import (
+    ALTOGETHER,
+    HANDSHAKE_SECONDS,
+    PER_ADDRESS,
+    Door,
+    let_it_read,
+    refusal,
+)
 from quietgrad.federation.transport.frames import (
     ASK,
     END,
@@ -234,6 +241,8 @@ class TlsServer:
             welcome = json.dumps({"session": self._session, "plan": self._agreement}).encode()
             send(connection, WELCOME, welcome, deadline=deadline)
         except (OSError, ValueError, ProtocolError, AttributeError) as error:
+            if isinstance(error, ssl.SSLCertVerificationError):
+                let_it_read(connection)
             hang_up(connection)
             self._tell_refusal(error, address)
             return

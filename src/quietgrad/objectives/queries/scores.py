@@ -39,6 +39,36 @@ class Correct:
 
 
 @dataclass(frozen=True, eq=False)
+class MeanScore:
+    """Σ over the held-out records of what ``each(X, y)`` gives them, each cut to [0, 1]; all others count 0.
+
+    >>> records = Scoring().prepare((np.array([[0.0], [2.0]]), np.array([0.0, 9.0])))
+    >>> out = np.zeros(1)
+    >>> query = MeanScore(lambda X, y: 1.0 - np.abs(X[:, 0] - y), np.array([0, 1]))
+    >>> query.sum_into(Scoring(), Batch(records, None), out)
+    >>> out
+    array([1.])
+    """
+
+    each: Callable[[Any, Any], Any]
+    held_out: npt.NDArray[np.integer[Any]]
+    bound: float = 1.0
+
+    def dim(self, records: Any) -> int:
+        """One number."""
+        return 1
+
+    def sum_into(self, objective: Any, batch: Batch, out: npt.NDArray[np.float64]) -> None:
+        """out += the sum; what is not a number counts 0."""
+        records = batch.records
+        if len(self.held_out):
+            from sklearn.utils import _safe_indexing
+
+            scores = np.asarray(self.each(_safe_indexing(records.X, self.held_out), records.y[self.held_out]))
+            out += float(np.clip(np.nan_to_num(scores, nan=0.0), 0.0, 1.0).sum())
+
+
+@dataclass(frozen=True, eq=False)
 class ScoredRecords:
     """A table as it was given, for models that read it themselves."""
 

@@ -6,6 +6,7 @@ it predicts, so it depends on no record and a record's contribution depends on t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,14 @@ class Frame:
     low: Floats
     high: Floats
     target: tuple[float, float] | None = None
+
+    @classmethod
+    def told(cls, details: Mapping[str, Any]) -> Frame | None:
+        """The frame that a run's result tells of, if its method had one."""
+        limits, target = details.get("feature_range"), details.get("target_range")
+        if limits is None:
+            return None
+        return cls(np.asarray(limits[0]), np.asarray(limits[1]), None if target is None else (target[0], target[1]))
 
     @property
     def centre(self) -> Floats:

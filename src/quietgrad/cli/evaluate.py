@@ -1,0 +1,66 @@
+"""`quietgrad evaluate`: how good a model is on held-out people, privately and charged to their account."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quietgrad.cli.options import Json, show_json, show_rows
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Example: quietgrad evaluate runs/a9a held_out.csv --epsilon 0.3 --account held-out")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Held-out people with labels, in a file like the one trained on, or a registered name, whose test "
+            "part is taken.",
+            show_default=False,
+        ),
+    ],
+    epsilon: Annotated[float, typer.Option(help="ε of the evaluation.")] = 0.3,
+    delta: Annotated[float, typer.Option(help="δ of the evaluation.")] = 1e-6,
+    relation: Annotated[str, typer.Option(help="replace-one or add-remove.")] = "replace-one",
+    ledger: Annotated[
+        Path | None, typer.Option(help="Ledger file; else evaluation-ledger.jsonl in the folder.")
+    ] = None,
+    account: Annotated[str, typer.Option(help="Whose privacy is spent: the held-out people.")] = "held-out",
+    as_json: Json = False,
+) -> None:
+    """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
+    import json
+
+    from quietgrad.cli.options import usage
+    from quietgrad.cli.predict import records_for
+    from quietgrad.errors import DataError
+    from quietgrad.estimators.runs import from_run
+    from quietgrad.estimators.scoring import private_score
+
+    model = from_run(folder)
+    facts = model.result_.details["model"]
+    X, y = records_for(folder, data, facts)
+    if y is None:
+        raise DataError(f"{data}: has no labels to score against.")
+    labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
+    book = folder / "evaluation-ledger.jsonl" if ledger is None else ledger
+    model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
+    with usage():
+        score = private_score(
+            model, X, labels, epsilon=epsilon, delta=delta, relation=relation, ledger=book, account=account
+        )
+    (folder / "evaluation.json").write_text(json.dumps(score.to_json(), indent=1) + "\n")
+    if as_json:
+        show_json(score.to_json())
+        return
+    names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
+    rows = [
+        (n.replace("_", " "), f"{v[0]:.4f} ± {v[1]:.4f}") for n in names if (v := getattr(score, n)) is not None
+    ]
+    rows += [("privacy", str(score.privacy)), ("account", account), ("ledger", str(book))]
+    rows += [("note", note) for note in score.notes]
+    show_rows(f"{folder} on held-out people ({data})", rows)
