@@ -1,6 +1,6 @@
 """Correlated against independent noise on a9a, where nobody samples in secret: single pass, and cohorts in turn.
 
-    python benchmarks/correlated.py single | turns | srm | poisson | federation | cost
+    python benchmarks/correlated.py single | turns | srm | adam | poisson | federation | cost
 
 Both sides search the same settings of one grid (all, or 600 at random): one run each, twelve more of the best
 twenty, on held-out rows of the training set. The chosen ones train on all of it, sixteen times, and are tested once
@@ -42,6 +42,7 @@ GRID: dict[str, tuple[Any, ...]] = {
 }
 PASSES = {"steps": (32, 64, 128, 256, 512)}
 MOMENTUM = {"gamma": (0.1, 0.3, 0.6), "difference": (0.1, 0.25, 0.5), "momentum": (0.0,)}
+ADAM = {"learning_rate": (0.003, 0.01, 0.03, 0.06, 0.1, 0.2), "beta2": (0.9, 0.999)}
 COHORTS, TURNS = 64, 4
 
 Make = Callable[[dict[str, Any], str, int], Any]
@@ -57,6 +58,15 @@ def single(given: dict[str, Any], noise: str, n: int) -> Any:
 def turns(given: dict[str, Any], noise: str, n: int) -> Any:
     """64 cohorts, each four times."""
     return qg.DPSGD(**_common(given), steps=COHORTS * TURNS, sampling="turns", cohorts=COHORTS, noise=noise)
+
+
+def adam(given: dict[str, Any], noise: str, n: int) -> Any:
+    """The same cohorts under Adam, whose second moment sees how loud single releases are."""
+    rate = f"{given['decay']}{given['learning_rate']}" if given["decay"] else given["learning_rate"]
+    return qg.DPAdam(
+        learning_rate=rate, clip=given["clip"], beta1=given["momentum"], beta2=given["beta2"],
+        steps=COHORTS * TURNS, sampling="turns", cohorts=COHORTS, noise=noise,
+    )  # fmt: skip
 
 
 def poisson(given: dict[str, Any], noise: str, n: int) -> Any:
@@ -202,6 +212,7 @@ def main() -> None:
         "single": lambda: compare(single, {**GRID, **PASSES}),
         "turns": lambda: compare(turns, GRID),
         "srm": lambda: compare(srm, {**GRID, **PASSES, **MOMENTUM}),
+        "adam": lambda: compare(adam, {**GRID, **ADAM}, epsilons=(1.0,)),
         "poisson": lambda: compare(poisson, GRID, ("independent",), (1.0,)),
         "federation": federation,
         "cost": cost,

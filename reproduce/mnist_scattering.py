@@ -2,8 +2,9 @@
 
     python reproduce/mnist_scattering.py [EPSILON RUNS]...
 
-Settings are fixed beforehand (DP-SGD, Poisson batches of 4096, 240 steps, C = 0.1, heavy ball 0.9, linear decay); they
-were chosen on the last 10 000 training pictures in an earlier search that is not charged here. δ = 1e-5, add-remove.
+Settings are fixed beforehand (DP-SGD, Poisson batches of 4096, 240 steps, C = 0.1, heavy ball 0.9, linear decay).
+They were chosen on the last 10 000 training pictures in an earlier search that is not charged here. δ = 1e-5,
+add-remove.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The scattering transform (Mallat 2012; for private learning Tramèr and Boneh 2021): wavelets, moduli, averages.
 
 Two scales, eight angles: S0 = x⋆φ, S1 = |x⋆ψ_{j,k}|⋆φ and S2 = ||x⋆ψ_{0,k}|⋆ψ_{1,l}|⋆φ, 81 maps of a quarter of the
-picture's size per channel. Nothing is learned, so a linear model on these features needs few parameters and its noise
-little room. Every picture is transformed on its own: no privacy is spent, and none may be by normalising with
+picture's size per channel. Nothing is learned, so a linear model on these features needs few parameters and its
+noise little room. Every picture is transformed on its own: no privacy is spent, and none may be by normalising with
 statistics of private pictures. :meth:`Scattering.normalized` divides by what is in the picture itself.
 """
 
