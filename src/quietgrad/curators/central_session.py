@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import Spent, relative
 from quietgrad.curators.slot_source import SlotSource
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, Objective, Query, Regularizer
@@ -119,8 +119,7 @@ class CentralSession:
         scores = np.zeros((len(queries), 1))
         for query, score in zip(queries, scores, strict=True):
             self._sum(query, batch, score)
-        if offsets is not None:
-            scores[:, 0] += offsets
+        scores[:, 0] += relative(offsets, len(queries))
         if not self._private:
             return int(np.argmin(scores))
         self._spend(rho)
