@@ -285,7 +285,8 @@ def _read_forged_ledger(content: bytes, folder: Path) -> object:
     """Bodies that somebody wrote and chained again: every hash fits, and nothing else need."""
     from quietgrad.privacy.chain import Entry, canonical
 
-    lines, before = [], "0" * 64
+    lines: list[bytes] = []
+    before = "0" * 64
     for number, text in enumerate(content.split(b"\n"), start=1):
         try:
             kind, body = json.loads(text)

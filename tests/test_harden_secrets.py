@@ -19,7 +19,7 @@ import pytest
 import quietgrad.cli
 from quietgrad.cli import main
 from quietgrad.data.sources import PipPackage
-from quietgrad.errors import DataError, LedgerError
+from quietgrad.errors import DataError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.provision import provision, request
 from quietgrad.federation.toml_plan import parse_plan
@@ -125,13 +125,41 @@ def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
     party = PartyCurator("a", file.objective, data, file.plan, folder=tmp_path, ledger=tmp_path / "ledger.jsonl")
     opened = party.handle(encode(Message("open", {"run": "abc", "plan": file.plan.digest})))
     assert decode(opened).kind == "ready"
-    journal = next(tmp_path.glob("*.journal"))
+    journal = tmp_path / "a.journal"
     assert stat.S_IMODE(journal.stat().st_mode) == 0o600
-    assert len(KeyFile.waiting()) == 1
-    assert not network.save_parting(b"", file, tmp_path, party.handle)
-    assert KeyFile.waiting() == []
+    assert len(bytes.fromhex(json.loads(journal.read_text().splitlines()[0])["key"])) == 32
+    assert KeyFile.waiting() == []  # it has no other place
+    assert not network.save_parting(b"", file, tmp_path, party)
+    assert party.withdraw()
+    party.close()
     assert not journal.exists()
-    assert Ledger(tmp_path / "ledger.jsonl").find("abc") is not None  # what was reserved stays paid
+    assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove").epsilon == 0.0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_journal_forgets_its_key_when_the_run_is_over(
+    tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal outlives a run that gave no model, so that its approval stays used; the samples' key does not."""
+    journal = Journal(tmp_path, "p", "digest")
+    journal.bind("run")
+    journal.record(0, "gradient", 0, None)
+    key = journal.key.hex()
+    path = tmp_path / "p.journal"
+    assert key in path.read_text()
+    if killed:
+        monkeypatch.setattr(Journal, "_blot", lambda self: None)
+    journal.end()
+    journal.close()
+    if killed:
+        assert key in path.read_text()
+        monkeypatch.undo()
+    again = Journal(tmp_path, "p", "digest")
+    assert (again.run, again.ended, again.last_round, again.draws("gradient")) == ("run", True, 0, 1)
+    assert key not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again.discard()
+    assert not path.exists()
 
 
 def test_a_process_with_a_key_leaves_no_core_dump() -> None:
@@ -160,9 +188,9 @@ def test_a_key_is_not_written_through_a_link(tmp_path: Path, state: Path) -> Non
 def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"")
-    (tmp_path / "p-run.journal").symlink_to(victim)
-    with pytest.raises((LedgerError, OSError)):
-        Journal(tmp_path, "p", "digest").start("run")
+    (tmp_path / "p.journal").symlink_to(victim)
+    with pytest.raises(DataError, match="ELOOP"):
+        Journal(tmp_path, "p", "digest")
     assert victim.read_bytes() == b""
 
 
