@@ -64,7 +64,7 @@ def test_members_and_runs_cannot_be_paths(tmp_path: Path) -> None:
 
 def test_accounts_are_one_visible_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    with pytest.raises(ValueError, match="one line of visible characters"):
+    with pytest.raises(ValueError, match="cannot be seen"):
         ledger.set_cap(f"x{ESCAPES}", Budget(1.0, 1e-5))
     assert not (tmp_path / "ledger.jsonl").exists()
     ledger.set_cap("ward 3 – Kinder", Budget(1.0, 1e-5))
