@@ -98,11 +98,10 @@ class KeptFile:
                 f"{self.path}: cannot be written ({reason(error)}), and nothing was given; make room, start again."
             ) from None
 
-<<<<<<< HEAD:src/quietgrad/curators/kept_file.py
     def sync(self) -> None:
         """Bring everything that was written to the disk."""
         os.fsync(self._file)
-=======
+
     def blot(self, secret: bytes) -> None:
         """Write zeros (the digit) over the first occurrence of ``secret``, in place, durably."""
         at = self.content().find(secret)
@@ -115,7 +114,6 @@ class KeptFile:
             os.fsync(place)
         finally:
             os.close(place)
->>>>>>> harden2:src/quietgrad/federation/kept_file.py
 
     def cut(self, length: int) -> None:
         """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""
