@@ -1,6 +1,6 @@
 """Correlated against independent noise on a9a, where nobody samples in secret: single pass, and cohorts in turn.
 
-    python benchmarks/correlated.py single | turns | srm | federation | cost
+    python benchmarks/correlated.py single | turns | srm | adam | poisson | federation | cost
 
 Both sides search the same settings of one grid (all, or 600 at random): one run each, twelve more of the best
 twenty, on held-out rows of the training set. The chosen ones train on all of it, sixteen times, and are tested once
@@ -42,6 +42,7 @@ GRID: dict[str, tuple[Any, ...]] = {
 }
 PASSES = {"steps": (32, 64, 128, 256, 512)}
 MOMENTUM = {"gamma": (0.1, 0.3, 0.6), "difference": (0.1, 0.25, 0.5), "momentum": (0.0,)}
+ADAM = {"learning_rate": (0.003, 0.01, 0.03, 0.06, 0.1, 0.2), "beta2": (0.9, 0.999)}
 COHORTS, TURNS = 64, 4
 
 Make = Callable[[dict[str, Any], str, int], Any]
@@ -57,6 +58,20 @@ def single(given: dict[str, Any], noise: str, n: int) -> Any:
 def turns(given: dict[str, Any], noise: str, n: int) -> Any:
     """64 cohorts, each four times."""
     return qg.DPSGD(**_common(given), steps=COHORTS * TURNS, sampling="turns", cohorts=COHORTS, noise=noise)
+
+
+def adam(given: dict[str, Any], noise: str, n: int) -> Any:
+    """The same cohorts under Adam, whose second moment sees how loud single releases are."""
+    rate = f"{given['decay']}{given['learning_rate']}" if given["decay"] else given["learning_rate"]
+    return qg.DPAdam(
+        learning_rate=rate, clip=given["clip"], beta1=given["momentum"], beta2=given["beta2"],
+        steps=COHORTS * TURNS, sampling="turns", cohorts=COHORTS, noise=noise,
+    )  # fmt: skip
+
+
+def poisson(given: dict[str, Any], noise: str, n: int) -> Any:
+    """Eight epochs of a central DP-SGD that samples in secret: what a federation of cohorts is held against."""
+    return qg.DPSGD(**_common(given), steps=8 * n // 1000, batch_size=1000)
 
 
 def srm(given: dict[str, Any], noise: str, n: int) -> Any:
@@ -79,14 +94,19 @@ def _common(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare(make: Make, grid: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+def compare(
+    make: Make,
+    grid: dict[str, tuple[Any, ...]],
+    noises: tuple[str, ...] = NOISES,
+    epsilons: tuple[float, ...] = EPSILONS,
+) -> list[dict[str, Any]]:
     """Both noises at every ε: settings by held-out loss, then the test loss of the chosen ones."""
     (X, y), test = _table("train"), _table("test")
     order = np.random.default_rng(0).permutation(len(y))
     kept, held = order[len(y) // 8 :], order[: len(y) // 8]
     rows = []
-    for epsilon in EPSILONS:
-        for noise in NOISES:
+    for epsilon in epsilons:
+        for noise in noises:
             tried = _settings(grid)
             scores = [
                 [_loss(make, given, noise, epsilon, (X[kept], y[kept]), (X[held], y[held]))] for given in tried
@@ -192,6 +212,8 @@ def main() -> None:
         "single": lambda: compare(single, {**GRID, **PASSES}),
         "turns": lambda: compare(turns, GRID),
         "srm": lambda: compare(srm, {**GRID, **PASSES, **MOMENTUM}),
+        "adam": lambda: compare(adam, {**GRID, **ADAM}, epsilons=(1.0,)),
+        "poisson": lambda: compare(poisson, GRID, ("independent",), (1.0,)),
         "federation": federation,
         "cost": cost,
     }

@@ -567,4 +567,4 @@ def test_doors_are_not_copied() -> None:
     for one in (curator, curator.open(PLAN)):
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="same noise"):
-                copied(one)  # type: ignore[operator]
+                copied(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_vectors_are_clipped(mode: Mode) -> None:
     np.testing.assert_allclose(total, [0.3, 0.9], atol=1e-12)
 
 
-def relative_deviation(mode: Mode, parties: int, seed: int, **extra: int) -> tuple[float, float]:
+def relative_deviation(mode: Mode, parties: int, seed: int, **extra: Any) -> tuple[float, float]:
     """Observed variance ÷ stated variance, and the bound it must keep at a false alarm of 1e-6 (4.9 s.e.)."""
     d = 40_000
     terms = Terms(mode, parties=parties, dimension=d, bound=1.0, sigma=3.0, **extra)
@@ -90,7 +91,7 @@ def test_variance_inside_the_computation_is_one(m: int) -> None:
     ],
 )
 def test_noise_the_adversary_does_not_know_is_all_of_sigma(
-    mode: Mode, extra: dict[str, int], known: list[int]
+    mode: Mode, extra: dict[str, Any], known: list[int]
 ) -> None:
     """Take away what the allowed coalition drew itself: σ² is left, neither less nor more (false alarm 1e-6)."""
     d = 40_000

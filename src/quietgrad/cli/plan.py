@@ -92,7 +92,7 @@ def show_slots(the_plan: Plan) -> None:
     factor = sensitivity_factor(the_plan.budget.relation)
     table = Table("release", "at most", "sampling", "sensitivity", "noise σ")
     for slot in the_plan.schedule.slots:
-        scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.scale
+        scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.factor
         noise = "within the filter" if the_plan.schedule.composition == "filter" else f"{scale:.4g}·C"
         table_row(table, slot.name, str(slot.count), brief(slot.sampling.to_json()), f"{factor:g}·C", noise)
     say_table(table)

@@ -132,12 +132,14 @@ class Charge:
     paid: bool = False
     booked: events.Event | None = None
     spent: events.Event | None = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)
 
     def close(self, spent: events.Event | None, *, reason: str, data_dependent: bool) -> events.Event | None:
         """Close the entry and return the event that is charged; closing again changes nothing.
 
         Only a stop that does not depend on data gives back what was not released.
         """
+        self.closed = True
         if self.paid:
             self.spent = self.booked or self.event
         elif self.ledger is None or self.reservation is None:

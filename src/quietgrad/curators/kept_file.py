@@ -102,6 +102,19 @@ class KeptFile:
         """Bring everything that was written to the disk."""
         os.fsync(self._file)
 
+    def blot(self, secret: bytes) -> None:
+        """Write zeros (the digit) over the first occurrence of ``secret``, in place, durably."""
+        at = self.content().find(secret)
+        if not self._free.alive or at < 0:
+            return
+        # A second descriptor: on Linux one that appends writes at the end, whatever place it is told.
+        place = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.pwrite(place, b"0" * len(secret), at)
+            os.fsync(place)
+        finally:
+            os.close(place)
+
     def cut(self, length: int) -> None:
         """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""
         if self._free.alive:

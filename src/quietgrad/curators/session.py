@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Charge
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import Spent, relative
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
@@ -237,8 +237,7 @@ class CentralSession:
             self._spend(rho)
         while True:
             scores = np.array([self._score(query, begun) for query in queries])
-            if offsets is not None:
-                scores += np.asarray(offsets, np.float64)
+            scores += relative(offsets, len(queries))
             if not self._private:
                 return int(np.argmin(scores))
             if self._settled(begun, (rho, bound), scores):

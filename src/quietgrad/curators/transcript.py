@@ -9,8 +9,8 @@ nothing is raised.
 
 Lines are written before a release leaves, and survive a killed process. After a power cut the last ones may be
 missing, and a copy or a backup may be older than the run. So the file remembers which start of the machine and
-which file on the disk it is, and a checkpoint how long it was; where one of them does not agree, what is missing here
-is not trusted to have never been released, until a new epoch has begun.
+which file on the disk it is, and a checkpoint how long it was; where one of them does not agree, what is missing
+here is not trusted to have never been released, until a new epoch has begun.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Charge
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import Spent, relative
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.cohorts import draw, rescaling
@@ -106,7 +106,7 @@ class FederatedSession:
         ``offsets`` are added here, once: parties answer for their records only.
         """
         relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
-        public = np.zeros(len(queries)) if offsets is None else np.asarray(offsets, np.float64)
+        public = relative(offsets, len(queries))
         chosen = self._replayed(slot, rho)
         if chosen is None:
             chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)

@@ -187,7 +187,7 @@ class FederatedPlan(Plan):
         if multiplier == 0.0:
             return bound
         if self._correlated is not None:
-            multiplier *= self._correlated.scale
+            multiplier *= self._correlated.factor
         share = multiplier * math.sqrt(dimension) / self.terms(dimension).noise_units
         if share >= 0.5:
             raise ValueError(f"noise multiplier {multiplier:g} in {dimension} dimensions: the grid is too coarse.")

@@ -120,7 +120,7 @@ class Correlated(Mechanism, kind="correlated"):
         return _sensitivity(self, count)
 
     @property
-    def scale(self) -> float:
+    def factor(self) -> float:
         """s of the whole run, by which the noise is louder than z·C."""
         return self.sensitivity()
 
@@ -132,7 +132,7 @@ class Correlated(Mechanism, kind="correlated"):
     @property
     def loudness(self) -> float:
         """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
-        return self.scale * float(np.linalg.norm(self.inverse))
+        return self.factor * float(np.linalg.norm(self.inverse))
 
     def gain(self) -> float:
         """Root mean square error of prefix sums under independent noise of the same ε ÷ that of this noise."""
@@ -140,7 +140,7 @@ class Correlated(Mechanism, kind="correlated"):
         return math.sqrt(independent * _prefix_error(np.eye(1, self.releases)[0]) / self._error())
 
     def _error(self) -> float:
-        return _prefix_error(self.inverse) * self.scale**2
+        return _prefix_error(self.inverse) * self.factor**2
 
     # --- what a mechanism is ----------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Correlated(Mechanism, kind="correlated"):
         """
         if count == self.releases:
             return events.Gaussian(multiplier)
-        return events.Gaussian(multiplier * (self.scale / self.sensitivity(count)))
+        return events.Gaussian(multiplier * (self.factor / self.sensitivity(count)))
 
     def over(self, releases: int, participations: int, separation: int) -> Correlated:
         """Made again for another run."""
@@ -181,7 +181,7 @@ class Correlated(Mechanism, kind="correlated"):
 
     def describe(self, multiplier: float) -> str:
         """One Gaussian release, whatever the number of releases."""
-        s = self.scale
+        s = self.factor
         return (
             f"Gaussian noise correlated over the releases, of scale {multiplier:.4g}·C times the sensitivity "
             f"{s:.4g} of the run: all of them together are one Gaussian release of noise multiplier "
@@ -261,7 +261,7 @@ class Rows:
 class _CorrelatedSource(Source):
     def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
         self._rows = mechanism.rows(key, label)
-        self._louder = mechanism.scale
+        self._louder = mechanism.factor
         self._asked: tuple[float, float, int] | None = None
         self._grid = (0.0, 0.0)
 

@@ -109,7 +109,7 @@ class Mechanism(ABC):
         """Noise for at most ``count`` releases under ``key`` and a label that no other source uses."""
 
     @property
-    def scale(self) -> float:
+    def factor(self) -> float:
         """What the noise multiplier of a slot is multiplied by when noise is added."""
         return 1.0
 

@@ -208,7 +208,7 @@ class Terms:
         d = self.dimension
         noise = self.sigma * math.sqrt(self.variance_factor) if self.sigma > 0.0 else 0.0
         if self.correlated is not None:
-            noise *= self.correlated.loudness / self.correlated.scale
+            noise *= self.correlated.loudness / self.correlated.factor
         tail = math.sqrt(d) + math.sqrt(2.0 * IMPOSSIBLE_BITS * math.log(2.0))
         return (data + self.parties * math.sqrt(d) * self.step + noise * tail) * (1.0 + 1e-9)
 
