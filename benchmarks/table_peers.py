@@ -18,7 +18,7 @@ DELTA = 1e-5
 def main(path: Path) -> None:
     warnings.simplefilter("ignore")
     facts = json.loads(path.with_suffix(".json").read_text())
-    train, test = (pd.read_pickle(f"{path}.{part}.pickle") for part in ("train", "test"))
+    train, test = (read(path, part, facts["words"]) for part in ("train", "test"))
     y, y_test = (part.pop("__target__").to_numpy() for part in (train, test))
     out: dict[str, Any] = {}
     for epsilon in facts["epsilons"]:
@@ -27,6 +27,14 @@ def main(path: Path) -> None:
             accuracy, auc = np.array(scores).T
             out[f"{name} {epsilon:g}"] = {"mean": accuracy.mean(), "worst": accuracy.min(), "auc": auc.mean()}
     print(json.dumps(out))
+
+
+def read(path: Path, part: str, words: dict[str, list[str]]) -> Any:
+    """One part of a table, categories with their whole vocabulary."""
+    frame = pd.read_csv(f"{path}.{part}.csv", dtype=dict.fromkeys(words, str), keep_default_na=False)
+    for column, values in words.items():
+        frame[column] = pd.Categorical(frame[column], categories=values)
+    return frame
 
 
 def ebm(train: Any, y: Any, test: Any, y_test: Any, bounds: Any, epsilon: float, seed: int) -> Any:

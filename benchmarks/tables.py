@@ -225,11 +225,14 @@ def peers(names: list[str]) -> dict[str, Any]:
         folder = PEERS / "tables"
         folder.mkdir(exist_ok=True)
         for part, frame, y in zip(("train", "test"), problem.frame, (problem.y, problem.y_test), strict=True):
-            frame.assign(__target__=y).to_pickle(folder / f"{name}.{part}.pickle")
+            frame.assign(__target__=y).to_csv(folder / f"{name}.{part}.csv", index=False)
         train = problem.frame[0]
+        words = {c: [str(v) for v in train[c].cat.categories] for c in train if str(train[c].dtype) == "category"}
         numeric = [c for c in train if str(train[c].dtype) != "category"]
         bounds = {c: problem.bounds[j] for c, j in zip(numeric, problem.numeric, strict=True)}
-        (folder / f"{name}.json").write_text(json.dumps({"bounds": bounds, "epsilons": ADDITIVE_EPSILONS}))
+        (folder / f"{name}.json").write_text(
+            json.dumps({"bounds": bounds, "words": words, "epsilons": ADDITIVE_EPSILONS})
+        )
         script = Path(__file__).parent / "table_peers.py"
         done = subprocess.run(
             [str(PEERS / "bin" / "python"), str(script), str(folder / name)],

@@ -21,9 +21,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -32,6 +29,15 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 MARKERS = "osD^vPX"
 INK = "#0a0b0c"  # replaced by the page's colour
 Picture = tuple[Figure, str]
+LOOK: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "quietgrad",
+    "font.size": 9,
+    "legend.framealpha": 0.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
 STYLE = """
 :root { color-scheme: light dark;
   --ink: #1b1b1f; --paper: #ffffff; --soft: #f2f2f5; --line: #c9c9d1; --link: #0b57a4 }
@@ -58,8 +64,9 @@ def results(name: str, folder: str = "reproduce") -> dict[str, Any] | None:
 
 def axes(number: int, titles: list[str], rows: int = 1) -> tuple[Figure, list[Axes]]:
     """Some panels side by side in the page's ink."""
-    figure, found = plt.subplots(rows, number // rows, figsize=(4.2 * (number // rows), 3.5 * rows), squeeze=False)
-    panels = [panel for line in found for panel in line]
+    columns = number // rows
+    figure = Figure(figsize=(4.2 * columns, 3.5 * rows))
+    panels = [panel for line in figure.subplots(rows, columns, squeeze=False) for panel in line]
     for panel, title in zip(panels, titles, strict=True):
         panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.25, linewidth=0.6)
@@ -340,11 +347,11 @@ def svg(figure: Figure, told: str, name: str) -> str:
     out = io.StringIO()
     figure.tight_layout()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    plt.close(figure)
     text = out.getvalue().partition("<svg")[2].replace(INK, "currentColor")
     text = re.sub(r'(id="|url\(#|xlink:href="#|href="#)', rf"\g<1>{name}-", "<svg" + text)
-    title = f"<title>{html.escape(told)}</title>"
-    text = re.sub(r"<svg ", f'<svg role="img" aria-label="{html.escape(told, quote=True)}" ', text, count=1)
+    title, widest = f"<title>{html.escape(told)}</title>", round(130 * figure.get_figwidth())
+    named = f'<svg role="img" aria-label="{html.escape(told, quote=True)}" style="max-width: {widest}px" '
+    text = text.replace("<svg ", named, 1)
     text = re.sub(r"(<svg[^>]*>)", lambda found: found[1] + title, text, count=1)
     return f"<figure>{text}<figcaption>{html.escape(told)}</figcaption></figure>"
 
@@ -353,18 +360,6 @@ def page() -> str:
     """The whole document."""
     from markdown_it import MarkdownIt
 
-    plt.rcParams.update(
-        {
-            "svg.fonttype": "none",
-            "svg.hashsalt": "quietgrad",
-            "font.size": 9,
-            "font.family": "sans-serif",
-            **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-            "legend.framealpha": 0.0,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
     source = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
     body = MarkdownIt("commonmark").enable("table").render(source)
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
@@ -374,7 +369,8 @@ def page() -> str:
         picture = PICTURES[found[1]]()
         return "" if picture is None else svg(*picture, found[1])
 
-    body = re.sub(r"<!-- picture: (\w+) -->", drawn, body)
+    with matplotlib.rc_context(LOOK):
+        body = re.sub(r"<!-- picture: (\w+) -->", drawn, body)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return (
         f'<!doctype html><html lang="en"><head>{head}<title>quietgrad: reproductions</title><link rel="icon" '

@@ -64,7 +64,7 @@ def test_members_and_runs_cannot_be_paths(tmp_path: Path) -> None:
 
 def test_accounts_are_one_visible_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    with pytest.raises(ValueError, match="one line of visible characters"):
+    with pytest.raises(ValueError, match="cannot be seen"):
         ledger.set_cap(f"x{ESCAPES}", Budget(1.0, 1e-5))
     assert not (tmp_path / "ledger.jsonl").exists()
     ledger.set_cap("ward 3 – Kinder", Budget(1.0, 1e-5))
@@ -125,14 +125,41 @@ def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
     party = PartyCurator("a", file.objective, data, file.plan, folder=tmp_path, ledger=tmp_path / "ledger.jsonl")
     opened = party.handle(encode(Message("open", {"run": "abc", "plan": file.plan.digest})))
     assert decode(opened).kind == "ready"
-    journal = next(tmp_path.glob("*.journal"))
+    journal = tmp_path / "a.journal"
     assert stat.S_IMODE(journal.stat().st_mode) == 0o600
-    assert KeyFile.waiting() == []  # nothing that noise could be taken off with is kept
+    assert len(bytes.fromhex(json.loads(journal.read_text().splitlines()[0])["key"])) == 32
+    assert KeyFile.waiting() == []  # it has no other place
     assert not network.save_parting(b"", file, tmp_path, party)
     assert party.withdraw()
     party.close()
     assert not journal.exists()
-    assert Ledger(tmp_path / "ledger.jsonl").book().counted("default") == []  # nothing was asked
+    assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove").epsilon == 0.0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_journal_forgets_its_key_when_the_run_is_over(
+    tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal outlives a run that gave no model, so that its approval stays used; the samples' key does not."""
+    journal = Journal(tmp_path, "p", "digest")
+    journal.bind("run")
+    journal.record(0, "gradient", 0, None)
+    key = journal.key.hex()
+    path = tmp_path / "p.journal"
+    assert key in path.read_text()
+    if killed:
+        monkeypatch.setattr(Journal, "_blot", lambda self: None)
+    journal.end()
+    journal.close()
+    if killed:
+        assert key in path.read_text()
+        monkeypatch.undo()
+    again = Journal(tmp_path, "p", "digest")
+    assert (again.run, again.ended, again.last_round, again.draws("gradient")) == ("run", True, 0, 1)
+    assert key not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again.discard()
+    assert not path.exists()
 
 
 def test_a_process_with_a_key_leaves_no_core_dump() -> None:
@@ -162,7 +189,7 @@ def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"")
     (tmp_path / "p.journal").symlink_to(victim)
-    with pytest.raises(DataError, match="cannot be kept here"):
+    with pytest.raises(DataError, match="ELOOP"):
         Journal(tmp_path, "p", "digest")
     assert victim.read_bytes() == b""
 

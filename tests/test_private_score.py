@@ -49,7 +49,7 @@ def test_value_and_error_bars_are_honest() -> None:
     inside = dict.fromkeys(truth, 0)
     for _ in range(120):
         chosen = rng.choice(len(y), 6000)
-        score = private_score(model, X[chosen], y[chosen], epsilon=0.5)
+        score: Any = private_score(model, X[chosen], y[chosen], epsilon=0.5)
         for name, value in truth.items():
             estimate, error = getattr(score, name)
             assert 0.0 < error < 0.05
@@ -59,7 +59,7 @@ def test_value_and_error_bars_are_honest() -> None:
 
 def test_calibration_and_confusion_add_up() -> None:
     X, y = people(20_000, np.random.default_rng(1))
-    score = private_score(Fixed(["no", "yes"]), X, np.array(["no", "yes"])[y], epsilon=1.0)
+    score: Any = private_score(Fixed(["no", "yes"]), X, np.array(["no", "yes"])[y], epsilon=1.0)
     assert score.confusion.sum() == pytest.approx(1.0, abs=0.02)
     assert np.trace(score.confusion) == pytest.approx(score.accuracy[0], abs=1e-9)
     for predicted, observed, error, share in score.calibration:
@@ -73,7 +73,7 @@ def test_many_classes() -> None:
     model = Fixed(range(4))
     chances = model.predict_proba(X)
     y = (rng.random((12_000, 1)) > chances.cumsum(axis=1)).sum(axis=1)
-    score = private_score(model, X, y, epsilon=1.0)
+    score: Any = private_score(model, X, y, epsilon=1.0)
     truth = np.mean(chances.argmax(axis=1) == y)
     assert abs(score.accuracy[0] - truth) < 4 * score.accuracy[1]
     assert abs(score.log_loss[0] - log_loss(y, chances)) < 0.1
@@ -91,7 +91,7 @@ def test_regression_needs_public_bounds_and_finds_r2() -> None:
     y = 3.0 * X[:, 0] + rng.standard_normal(10_000)
     with pytest.raises(ValueError, match="target_bounds"):
         private_score(Line(), X, y)
-    score = private_score(Line(), X, y, epsilon=1.0, target_bounds=(-15.0, 15.0))
+    score: Any = private_score(Line(), X, y, epsilon=1.0, target_bounds=(-15.0, 15.0))
     assert abs(score.r2[0] - 0.9) < 4 * score.r2[1] + 0.02
     assert abs(score.rmse[0] - 1.0) < 4 * score.rmse[1] + 0.02
 

@@ -22,7 +22,8 @@ from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Loss
 from quietgrad.objectives.tables.glm import Logistic, Squared
 from quietgrad.objectives.tables.information import WhitenedInformation
-from quietgrad.objectives.tables.whitening import Floats, WhitenedGradient, Whitening
+from quietgrad.objectives.tables.table import Floats
+from quietgrad.objectives.tables.whitening import WhitenedGradient, Whitening
 from quietgrad.privacy.budget import Relation
 
 MOST_NOISE = 1.0 / 3.0
@@ -70,17 +71,16 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
     curve = information.unpack(door.release("information", seen(information)) / n)
     slope_noise = noise_of(door, "score", gradient.bound) / n
     curve_noise = noise_of(door, "information", information.bound) / n
+    dispersion = 1.0
+    if squares:  # asked before anything is refused: how many releases a run makes must not follow from the data
+        loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
+        dispersion = max(2.0 * float(door.release("dispersion", seen(loss))[0]) / n, 1e-12)
     least = float(np.linalg.eigvalsh(curve)[0])
     spread = curve_noise * math.sqrt(2.0 * size)
     if least <= 0.0 or spread > MOST_NOISE * least:
         return Step(start, np.zeros((size, size)), "the noise on the curvature is not small beside its eigenvalues")
     inverse = np.linalg.inv(curve)
     step = -inverse @ slope
-    dispersion = 1.0
-    if squares:
-        loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
-        total = door.release("dispersion", seen(loss))
-        dispersion = max(2.0 * float(total[0]) / n, 1e-12)
     middle = (
         dispersion * curve / n
         + (slope_noise**2 + 0.5 * curve_noise**2 * float(step @ step)) * np.eye(size)

@@ -153,12 +153,17 @@ def _found_ranges(
     elif look.ranges == "pooled":
         hidden = len(unknown)
     high[unknown], low[unknown] = reach, -reach
-    free = ~np.isin(unknown[found.offsets], _declared_at(look))
-    if look.offset_share and look.ranges == "each" and free.any() and not look.sparse:
+    if look.offset_share and look.ranges == "each":
+        free = ~np.isin(unknown[found.offsets], _declared_at(look))
         chosen, near, far = unknown[found.offsets][free], found.low[free], found.high[free]
+        asked = len(chosen) > 0
+        if not asked:  # asked all the same: how many releases a run makes must not follow from the data
+            chosen, near, far = unknown[:1], -reach[:1], reach[:1].copy()
+            near, far = np.where(np.isfinite(near), near, -1.0), np.where(np.isfinite(far), far, 1.0)
         pieces = Pieces(chosen, near, far, relation)
         inner = door.release("offsets", pieces).reshape(-1, PIECES)
-        low[chosen], high[chosen] = read_pieces(inner, noise_of(door, "offsets", pieces.bound), near, far)
+        if asked and not look.sparse:
+            low[chosen], high[chosen] = read_pieces(inner, noise_of(door, "offsets", pieces.bound), near, far)
     return low, high, hidden
 
 

@@ -36,9 +36,9 @@ from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
 _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
+_AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs no accuracy
 _WIDEST_CLIP = 1.0  # in units of the rows' length: most gradients are shorter
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
-_TOLD = 600  # features up to which a result keeps the whitening, for error bands
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
 
@@ -60,6 +60,7 @@ class WhitenedGD(Algorithm):
         horizon: the distance to go, per unit of signal-to-noise and degree of freedom; a distance longer than T
             steps is gone with momentum, a shorter one with shorter steps. ``None``: T plain steps.
         inference_share: part of μ² spent on a Newton step at the end, which gives standard errors.
+        bands: whether the result tells the coefficients' covariance by noise and sampling; costs nothing.
 
     >>> [(slot.name, slot.count) for slot in WhitenedGD(steps=10, row_bound=1.0).schedule(1000).slots]
     [('mean', 1), ('second-moments', 1), ('gradient', 10)]
@@ -78,6 +79,7 @@ class WhitenedGD(Algorithm):
     freedom: float | None = None
     horizon: float | None = None
     inference_share: float = 0.0
+    bands: bool = False
 
     name: ClassVar[str] = "whitened-gd"
 
@@ -92,8 +94,9 @@ class WhitenedGD(Algorithm):
                 check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
         if self.moments not in ("full", "diagonal"):
             raise ValueError(f"moments={self.moments!r}: must be 'full' or 'diagonal'.")
-        if isinstance(self.look, dict):  # as a saved configuration holds it
-            object.__setattr__(self, "look", Look(**self.look))
+        look: Any = self.look
+        if isinstance(look, dict):  # as a saved configuration holds it
+            object.__setattr__(self, "look", Look(**look))
         if sum(self._shares().values()) >= 1.0:
             raise ValueError("the shares add up to the whole budget; leave some for the gradients.")
 
@@ -113,9 +116,7 @@ class WhitenedGD(Algorithm):
         # A share s of μ² for k releases means noise ∝ √(k/s) each.
         slots = [Slot(name, everyone, noise=1.0 / math.sqrt(share)) for name, share in shares.items()]
         gradients = Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))
-        # Whether any feature is far from zero, and so whether offsets are asked for, follows from a release.
-        adaptive = self.look is not None and self.look.offset_share > 0.0
-        return Schedule((*slots, gradients), adaptive=adaptive)
+        return Schedule((*slots, gradients))
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
@@ -151,33 +152,40 @@ class WhitenedGD(Algorithm):
         if frame is not None:
             extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
             extra["target_range"] = None if frame.target is None else list(frame.target)
-        scale = whitening.transform.scale
-        if len(scale) <= _TOLD:  # for error bands; the frame of such columns is ±1
-            extra["whitening"] = scale.tolist()
-        extra["step_noise"], extra["sampling_noise"] = self._uncertainty(state, door)
+        if self.bands:
+            extra["noise_covariance"] = self._uncertainty(state, door, whitening).tolist()
         if "covariance" in extra:
             extra["coefficient_covariance"] = extra["covariance"].tolist()
 
-    def _uncertainty(self, state: State, door: Session) -> tuple[float, float]:
-        """Deviations of a whitened coefficient by privacy noise and by sampling, if the loss were a parabola.
+    def _uncertainty(self, state: State, door: Session, whitening: Whitening) -> Any:
+        """Covariance of the features' coefficients by privacy noise and sampling, if the loss were a parabola.
 
-        All directions of the whitened risk have about the same curvature h, a little less than the loss's largest.
-        The averaged iterate is then linear in the T noises, with weights that a run without data shows.
+        In whitened coordinates the risk's curvature is h·SΣS, h a little less than the loss's largest and SΣS known
+        from the releases. Along each of its eigenvectors the averaged iterate is linear in the T noises and in the
+        gradient's own sampling error, with weights that a run without data shows.
         """
+        extra, scale = state.extra, whitening.transform.scale
         smooth = replace(door.objective, intercept=False, row_bound=1.0).constants().smoothness or 1.0
-        h = 0.6 * smooth
-        extra, eta = state.extra, self.learning_rate * state.extra["rate"] / smooth
-        total = 0.0
+        shift = whitening.transform.shift
+        if scale.ndim == 1:
+            shares, axes = np.maximum(extra["second"] - shift * shift, 0.0) * scale**2, np.eye(len(scale))
+        else:
+            shares, axes = np.linalg.eigh(scale @ (extra["second"] - np.outer(shift, shift)) @ scale)
+        curvature = 0.6 * smooth * np.clip(shares, 0.0, 1.0)
+        eta, n = self.learning_rate * extra["rate"] / smooth, door.expected_batch("gradient")
+        noisy, reached = np.zeros_like(curvature), np.zeros_like(curvature)
         for hit in range(self.steps):
-            place = speed = mean = 0.0
+            place, speed, mean = np.zeros_like(curvature), np.zeros_like(curvature), np.zeros_like(curvature)
             for t in range(self.steps):
-                speed = extra["momentum"] * speed + h * place + (t == hit)
-                place -= eta * speed
+                speed = extra["momentum"] * speed + curvature * place + (t == hit)
+                place = place - eta * speed
                 if 2 * (t + 1) > self.steps:
                     mean += place / (self.steps - self.steps // 2)
-            total += mean * mean
-        n = door.expected_batch("gradient")
-        return noise_of(door, "gradient", extra["clip"]) / n * math.sqrt(total), 1.0 / math.sqrt(n * h)
+            noisy += mean * mean
+            reached += mean
+        variance = noisy * (noise_of(door, "gradient", extra["clip"]) / n) ** 2 + reached**2 * curvature / n
+        matrix = (np.diag(scale) if scale.ndim == 1 else scale) @ axes
+        return (matrix * variance) @ matrix.T
 
     def _infer(self, state: State, door: Session, whitening: Whitening) -> None:
         """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""
@@ -256,7 +264,7 @@ class WhitenedGD(Algorithm):
         freedom = whitening.radius**2 - whitening.column**2
         wanted = self.horizon * self._signal(door) / (freedom + 1.0)
         reach = min(max(wanted, _SHORTEST), _LONGEST)
-        widened = min(max(wanted / _LONGEST, 1.0), _WIDEST_CLIP / self.clip)
+        widened = min(wanted / (_AMPLE * _LONGEST), _WIDEST_CLIP / self.clip)
         momentum, rate = (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
         return momentum, rate, max(widened, 1.0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +85,10 @@ def verify(
 def head(file: File, as_json: Json = False) -> None:
     """Print a short digest of the whole ledger to keep elsewhere; `verify --head` tells by it a restored backup."""
     digest = _existing(file).head()
-    typer.echo(json.dumps({"file": str(file), "head": digest}, indent=2) if as_json else digest)
+    if as_json:
+        show_json({"file": str(file), "head": digest})
+    else:
+        say(digest)
 
 
 @app.command(epilog="Example: quietgrad ledger cap ledger.jsonl patients --epsilon 3 --delta 1e-6")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation
 
 
+EPOCH = "#"  # between a run's name and the number of an epoch, in the ledger
 _tally: dict[str, list[tuple[events.Event, Relation]]] = {}
 _tally_lock = threading.Lock()
 
@@ -131,12 +132,14 @@ class Charge:
     paid: bool = False
     booked: events.Event | None = None
     spent: events.Event | None = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)
 
     def close(self, spent: events.Event | None, *, reason: str, data_dependent: bool) -> events.Event | None:
         """Close the entry and return the event that is charged; closing again changes nothing.
 
         Only a stop that does not depend on data gives back what was not released.
         """
+        self.closed = True
         if self.paid:
             self.spent = self.booked or self.event
         elif self.ledger is None or self.reservation is None:
@@ -151,6 +154,8 @@ class Charge:
         """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
         from quietgrad.privacy.accounting import mu_of
 
+        if self.closed:
+            raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
         try:
             pays = (

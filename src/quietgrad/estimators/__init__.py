@@ -21,15 +21,19 @@ if TYPE_CHECKING:
     from quietgrad.estimators.runs import from_run, to_run
     from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
+    from quietgrad.estimators.transformers import PrivateBinner, PrivateScaler, PublicOneHot
 
 _HOMES = {
     "PrivateLogisticRegression": "estimators.classifiers",
     "PrivateSVC": "estimators.classifiers",
     "PrivateAdditiveClassifier": "estimators.additive",
     "PrivateAdditiveRegressor": "estimators.additive",
+    "PrivateBinner": "estimators.transformers",
     "PrivateHuberRegressor": "estimators.regressors",
     "PrivateLinearRegression": "estimators.regressors",
+    "PrivateScaler": "estimators.transformers",
     "PrivateScore": "estimators.scoring",
+    "PublicOneHot": "estimators.transformers",
     "PrivateSearch": "estimators.search",
     "from_run": "estimators.runs",
     "private_score": "estimators.scoring",
@@ -40,12 +44,15 @@ _HOMES = {
 __all__ = [
     "PrivateAdditiveClassifier",
     "PrivateAdditiveRegressor",
+    "PrivateBinner",
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
     "PrivateSVC",
+    "PrivateScaler",
     "PrivateScore",
     "PrivateSearch",
+    "PublicOneHot",
     "from_run",
     "private_score",
     "spent",

@@ -34,7 +34,7 @@ from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
 
 
-class _Additive(PrivateLinearModel):  # type: ignore[misc]
+class _Additive(PrivateLinearModel):
     """What both additive models share."""
 
     categories: Mapping[Any, Sequence[Any]] | None
@@ -125,6 +125,7 @@ class _Additive(PrivateLinearModel):  # type: ignore[misc]
             crowded=2.0,
             **self._method_shape(),
         )
+        method = replace(method, bands=True)
         looks = tuple(
             Slot(name, FullBatch(), fixed=look_noise(budget, share)) for name, share in look.shares().items()
         )
@@ -189,12 +190,8 @@ class _Additive(PrivateLinearModel):  # type: ignore[misc]
         return shapes
 
     def _deviations(self) -> Any:
-        """Covariance of the expanded coefficients by privacy noise and sampling: S S times one variance for all."""
-        details = self.result_.details
-        variance = details["step_noise"] ** 2 + details["sampling_noise"] ** 2
-        scale = np.asarray(details["whitening"])
-        spread = scale @ scale.T if scale.ndim == 2 else np.diag(scale**2)
-        return variance * spread * self._frame.target_scale**2
+        """Covariance of the expanded coefficients by privacy noise and sampling."""
+        return np.asarray(self.result_.details["noise_covariance"]) * self._frame.target_scale**2
 
     def plot(self, features: Sequence[Any] | None = None, axes: Any = None) -> Any:
         """Draw the shape functions with bands of two standard errors; returns the matplotlib figure."""
@@ -225,6 +222,10 @@ class _Additive(PrivateLinearModel):  # type: ignore[misc]
         figure = axes[0].figure
         figure.tight_layout()
         return figure
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Any:
+        """Not offered."""
+        raise NotImplementedError("an additive model is fitted at once; give fit all records.")
 
     def summary(self, level: float = 0.95) -> Any:
         """Not offered: see :attr:`shape_functions_` for functions with error bands."""
@@ -315,7 +316,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
 
         labels = () if declared is not None else (self._look(len(Z)),)
         known = 2 if declared is None else len(declared)
-        data = y if labels else np.searchsorted(declared, y)
+        data = y if declared is None else np.searchsorted(declared, y)
         fitted: PrivateAdditiveClassifier = self._fit_shapes(Z, data, labels=labels, classes=known, start=start)
         return fitted
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, clone
 from sklearn.utils.validation import validate_data
 
 from quietgrad.algorithms.base import Algorithm
@@ -66,6 +66,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     _within: Charge | None = None
     """An entry that pays for the fit already: that of a private search whose round it is."""
     _regression = False
+    _parts: int
+    _seen_records: int
 
     def _budget(self) -> Budget:
         return Budget(self.epsilon, self.delta, Relation.parse(self.relation))
@@ -197,6 +199,48 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         limits = result.details.get("feature_range")
         self.feature_range_ = None if limits is None else (np.array(limits[0]), np.array(limits[1]))
         return session.objective.coefficients(result.params)
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Any:
+        """Learn from further people, who must be in no earlier call; the models are averaged by numbers of records.
+
+        Every call spends the whole budget on its own people and nothing on anybody else's: for each person the
+        promise is that of one fit. Each call has an account of its own, ``ACCOUNT, part 1`` and so on: if
+        somebody may be in two calls, name one account for both and use :meth:`fit`.
+
+        Args:
+            classes: the label set, at the first call, where it is not a setting already.
+        """
+        first = not hasattr(self, "_parts")
+        model = clone(self)
+        model._within = self._within
+        if classes is not None and hasattr(self, "classes"):
+            model.set_params(classes=list(classes))
+        if not first:
+            known = self.feature_range_
+            if known is not None:  # one range for all parts, so that their coefficients mean the same
+                model.set_params(feature_bounds=list(zip(known[0].tolist(), known[1].tolist(), strict=True)))
+            if hasattr(self, "classes_"):
+                model.set_params(classes=self.classes_.tolist())
+            if hasattr(self, "target_range_"):
+                model.set_params(target_bounds=self.target_range_)
+        elif getattr(model, "classes", True) is None:
+            raise ValueError("partial_fit: declare the classes, here or as a setting: classes=[...].")
+        part = 1 if first else self._parts + 1
+        model.set_params(account=f"{self.account}, part {part}")
+        model.fit(X, y)
+        n = model.result_.n_public
+        if first:
+            self._seen_records = 0
+        weight = n / (self._seen_records + n)
+        for name in ("coef_", "intercept_"):
+            mine = 0.0 if first else getattr(self, name)
+            setattr(self, name, mine + weight * (getattr(model, name) - mine))
+        self._parts, self._seen_records = part, self._seen_records + n
+        kept = ("privacy_", "result_", "n_iter_", "n_features_in_", "feature_names_in_", "classes_")
+        for name in (*kept, *(("feature_range_", "target_range_") if first else ())):
+            if hasattr(model, name):
+                setattr(self, name, getattr(model, name))
+        return self
 
     def summary(self, level: float = 0.95) -> Any:
         """Coefficients with standard errors, intervals and p-values that cover both sampling and privacy noise.

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,8 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
                 model.fit(_safe_indexing(X, train), y[train])
-            total = session.release(
-                "round", MeanScore(lambda rows, truth, model=model: each(model, rows, truth), test)
-            )
+            model._within = None  # a later fit of the chosen model is a fit of its own
+            total = session.release("round", MeanScore(partial(each, model), test))
             if best is None or total[0] > best[0]:
                 best = (float(total[0]), model, grid[pick])
         spent = session.close("searched")
@@ -213,13 +213,13 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict(X)
 
-    @available_if(_has("predict_proba"))
+    @available_if(_has("predict_proba"))  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Any:
         """P(class) by the best model."""
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict_proba(X)
 
-    @available_if(_has("decision_function"))
+    @available_if(_has("decision_function"))  # type: ignore[untyped-decorator]
     def decision_function(self, X: Any) -> Any:
         """Scores of the best model."""
         check_is_fitted(self, "best_estimator_")
@@ -257,7 +257,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             notes=notes,
         )
         model.result_ = replace(model.result_, privacy=model.privacy_)
-        model.set_params(account=self.account)
+        model.set_params(account=self.account, ledger=self.ledger, cap=self.cap)
         return proof.epsilon
 
     def _check(self) -> None:
@@ -275,9 +275,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             raise TypeError("estimator: must be one of quietgrad's linear estimators.")
         if is_regressor(self.estimator):
             if self.estimator.target_bounds is None:
-                raise DataError(
-                    "estimator: declare its target_bounds as public; scores are in units of that range."
-                )
+                raise DataError("estimator: declare its target_bounds as public; scores are in their units.")
         elif self.estimator.classes is None:
             raise DataError(
                 "estimator: declare its classes as public; a search cannot look for them in every round."

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError
-from quietgrad.federation.kept_file import KeptFile
 
 FORMAT = 1
 Floats = npt.NDArray[np.float64]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Charge
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import Spent, relative
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.cohorts import draw, rescaling
@@ -106,7 +106,7 @@ class FederatedSession:
         ``offsets`` are added here, once: parties answer for their records only.
         """
         relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
-        public = np.zeros(len(queries)) if offsets is None else np.asarray(offsets, np.float64)
+        public = relative(offsets, len(queries))
         chosen = self._replayed(slot, rho)
         if chosen is None:
             chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
@@ -197,9 +197,9 @@ class FederatedSession:
         """Charge a new release of ``slot``, durably, and return its round number."""
         if self._draws[slot] - self._made[slot] > self._plan.spare:
             t, faults = self.faults[-1] if self.faults else (self._store.last_round, {})
-            why = named(faults) or "the coordinator was interrupted"
+            why = named(faults) or "interrupted"
             raise DropoutError(
-                list(faults),
+                list(faults) or ["coordinator"],
                 f"round {t} was lost ({why}) and the plan's {self._plan.spare} spare rounds are used up",
             )
         if rho is not None and self._plan.is_private:

@@ -5,7 +5,8 @@ and no other is answered, whatever process of this party is asked; a party that 
 With a folder every line is on the disk before the answer leaves.
 
 The key of the samples stands in the first line: where records are used once (a single pass), which of them were
-used follows from it and the rounds, so it must not be lost alone. Noise is drawn from keys that are kept nowhere.
+used follows from it and the rounds, so it must not be lost alone; once the run is over nothing follows from it any
+more, and it is blotted out. Noise is drawn from keys that are kept nowhere.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.federation.kept_file import KeptFile
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 
@@ -80,6 +81,7 @@ class Journal:
         if not self.ended:
             self._write({"ended": self.run})
             self.ended = True
+            self._blot()
 
     def unbind(self) -> None:
         """Nothing was asked in the run: the approval was not used."""
@@ -101,6 +103,12 @@ class Journal:
             if self.run is None:
                 self._file.remove()
             self._file.close()
+
+    def _blot(self) -> None:
+        """Write zeros over the key of a run that is over: which records it used is nobody's business."""
+        if self._file is not None and any(self.key):
+            self._file.blot(self.key.hex().encode())
+        self.key = bytes(KEY_BYTES)
 
     def _begin(self, head: dict[str, Any]) -> None:
         self.run, self.entry, self.key = str(head["run"]), str(head["entry"]), bytes.fromhex(head["key"])
@@ -136,6 +144,8 @@ class Journal:
                 f"{file.path}: is damaged, so nobody can tell what was answered; choose another folder, and pay "
                 "for a new run."
             ) from None
+        if self.ended:
+            self._blot()  # killed between the two
         if other:
             raise DataError(
                 f"{file.path}: an interrupted run of another plan is kept here; continue that one, or choose "

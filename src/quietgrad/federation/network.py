@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.journal import forget
-from quietgrad.federation.kept_file import KeptFile
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
@@ -200,14 +200,24 @@ def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Map
         releases = {str(slot): int(made) for slot, made in said.releases.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it has no readable statement of privacy ({type(error).__name__})"
-    if file.budget is None:
-        return "it is called private, and the plan adds no noise" if said.is_private else None
-    if said.delta != file.budget.delta or said.relation is not file.budget.relation:
-        return f"δ = {said.delta} under {said.relation} is not what was agreed"
+    plan = file.plan
+    if statement.get("algorithm") != plan.algorithm or statement["details"].get("plan_file") != file.digest:
+        return "it is of another algorithm or plan"
     if any(releases.get(slot, 0) < made for slot, made in answered.items()):
         return "it lists fewer releases than were answered here"
-    if said.events not in (file.plan.event, file.plan.event_of(releases)):
-        return "it lists other releases than the plan's"
+    allowed = {slot.name: plan.limit(slot.name) for slot in plan.schedule.slots}
+    if any(made > allowed.get(slot, 0) for slot, made in releases.items()):
+        return "it lists more releases than the plan allows"
+    if file.budget is None:
+        private = said.is_private or said.epsilon is not None
+        return "it is called private, and the plan adds no noise" if private else None
+    if said.epsilon is None:
+        return "it states no ε"
+    if said.delta != file.budget.delta or said.relation is not file.budget.relation:
+        return f"δ = {said.delta} under {said.relation} is not what was agreed"
+    # Whenever a run stops, all of its plan is spent: spare rounds and what an early stop left are not given back.
+    if said.events != plan.event or said.noise_multiplier != plan.noise_multiplier:
+        return "it lists other releases or other noise than the plan's"
     return contradiction(said)
 
 

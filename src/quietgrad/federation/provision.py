@@ -92,8 +92,8 @@ class Credentials:
             day = own.not_valid_after_utc.date()
             raise DataError(f"{self.folder}: the certificate expired on {day}; provision again.")
         if now < own.not_valid_before_utc:
-            day = own.not_valid_before_utc.isoformat(timespec="minutes")
-            raise DataError(f"{self.folder}: the certificate is valid from {day} on; is the clock right?")
+            begin = own.not_valid_before_utc.isoformat(timespec="minutes")
+            raise DataError(f"{self.folder}: the certificate is valid from {begin} on; is the clock right?")
 
     @property
     def fingerprint(self) -> str:

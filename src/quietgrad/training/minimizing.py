@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import uuid
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result
 from quietgrad.training.running import Callback, run
-from quietgrad.training.saving import Saver, discard, finished_result, json_values
+from quietgrad.training.saving import Saver, discard, finished_result, json_values, seal
 from quietgrad.vectors import Vector, all_finite, copy
 
 
@@ -119,7 +120,10 @@ def resume(
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
     name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
-    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key, resumed=True)
+    released = int(meta.get("released", 0))
+    if not hmac.compare_digest(str(meta.get("seal")), seal(key, saved.used, saved.rho_left, released)):
+        raise DataError(f"{folder}: the checkpoint was altered, so nobody can tell how far the run had come.")
+    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key, resumed=True, released=released)
     saver.history, saver.seconds_before = meta["history"], meta["seconds"]
     try:
         session = curator.open(the_plan, transcript=saver.transcript, used=saved.used, rho_left=saved.rho_left)

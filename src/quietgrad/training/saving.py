@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import time
 from pathlib import Path
@@ -34,10 +35,14 @@ class Saver:
         key: bytes | None,
         *,
         resumed: bool = False,
+        released: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.FILE
-        self.transcript = None if key is None else Transcript(_transcript(name), name, key, resumed=resumed)
+        self._key = key
+        self.transcript = (
+            None if key is None else Transcript(_transcript(name), name, key, resumed=resumed, least=released)
+        )
         self.name = name
         self.seconds = seconds
         self.seconds_before = 0.0
@@ -67,8 +72,10 @@ class Saver:
         """Write a checkpoint now."""
         seconds = time.monotonic() - self.started + self.seconds_before
         meta = {**self.meta, "history": self.history, "seconds": seconds}
-        if self.transcript is not None:
+        if self.transcript is not None and self._key is not None:
             self.transcript.sync()
+            meta["released"] = self.transcript.length
+            meta["seal"] = seal(self._key, used, rho_left, self.transcript.length)
         checkpoints.save(self.path, checkpoints.Checkpoint(state, used, rho_left, meta))
 
     def finish(self, result: Result) -> Result:
@@ -82,6 +89,12 @@ class Saver:
         """Let go of the transcript, so that another process may resume the run."""
         if self.transcript is not None:
             self.transcript.close()
+
+
+def seal(key: bytes, used: dict[str, int], rho_left: float | None, released: int) -> str:
+    """A MAC of how far a run had come: what a checkpoint says of it is not believed without."""
+    said = json.dumps([sorted(used.items()), rho_left, released])
+    return hmac.new(key, said.encode(), "sha256").hexdigest()
 
 
 def discard(name: str, folder: str | Path | None) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections import OrderedDict
 
 HANDSHAKE_SECONDS = 5.0
@@ -70,10 +71,13 @@ class Door:
 
 def let_it_read(connection: socket.socket) -> None:
     """Give a refused caller a second to read why: closing over its unread words would wipe the alert out."""
+    limit = time.monotonic() + 1.0
     with contextlib.suppress(OSError):
-        connection.settimeout(1.0)
         socket.socket.shutdown(connection, socket.SHUT_WR)
-        socket.socket.recv(connection, 1 << 14)
+        while (left := limit - time.monotonic()) > 0.0:
+            connection.settimeout(left)
+            if not socket.socket.recv(connection, 1 << 14):  # it hung up
+                return
 
 
 def refusal(error: ssl.SSLCertVerificationError) -> str:

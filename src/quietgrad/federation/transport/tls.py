@@ -262,7 +262,7 @@ class TlsServer:
             self._last_refusal = now
             self._tell(f"turned away a caller from {address}: {refusal(error)}")
 
-    def _stranger(self, name: str, kind: int, hello: Mapping[str, object]) -> str | None:
+    def _stranger(self, name: str, kind: int, hello: object) -> str | None:
         if not isinstance(hello, Mapping):
             return "says something that is not in the protocol"
         if name not in self._seats:

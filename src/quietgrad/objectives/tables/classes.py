@@ -46,7 +46,7 @@ class OneVsRestHinge(LinearObjective):
         return self.classes
 
     def _sides(self, y: npt.NDArray[Any]) -> Floats:
-        return np.eye(self.classes)[y]
+        return np.asarray(np.eye(self.classes)[y])
 
     def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
         return np.asarray(Hinge.value(scores, self._sides(y), self.smoothing).sum(axis=1))
@@ -114,7 +114,7 @@ class WeightedOneVsRestHinge(_ClassWeights, OneVsRestHinge):
     """One rounded hinge per class with public class weights of at most 1."""
 
 
-_WEIGHTED: dict[type[LinearObjective], type[LinearObjective]] = {
+_WEIGHTED: dict[type[LinearObjective], Any] = {
     Logistic: WeightedLogistic,
     Multinomial: WeightedMultinomial,
     Hinge: WeightedHinge,
@@ -132,4 +132,5 @@ def weighted(loss: LinearObjective, weights: tuple[float, ...] | None) -> Linear
         return loss
     settings = {field.name: getattr(loss, field.name) for field in fields(loss) if field.init}
     scaled = tuple(weight / max(weights) for weight in weights)
-    return _WEIGHTED[type(loss)](**settings, class_weights=scaled)
+    made: LinearObjective = _WEIGHTED[type(loss)](**settings, class_weights=scaled)
+    return made

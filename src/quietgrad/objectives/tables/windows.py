@@ -67,7 +67,7 @@ def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Window
         if (grown == kept).all():
             break
         kept = grown
-    found = kept.any(axis=1)
+    found = np.asarray(kept.any(axis=1))
     return Windows(found, kept.argmax(axis=1), bins - 1 - kept[:, ::-1].argmax(axis=1))
 
 

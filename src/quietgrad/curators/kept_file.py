@@ -1,7 +1,7 @@
 """A file that one process at a time may hold, and whose every line is on the disk before what it speaks of happens.
 
-A party's journal and a coordinator's aggregates are such files. Two processes on one would each believe that they
-are the run: the second is refused by name. A process that is killed lets go of the file; nothing has to be cleaned.
+A run's transcript, a party's journal and a coordinator's aggregates are such files. Two processes on one would each
+believe that they are the run: the second is refused by name. A process that is killed lets go of the file.
 """
 
 from __future__ import annotations
@@ -71,25 +71,49 @@ class KeptFile:
                     f"{path.parent}: another process {who} in this folder; wait for it, or end it first."
                 ) from None
 
+    @property
+    def identity(self) -> str:
+        """Which file this is: a copy, or one restored from a backup, is another."""
+        found = os.fstat(self._file)
+        return f"{found.st_dev}:{found.st_ino}"
+
     def content(self) -> bytes:
         """Everything that was written."""
         return self.path.read_bytes()
 
-    def append(self, data: bytes) -> None:
-        """Write, durably."""
+    def append(self, data: bytes, *, durable: bool = True) -> None:
+        """Write; durably, or so that at least no death of the process can lose it."""
         if not self._free.alive:  # the number of a closed file may be another file's by now
             raise DataError(f"{self.path}: was let go of; nothing more is kept in it.")
         before, done = os.fstat(self._file).st_size, 0
         try:
             while done < len(data):
                 done += os.write(self._file, data[done:])
-            os.fsync(self._file)
+            if durable:
+                os.fsync(self._file)
         except OSError as error:
             with contextlib.suppress(OSError):  # half a line would spoil the next one
                 os.ftruncate(self._file, before)
             raise LedgerError(
                 f"{self.path}: cannot be written ({reason(error)}), and nothing was given; make room, start again."
             ) from None
+
+    def sync(self) -> None:
+        """Bring everything that was written to the disk."""
+        os.fsync(self._file)
+
+    def blot(self, secret: bytes) -> None:
+        """Write zeros (the digit) over the first occurrence of ``secret``, in place, durably."""
+        at = self.content().find(secret)
+        if not self._free.alive or at < 0:
+            return
+        # A second descriptor: on Linux one that appends writes at the end, whatever place it is told.
+        place = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.pwrite(place, b"0" * len(secret), at)
+            os.fsync(place)
+        finally:
+            os.close(place)
 
     def cut(self, length: int) -> None:
         """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""

@@ -1,0 +1,247 @@
+"""Transformers for pipelines that do not leak: a scaler and a binner that find ranges privately, a public one-hot.
+
+``StandardScaler`` or a learnt encoder in front of a private model looks at every record without noise, and the
+whole pipeline is then private no more. These pay for what they look at, or look at nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.algorithms.table_looks import Look, found_frame
+from quietgrad.algorithms.whitened_design import look_for
+from quietgrad.curators.base import Session
+from quietgrad.errors import DataError
+from quietgrad.estimators.base import PrivateLinearModel
+from quietgrad.estimators.columns import Columns
+from quietgrad.objectives.tables.frame import Frame
+from quietgrad.objectives.tables.glm import Squared
+from quietgrad.objectives.tables.layout import refuse_text
+from quietgrad.objectives.tables.shapes import Feature
+from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.sampling import FullBatch
+from quietgrad.vectors import Vector
+
+
+class _Ranges(Algorithm):
+    """The releases of a look and nothing else, in the shape of an algorithm."""
+
+    name = "ranges"
+
+    def __init__(self, look: Look) -> None:
+        shares = look.shares()
+        total = sum(shares.values())
+        self._shares = {slot: share / total for slot, share in shares.items()}
+        self._look = look
+
+    def schedule(self, n_public: int) -> Schedule:
+        slots = [Slot(name, FullBatch(), noise=share**-0.5) for name, share in self._shares.items()]
+        return Schedule(tuple(slots))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=x0)
+
+    def step(self, state: State, door: Session) -> State:
+        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
+        state.extra.update(found_frame(self._look, door, len(state.params), relation))
+        state.extra["feature_range"] = [state.extra["low"].tolist(), state.extra["high"].tolist()]
+        state.step, state.done = 1, True
+        return state
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+    def config(self) -> dict[str, Any]:
+        return {"look": self._look.config()}
+
+
+class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
+    """Scale features into [−1, 1] by ranges that are declared or found privately; zeros of sparse rows stay zeros.
+
+    Args:
+        epsilon, delta, relation: the promise of one fit; nothing is spent if all bounds are declared.
+        feature_bounds: public (low, high) of each feature, ``None`` where it must be found, or a mapping of names.
+        ledger, account, cap, n_public: as in the estimators. A model fitted on the result is charged apart.
+
+    Attributes:
+        feature_range_: (low, high) used; ``privacy_``: what is proved, ``None`` if nothing was asked.
+
+    >>> X = np.random.default_rng(0).uniform(0, 1e6, (20_000, 2))
+    >>> scaler = PrivateScaler(epsilon=0.2).fit(X)
+    >>> bool(np.abs(scaler.transform(X)).max() <= 1.0), round(scaler.privacy_.epsilon, 2)
+    (True, 0.2)
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 0.1,
+        delta: float = 1e-6,
+        relation: str = "replace-one",
+        *,
+        feature_bounds: Any = None,
+        ledger: Any = None,
+        account: str = "default",
+        cap: Budget | None = None,
+        n_public: int | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.relation = relation
+        self.feature_bounds = feature_bounds
+        self.ledger = ledger
+        self.account = account
+        self.cap = cap
+        self.n_public = n_public
+
+    _declared_bounds = PrivateLinearModel._declared_bounds
+
+    def fit(self, X: Any, y: Any = None) -> Any:
+        """Find the ranges that are not declared."""
+        refuse_text(X, "X")
+        rows = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32])
+        budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
+        n, features = rows.shape
+        public = self.n_public if self.n_public and budget.relation is Relation.ADD_REMOVE else n
+        sparse = not isinstance(rows, np.ndarray)
+        bounds = self._declared_bounds(X, features)
+        look = look_for(public, features, budget=budget, feature_bounds=bounds, sparse=sparse)
+        self.privacy_: Any = None
+        if look.shares():
+            from quietgrad.training import minimize
+
+            result = minimize(
+                Squared(), (rows, np.zeros(n)), _Ranges(look), budget=budget, ledger=self.ledger,
+                account=self.account, cap=self.cap, n_public=public,
+            )  # fmt: skip
+            self.privacy_ = result.privacy
+            low, high = result.details["feature_range"]
+            self._frame = Frame(np.array(low), np.array(high))
+        else:
+            pairs = np.array(bounds, dtype=np.float64)
+            self._frame = Frame(pairs[:, 0], pairs[:, 1])
+            self._frame = self._frame.zero_kept() if sparse else self._frame
+        self.feature_range_ = (self._frame.low, self._frame.high)
+        return self
+
+    def transform(self, X: Any) -> Any:
+        """Rows in [−1, 1]."""
+        check_is_fitted(self)
+        refuse_text(X, "X")
+        return self._frame.apply(
+            validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        )
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+
+class PrivateBinner(PrivateScaler):
+    """Cut each feature's declared or privately found range into bins, one column of zeros and ones for each.
+
+    Args:
+        bins: of each feature; narrower near zero.
+
+    The other parameters are those of :class:`PrivateScaler`.
+
+    >>> PrivateBinner(bins=4, feature_bounds=[(0, 16)]).fit(np.zeros((9, 1))).transform(np.array([[5.0]])).tolist()
+    [[0.0, 0.0, 1.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 0.1,
+        delta: float = 1e-6,
+        relation: str = "replace-one",
+        *,
+        bins: int = 8,
+        feature_bounds: Any = None,
+        ledger: Any = None,
+        account: str = "default",
+        cap: Budget | None = None,
+        n_public: int | None = None,
+    ) -> None:
+        super().__init__(
+            epsilon, delta, relation, feature_bounds=feature_bounds, ledger=ledger, account=account, cap=cap,
+            n_public=n_public,
+        )  # fmt: skip
+        self.bins = bins
+
+    def transform(self, X: Any) -> Any:
+        """One column per feature and bin."""
+        check_is_fitted(self)
+        if isinstance(self.bins, bool) or int(self.bins) != self.bins or not 2 <= self.bins <= 4096:
+            raise ValueError(f"bins={self.bins!r}: must be a whole number from 2 to 4096.")
+        rows = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        return np.hstack([np.eye(self.bins)[f.level_of(c)] for f, c in zip(self._cut(), rows.T, strict=True)])
+
+    def _cut(self) -> list[Feature]:
+        low, high = self.feature_range_
+        return [
+            Feature(f"x{j}", float(a), float(b), self.bins) for j, (a, b) in enumerate(zip(low, high, strict=True))
+        ]
+
+    def get_feature_names_out(self, input_features: Any = None) -> Any:
+        """``name[k]`` for each feature and bin."""
+        names = super().get_feature_names_out(input_features)
+        return np.array([f"{name}[{k}]" for name in names for k in range(self.bins)], dtype=object)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = False
+        return tags
+
+
+class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
+    """Categories as columns of zeros and ones by a public vocabulary; it looks at no record, so it spends nothing.
+
+    Args:
+        categories: vocabulary by column name or position; columns of pandas' category or boolean type declare
+            theirs. Other columns pass through. A value outside its vocabulary becomes zeros.
+
+    >>> PublicOneHot({0: ["a", "b"]}).fit_transform(np.array([["b"], ["z"]], dtype=object)).tolist()
+    [[0.0, 1.0], [0.0, 0.0]]
+    """
+
+    def __init__(self, categories: Mapping[Any, Sequence[Any]] | None = None) -> None:
+        self.categories = categories
+
+    def fit(self, X: Any, y: Any = None) -> PublicOneHot:
+        """Read the columns' names and types, and nothing of the records."""
+        self._columns = Columns.of(X, self.categories)
+        self.n_features_in_ = len(self._columns.names)
+        if self._columns.named:
+            self.feature_names_in_ = np.array(self._columns.names, dtype=object)
+        return self
+
+    def transform(self, X: Any) -> Any:
+        """Numbers as they are, categories as zeros and ones."""
+        check_is_fitted(self, "n_features_in_")
+        numbers, blocks = self._columns.numbers(X), []
+        for column, name in zip(numbers.T, self._columns.names, strict=True):
+            vocabulary = self._columns.vocabularies.get(name)
+            if vocabulary is None:
+                blocks.append(column[:, None])
+                continue
+            codes = column.astype(int)
+            blocks.append(np.eye(len(vocabulary))[np.maximum(codes, 0)] * (codes >= 0)[:, None])
+        if not blocks:
+            raise DataError("X: has no columns.")
+        return np.hstack(blocks)
+
+    def get_feature_names_out(self, input_features: Any = None) -> Any:
+        """``name`` of a number, ``name=value`` of a category."""
+        check_is_fitted(self, "n_features_in_")
+        names = []
+        for name in self._columns.names:
+            values = self._columns.vocabularies.get(name)
+            names += [name] if values is None else [f"{name}={value}" for value in values]
+        return np.array(names, dtype=object)

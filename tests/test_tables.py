@@ -1,0 +1,329 @@
+"""The default for tables as an analyst meets it: raw scales, small n, sparse text, targets, notes, refusals."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sparse
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.pipeline import make_pipeline
+
+import quietgrad as qg
+from quietgrad.errors import DataError, TooNoisyError, TooNoisyWarning
+from quietgrad.estimators import (
+    PrivateAdditiveClassifier,
+    PrivateAdditiveRegressor,
+    PrivateBinner,
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateScaler,
+    PrivateSearch,
+    PrivateSVC,
+    PublicOneHot,
+    from_run,
+    to_run,
+)
+
+
+def table(n: int, seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((n, 6))
+    y = (X @ np.array([2.0, -1.0, 1.0, 0.0, 1.0, 0.0]) + 0.5 * rng.standard_normal(n) > 0).astype(int)
+    return X, y
+
+
+def test_raw_scales_offsets_and_one_huge_column_do_not_hurt() -> None:
+    """The old default was at the majority here (.50) at every ε; five fits at ε = 1 are all above .85."""
+    X, y = table(12_000)
+    raw = X * np.logspace(-5, 5, 6) + np.array([0.0, 0.0, 2e2, 0.0, 0.0, 1e7])
+    raw = np.column_stack([raw, np.random.default_rng(1).uniform(0, 1e6, len(X))])
+    for _ in range(5):
+        model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1]).fit(raw[:10_000], y[:10_000])
+        assert model.score(raw[10_000:], y[10_000:]) > 0.85
+    assert model.feature_range_ is not None
+    assert model.privacy_.epsilon == pytest.approx(1.0, rel=1e-3)
+    far = raw[10_000:].copy()
+    far[:, 6] = 1e30  # outside the range: moved to its edge, not to infinity
+    assert model.score(far, y[10_000:]) > 0.8
+
+
+def test_declared_bounds_help_a_small_table_and_what_is_missing_is_said_once() -> None:
+    X, y = load_breast_cancer(return_X_y=True)
+    bounds = list(zip(np.zeros(30), X.max(axis=0) * 1.1, strict=True))
+    with pytest.warns(TooNoisyWarning, match="feature_bounds") as caught:
+        loose = PrivateLogisticRegression(epsilon=0.5, delta=1e-4, classes=[0, 1]).fit(X, y)
+    assert len(caught) == 1
+    assert any("declare feature_bounds" in note for note in loose.privacy_.notes)
+    scores = []
+    for _ in range(5):
+        model = PrivateLogisticRegression(epsilon=1.0, delta=1e-4, classes=[0, 1], feature_bounds=bounds)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scores.append(model.fit(X, y).score(X, y))
+    assert np.median(scores) > 0.88
+
+
+def test_wide_sparse_text_costs_what_is_stored() -> None:
+    rng = np.random.default_rng(2)
+    n, d = 4000, 20_000
+    words = rng.integers(0, 200, (n, 20)) * (rng.random((n, 20)) < 0.5) + rng.integers(0, d, (n, 20)) * 0
+    X = sparse.csr_matrix((np.ones(n * 20), words.ravel(), np.arange(0, n * 20 + 1, 20)), shape=(n, d))
+    y = np.asarray(X[:, :100].sum(axis=1)).ravel() > np.asarray(X[:, 100:200].sum(axis=1)).ravel() + 10
+    model = PrivateLogisticRegression(epsilon=3.0, classes=[False, True])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TooNoisyWarning)
+        model.fit(X, y)
+    assert model.result_.config["moments"] == "diagonal"
+    assert "mean" not in model.privacy_.releases  # nothing that would make the rows dense
+
+
+def test_a_target_range_is_found_or_refused_and_predictions_stay_inside() -> None:
+    X, y = load_diabetes(return_X_y=True, scaled=False)
+    with pytest.raises(DataError, match="target_bounds"):
+        PrivateLinearRegression(epsilon=1.0).fit(X, y)
+    bounds = list(zip(X.min(axis=0) - 1, X.max(axis=0) + 1, strict=True))
+    for _ in range(5):
+        model = PrivateLinearRegression(epsilon=1.0, target_bounds=(0, 400), feature_bounds=bounds).fit(X, y)
+        predicted = model.predict(X * 1e6)
+        assert predicted.min() >= 0.0
+        assert predicted.max() <= 400.0
+        assert model.score(X, y) > -0.5
+    rng = np.random.default_rng(3)
+    X = rng.standard_normal((8000, 4)) * 50
+    y = 1e5 + 1e3 * X[:, 0] + 1e4 * rng.standard_normal(8000)
+    model = PrivateLinearRegression(epsilon=1.0).fit(X, y)
+    assert model.score(X, y) > 0.8
+    assert model.target_range_[0] < 1e5 < model.target_range_[1]
+
+
+def test_booleans_and_categoricals_count_as_declared() -> None:
+    X, y = table(3000)
+    frame = pd.DataFrame(X, columns=list("abcdef")).assign(g=y > 0)
+    names = pd.Series(pd.Categorical(np.array(["no", "yes"])[y], categories=["no", "yes"]))
+    model = PrivateLogisticRegression(epsilon=2.0).fit(frame, names)
+    assert "labels" not in model.privacy_.releases
+    assert model.score(frame, names) > 0.9
+    assert (model.feature_range_[0][6], model.feature_range_[1][6]) == (0.0, 1.0)
+    bounded = PrivateLogisticRegression(epsilon=2.0, feature_bounds={"a": (-4, 4)}).fit(frame, names)
+    assert bounded.feature_range_[1][0] <= 4.0
+    with pytest.raises(ValueError, match="order"):
+        model.predict(frame[["b", "a", "c", "d", "e", "f", "g"]])
+
+
+def test_summary_covers_or_is_refused() -> None:
+    """Six coefficients of ten fits: at 95 % coverage fewer than 50 of 60 inside has probability below 10⁻⁵."""
+    rng = np.random.default_rng(4)
+    truth = np.array([0.5, -0.3, 0.0, 0.2, 0.7])
+    inside = 0
+    for _ in range(10):
+        X = rng.standard_normal((20_000, 5))
+        y = rng.random(20_000) < 1 / (1 + np.exp(-(X @ truth + 0.2)))
+        rows = PrivateLogisticRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 5).fit(X, y).summary()
+        assert list(rows.columns) == ["coef", "std_err", "lower", "upper", "p_value"]
+        inside += int(((rows.lower < np.append(truth, 0.2)) & (np.append(truth, 0.2) < rows.upper)).sum())
+    assert inside >= 50
+    X, y = table(800)
+    small = PrivateLogisticRegression(epsilon=0.5, classes=[0, 1], feature_bounds=[(-6, 6)] * 6)
+    with pytest.raises(TooNoisyError, match="would do"):
+        small.fit(X, y).summary()
+    with pytest.raises(ValueError, match="would do"):
+        small.set_params(inference=True).fit(X, y)
+
+
+def test_linear_summary_covers() -> None:
+    rng = np.random.default_rng(5)
+    truth, inside = np.array([1.0, -0.5, 0.0, 0.3]), 0
+    for _ in range(10):
+        X = rng.standard_normal((20_000, 4))
+        y = X @ truth + 2.0 + rng.standard_normal(20_000)
+        model = PrivateLinearRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 4, target_bounds=(-8, 12))
+        rows = model.fit(X, y).summary()
+        inside += int(((rows.lower < np.append(truth, 2.0)) & (np.append(truth, 2.0) < rows.upper)).sum())
+    assert inside >= 40  # of 50; below that has probability under 10⁻⁴ at 95 %
+
+
+def test_refusals_close_their_entry_and_cost_what_was_released(tmp_path: Path) -> None:
+    X, y = table(4000)
+    rare = np.where(np.arange(4000) < 3, y, 7)
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(TooNoisyError, match="Declare them as public"):
+        PrivateLogisticRegression(epsilon=1.0, ledger=path).fit(X, rare)
+    book = qg.Ledger(path)
+    assert [held.state for held in book.book().of("default")] == ["closed"]
+    assert book.spent("default", delta=1e-5, relation="replace-one").epsilon < 0.4  # the look, not the fit
+
+
+def test_several_classes_svc_weights_and_names() -> None:
+    rng = np.random.default_rng(6)
+    X = rng.standard_normal((9000, 4))
+    y = X[:, :3].argmax(axis=1)
+    assert PrivateSVC(epsilon=2.0, classes=[0, 1, 2], row_bound=5.0).fit(X, y).score(X, y) > 0.85
+    rare = (X[:, 0] + 0.8 * rng.standard_normal(9000) > 1.6).astype(int)
+    plain = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], row_bound=5.0, inference=False)
+    weighted = clone(plain).set_params(class_weight={1: 8.0}).fit(X, rare)
+    assert weighted.predict(X).mean() > 1.5 * plain.fit(X, rare).predict(X).mean()
+    with pytest.raises(ValueError, match="public weights"):
+        clone(plain).set_params(class_weight="balanced").fit(X, rare)
+    named = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], algorithm="dp-sgd", relation="add-remove")
+    assert named.fit(X, rare).privacy_.accountant == "pld-poisson"
+
+
+def test_partial_fits_on_disjoint_people_cost_one_fit_each(tmp_path: Path) -> None:
+    X, y = table(9000)
+    path = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 6, ledger=path, account="people")
+    for part in np.array_split(np.arange(9000), 3):
+        model.partial_fit(X[part], y[part], classes=[0, 1])
+    assert model.score(X, y) > 0.88
+    book = qg.Ledger(path)
+    for k in (1, 2, 3):
+        assert book.spent(f"people, part {k}", delta=1e-5, relation="replace-one").epsilon == pytest.approx(
+            1.0, rel=1e-3
+        )
+    with pytest.raises(ValueError, match="declare the classes"):
+        PrivateLogisticRegression().partial_fit(X, y)
+
+
+def test_additive_models_learn_shapes_with_error_bands() -> None:
+    rng = np.random.default_rng(7)
+    frame = pd.DataFrame({"x": rng.uniform(-2, 2, 20_000), "z": rng.uniform(0, 100, 20_000)})
+    frame["c"] = pd.Categorical(rng.choice(["a", "b", "d"], 20_000), categories=["a", "b", "d"])
+    score = 3.0 * (frame.x**2 - 1.3) + 1.5 * (frame.c == "b")
+    y = (rng.random(20_000) < 1 / (1 + np.exp(-score))).to_numpy()
+    model = PrivateAdditiveClassifier(epsilon=1.0, feature_bounds={"x": (-2, 2)}).fit(frame, y)
+    best = np.mean((score > 0) == y)
+    assert model.score(frame, y) > best - 0.02
+    where, values, errors = model.shape_functions_["x"]
+    assert len(where) == len(values) + 1
+    assert values[0] > values[len(values) // 2] + 2.0
+    assert values[-1] > values[len(values) // 2] + 2.0
+    flat = model.shape_functions_["z"]
+    assert np.abs(flat[1]).max() < 5.0 * flat[2].max() + 0.3
+    assert (errors > 0).all()
+    assert model.shape_functions_["c"][0] == ["a", "b", "d"]
+    assert len(model.plot(["x", "c"]).axes) == 2
+    with pytest.raises(ValueError, match="order"):
+        model.predict(frame[["z", "x", "c"]])
+    # An unknown category counts for nothing, and is no error: it would tell of a record.
+    odd = frame.head(3).assign(c=["?", "b", "a"])
+    assert model.predict(odd).shape == (3,)
+
+
+def test_additive_regression_and_pairs() -> None:
+    rng = np.random.default_rng(8)
+    X = rng.uniform(-1, 1, (20_000, 2))
+    y = np.sign(X[:, 0] * X[:, 1]) + 0.1 * rng.standard_normal(20_000)
+    settings: dict[str, Any] = {"epsilon": 2.0, "feature_bounds": [(-1, 1)] * 2, "target_bounds": (-2, 2)}
+    alone = PrivateAdditiveRegressor(**settings).fit(X, y)
+    paired = PrivateAdditiveRegressor(**settings, pairs=[("x0", "x1")]).fit(X, y)
+    assert alone.score(X, y) < 0.1
+    assert paired.score(X, y) > 0.6
+
+
+def test_transformers_pay_for_what_they_look_at(tmp_path: Path) -> None:
+    X, y = table(10_000)
+    raw = X * np.logspace(0, 6, 6)
+    path = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], row_bound=2.5, ledger=path)
+    piped = make_pipeline(PrivateScaler(epsilon=0.3, ledger=path), model).fit(raw, y)
+    assert piped.score(raw, y) > 0.8
+    assert len(qg.Ledger(path).book().of("default")) == 2
+    free = PrivateScaler(feature_bounds=[(-9, 9)] * 6).fit(X)
+    assert free.privacy_ is None
+    binned = PrivateBinner(bins=5, feature_bounds=[(-9, 9)] * 6).fit(X)
+    assert binned.transform(X[:7]).sum(axis=1).tolist() == [6.0] * 7
+    frame = pd.DataFrame({"n": [1.0, 2.0], "c": ["u", "v"]})
+    hot = PublicOneHot({"c": ["v", "w"]}).fit(frame)
+    assert hot.transform(frame).tolist() == [[1.0, 0.0, 0.0], [2.0, 1.0, 0.0]]
+    assert hot.get_feature_names_out().tolist() == ["n", "c=v", "c=w"]
+
+
+def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tmp_path: Path) -> None:
+    X, y = table(5000)
+    frame = pd.DataFrame(X, columns=list("abcdef"))
+    path = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(classes=[0, 1], feature_bounds=[(-6, 6)] * 6)
+    search = PrivateSearch(model, {"regularization": [0.0, 0.01]}, epsilon=6.0, scoring="log_loss", ledger=path)
+    broken = frame.copy()
+    broken.iloc[3, 2] = np.nan
+    for bad, message in ((broken, "NaN"), (frame.assign(a="text"), "a")):
+        with pytest.raises(ValueError, match=message):
+            search.fit(bad, y)
+    assert not path.exists()
+    assert search.fit(frame, y).predict_proba(frame).shape == (5000, 2)
+    assert list(search.classes_) == [0, 1]
+    target = X[:, 0] + 0.1 * X[:, 1]
+    lines = PrivateLinearRegression(target_bounds=(-5, 5), feature_bounds=[(-6, 6)] * 6)
+    found = PrivateSearch(lines, {"regularization": [0.0, 0.001]}, epsilon=6.0).fit(frame, target)
+    assert found.score(frame, target) > 0.5
+    with pytest.raises(ValueError, match="scoring"):
+        PrivateSearch(lines, {"regularization": [0.0]}, scoring="accuracy").fit(frame, target)
+
+
+def test_a_fit_inside_a_search_over_exact_scores_says_so() -> None:
+    from sklearn.model_selection import cross_val_score
+
+    X, y = table(1500)
+    model = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], row_bound=5.0)
+    with pytest.warns(TooNoisyWarning, match="nothing pays for"):
+        cross_val_score(model, X, y, cv=2)
+
+
+def test_models_are_saved_as_runs_and_back(tmp_path: Path) -> None:
+    X, y = table(6000)
+    frame = pd.DataFrame(X * 100, columns=list("abcdef"))
+    model = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1]).fit(frame, y)
+    again = from_run(to_run(model, tmp_path / "run"))
+    assert np.array_equal(again.predict(frame), model.predict(frame))
+    assert again.privacy_.epsilon == model.privacy_.epsilon
+    with pytest.raises(ValueError, match="order"):
+        again.predict(frame[list("bacdef")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"feature_bounds": [(0, 1)]}, "has 1 pairs"),
+        ({"feature_bounds": [(0, np.inf)] * 6}, "finite"),
+        ({"feature_bounds": [(2, 1)] * 6}, "low < high"),
+        ({"feature_bounds": {"a": (0, 1)}}, "not among the columns"),
+        ({"class_weight": {1: -1.0}}, "class_weight"),
+        ({"algorithm": "dp-magic"}, "dp-magic"),
+    ],
+)
+def test_bad_settings_spend_nothing(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    X, y = table(300)
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(ValueError, match=message):
+        PrivateLogisticRegression(classes=[0, 1], ledger=path, **change).fit(X, y)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("X", "message"),
+    [
+        (np.ones((1, 3)), "one sample"),
+        (np.ones((30, 0)), "0 feature"),
+        (np.full((30, 2), "secret"), "X"),
+        (pd.DataFrame(np.ones((30, 2)), columns=["a", "a"]), "same name"),
+    ],
+)
+def test_bad_tables_spend_nothing_and_are_not_quoted(tmp_path: Path, X: Any, message: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    y = np.arange(len(X)) % 2
+    with pytest.raises(ValueError, match=message) as refused:
+        PrivateLogisticRegression(classes=[0, 1], ledger=path).fit(X, y)
+    assert "secret" not in str(refused.value)
+    assert not path.exists()
+
+
+def test_constant_columns_and_all_zeros_are_harmless() -> None:
+    X, y = table(4000)
+    X = np.column_stack([X, np.full(4000, 3.0), np.zeros(4000)])
+    assert PrivateLogisticRegression(epsilon=2.0, classes=[0, 1]).fit(X, y).score(X, y) > 0.85
