@@ -1,6 +1,6 @@
 """Correlated against independent noise on a9a, where nobody samples in secret: single pass, and cohorts in turn.
 
-    python benchmarks/correlated.py single | turns | srm | adam | poisson | federation | cost
+    python benchmarks/correlated.py single | turns | srm | adam | poisson | disk | federation | cost
 
 Both sides search the same settings of one grid (all, or 600 at random): one run each, twelve more of the best
 twenty, on held-out rows of the training set. The chosen ones train on all of it, sixteen times, and are tested once
@@ -43,6 +43,7 @@ GRID: dict[str, tuple[Any, ...]] = {
 PASSES = {"steps": (32, 64, 128, 256, 512)}
 MOMENTUM = {"gamma": (0.1, 0.3, 0.6), "difference": (0.1, 0.25, 0.5), "momentum": (0.0,)}
 ADAM = {"learning_rate": (0.003, 0.01, 0.03, 0.06, 0.1, 0.2), "beta2": (0.9, 0.999)}
+DISK = {"kappa": (0.3, 0.7), "ahead": (0.5, 1.0), "momentum": (0.0,)}
 COHORTS, TURNS = 64, 4
 
 Make = Callable[[dict[str, Any], str, int], Any]
@@ -72,6 +73,16 @@ def adam(given: dict[str, Any], noise: str, n: int) -> Any:
 def poisson(given: dict[str, Any], noise: str, n: int) -> Any:
     """Eight epochs of a central DP-SGD that samples in secret: what a federation of cohorts is held against."""
     return qg.DPSGD(**_common(given), steps=8 * n // 1000, batch_size=1000)
+
+
+def disk(given: dict[str, Any], noise: str, n: int) -> Any:
+    """DiSK on the same secret samples as ``poisson``."""
+    rate = f"{given['decay']}{given['learning_rate']}" if given["decay"] else given["learning_rate"]
+    kappa = given["kappa"]
+    return qg.DPDiSK(
+        learning_rate=rate, clip=given["clip"], kappa=kappa, lookahead=given["ahead"] * (1 - kappa) / kappa,
+        steps=8 * n // 1000, batch_size=1000,
+    )  # fmt: skip
 
 
 def srm(given: dict[str, Any], noise: str, n: int) -> Any:
@@ -214,6 +225,7 @@ def main() -> None:
         "srm": lambda: compare(srm, {**GRID, **PASSES, **MOMENTUM}),
         "adam": lambda: compare(adam, {**GRID, **ADAM}, epsilons=(1.0,)),
         "poisson": lambda: compare(poisson, GRID, ("independent",), (1.0,)),
+        "disk": lambda: compare(disk, {**GRID, **DISK}, ("independent",), (1.0,)),
         "federation": federation,
         "cost": cost,
     }

@@ -18,8 +18,7 @@ def test_the_transform_is_its_definition() -> None:
     A modulus is not band-limited, so what folding leaves out is seen: within 2e-3 of values up to 0.7.
     """
     rng = np.random.default_rng(0)
-    x = rng.random((8, 8))
-    x = np.kron(x, np.ones((2, 2)))  # a picture of 16 × 16
+    x = np.kron(rng.random((8, 8)), np.ones((2, 2)))  # a picture of 16 × 16
     n = 24
     padded = np.pad(x, 4, mode="reflect")
     phi = gabor(n, 1.6, 0.0, 0.0, 1.0).real

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quietgrad.algorithms.bassily_sgd import BassilySGD
     from quietgrad.algorithms.dp_adam import DPAdam
     from quietgrad.algorithms.dp_agd import DPAGD
+    from quietgrad.algorithms.dp_disk import DPDiSK
     from quietgrad.algorithms.dp_gd import DPGD, GD
     from quietgrad.algorithms.dp_sgd import DPSGD, SGD
     from quietgrad.algorithms.dp_srm import DPSRM, STORM
@@ -58,6 +59,7 @@ _HOMES = {
     "DPSGD": "algorithms.dp_sgd",
     "SGD": "algorithms.dp_sgd",
     "DPAdam": "algorithms.dp_adam",
+    "DPDiSK": "algorithms.dp_disk",
     "DPGD": "algorithms.dp_gd",
     "GD": "algorithms.dp_gd",
     "DPAGD": "algorithms.dp_agd",
@@ -95,6 +97,7 @@ __all__ = [
     "DPSGD",
     "SGD",
     "DPAdam",
+    "DPDiSK",
     "DPGD",
     "GD",
     "DPAGD",

@@ -27,7 +27,7 @@ class DPAdam(FirstOrder):
         subtract_noise: take Φ out of the second moment.
         floor: the least that is left of it, in units of Φ.
         sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. Correlated noise is louder in
-            each single release, which is what the second moment sees: Adam gains less from it than momentum.
+            each single release, which is what the second moment sees; it takes larger learning rates then.
 
     >>> DPAdam(steps=10, batch_size=20).schedule(100).releases
     10

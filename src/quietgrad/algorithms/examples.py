@@ -102,6 +102,10 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.50, _REPLACE, learning_rate=4.0, steps=30, batch_size=100, **_ONCE),
     ),
     "dp-adam": (_row(0.50, steps=100, batch_size=300, learning_rate=0.1),),
+    "dp-disk": (
+        _row(0.50, learning_rate=1.0, **_SGD),
+        _row(0.50, learning_rate=1.0, kappa=0.5, lookahead=1.0, **_SGD),
+    ),
     "dp-gd": (
         _row(0.46, steps=40, learning_rate=3.0),
         _row(0.50, _REPLACE, steps=40, learning_rate=1.0, momentum=0.8, returns="average"),
@@ -167,6 +171,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         ),
     ),
     "dp-adam": _batches(steps=6),
+    "dp-disk": _batches(steps=6, learning_rate=0.1),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),
     "dp-agd": (
         _attack("every record", splits=1, share=2.5, **_GREEDY),

@@ -46,6 +46,7 @@ _HOMES = {
     "dp-sgd": "dp_sgd.DPSGD",
     "sgd": "dp_sgd.SGD",
     "dp-adam": "dp_adam.DPAdam",
+    "dp-disk": "dp_disk.DPDiSK",
     "dp-gd": "dp_gd.DPGD",
     "gd": "dp_gd.GD",
     "dp-agd": "dp_agd.DPAGD",

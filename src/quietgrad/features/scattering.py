@@ -130,7 +130,7 @@ def wavelet(n: int, scale: int, angle: int) -> Complex:
     """
     sigma, theta, xi = 0.8 * 2**scale, (3 - angle) * math.pi / _ANGLES, 3.0 * math.pi / (4.0 * 2**scale)
     wave, hill = (gabor(n, sigma, theta, frequency, 0.5) for frequency in (xi, 0.0))
-    return wave - (wave.sum() / hill.sum()) * hill
+    return np.asarray(wave - (wave.sum() / hill.sum()) * hill)
 
 
 def _folded(spectrum: torch.Tensor) -> torch.Tensor:

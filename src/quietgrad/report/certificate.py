@@ -125,7 +125,7 @@ def certify_run(result: Result, ledger: Path | None) -> Certificate:
         "parallel": "Each record takes part in one release only, so the worst release counts.",
         "filter": "Noise levels were chosen during the run under a hard zCDP filter on their total.",
     }.get(str(result.details.get("composition", "sequential")), "")
-    if any(mechanism_from(slot["mechanism"]).whole_run for slot in result.details.get("slots", ())):
+    if any(mechanism_from(slot.get("mechanism", "gaussian")).whole_run for slot in result.details.get("slots", ())):
         composition = "All releases of the run are together one Gaussian release: their noise is correlated."
     return Certificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
 

@@ -1,0 +1,103 @@
+"""DiSK (Zhang et al. 2024, arXiv 2410.03883): DP-SGD whose gradients go through a simplified Kalman filter.
+
+The filter predicts the gradient at θ_t from its last estimate and the curvature along the last step
+d = θ_t − θ_{t−1}, and corrects the prediction by a fresh gradient:
+g̃_t = (1−κ)(g̃_{t−1} + [∇F(θ_t + γd) − ∇F(θ_t)]/γ) + κ∇F(θ_t). All that depends on a record is one combination of its
+gradients at two points, clipped once; the rest is post-processing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
+from quietgrad.algorithms.rates import Rate
+from quietgrad.curators.base import Session
+from quietgrad.objectives.base import Gradient, JointMomentum
+from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, slot_of
+from quietgrad.plans.schedule import Law, Slot
+from quietgrad.vectors import Vector
+
+
+@dataclass(frozen=True)
+class KalmanGradient(Oracle):
+    """g̃ ← (1−κ)g̃ + κ·(1/b)[Σ clip_C(a∇fᵢ(θ + γd) − (a−1)∇fᵢ(θ)) + noise], a = (1−κ)/(κγ) ≥ 1.
+
+    The sum that is released is of clip_{C/a}(∇fᵢ(θ + γd) − (1 − 1/a)∇fᵢ(θ)); times a it is the one above.
+    """
+
+    batch_size: int
+    clip: float
+    kappa: float
+    lookahead: float
+    sampling: SamplingName = "poisson"
+    law: Law | None = None
+    cohorts: int | None = None
+    noise: Noise = "independent"
+
+    def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
+        return (slot_of("gradient", sampling, steps, self.noise, self.law),)
+
+    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+        size = door.expected_batch("gradient")
+        if state.value is None:
+            total = door.release("gradient", Gradient(params, self.clip))
+            return Estimate(total * (1.0 / size), params, 0.0, 1)
+        weight = (1.0 - self.kappa) / (self.kappa * self.lookahead)
+        ahead = params + self.lookahead * (params - state.previous)
+        query = JointMomentum(ahead, params, min(1.0, 1.0 / weight), self.clip / weight)
+        total = door.release("gradient", query) * (self.kappa * weight / size)
+        return Estimate(total + (1.0 - self.kappa) * state.value, params, 0.0, state.calls + 1)
+
+    def config(self) -> dict[str, Any]:
+        return {"name": type(self).__name__, "kappa": self.kappa, "lookahead": self.lookahead}
+
+
+@dataclass(frozen=True)
+class DPDiSK(FirstOrder):
+    """θ ← θ − η_t·g̃_t, g̃ the filtered gradient of :class:`KalmanGradient`.
+
+    Args:
+        kappa: κ, the weight of what is fresh; 1 would be DP-SGD.
+        lookahead: γ, at most (1−κ)/κ, where one gradient at θ + γd is enough.
+        steps, batch_size, learning_rate, clip, sampling, returns, cohorts, noise: as in
+            :class:`~quietgrad.algorithms.dp_sgd.DPSGD`.
+
+    >>> DPDiSK(steps=10, batch_size=20).schedule(100).releases
+    10
+    """
+
+    steps: int = 1000
+    batch_size: int = 256
+    learning_rate: float | str | Rate = 0.5
+    clip: float = 1.0
+    kappa: float = 0.7
+    lookahead: float = 0.4
+    sampling: SamplingName = "poisson"
+    returns: Output = "last"
+    cohorts: int | None = None
+    noise: Noise = "independent"
+
+    name: ClassVar[str] = "dp-disk"
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size)
+        check_range("clip", self.clip, 0.0, math.inf, closed=False)
+        check_range("kappa", self.kappa, 0.0, 1.0 - 1e-9, closed=False)
+        check_range("lookahead", self.lookahead, 0.0, (1.0 - self.kappa) / self.kappa * (1 + 1e-12), closed=False)
+        super().__post_init__()
+
+    def oracle(self) -> Oracle:
+        return KalmanGradient(
+            self.batch_size,
+            self.clip,
+            self.kappa,
+            self.lookahead,
+            self.sampling,
+            self.law(),
+            self.cohorts,
+            self.noise,
+        )
