@@ -156,8 +156,7 @@ class CentralSession:
             )
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
-        if os.getpid() != self._process:  # a forked child would draw the same noise as its parent, on other sums
-            raise BudgetError("this session was opened by another process; open one here, with a plan of its own.")
+        self._here()
         number = self._used[slot]
         if number >= chosen.count:
             raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
@@ -202,7 +201,12 @@ class CentralSession:
         self._begun.remove(drawn)
         return self._answer(drawn, query, rho)
 
+    def _here(self) -> None:
+        if os.getpid() != self._process:  # a forked child would draw the same noise as its parent, on other sums
+            raise BudgetError("this session was opened by another process; open one here, with a plan of its own.")
+
     def _answer(self, drawn: Drawn, query: Query, rho: float | None) -> Vector:
+        self._here()
         slot, bound = drawn.slot, query.bound
         dim = query.dim(self._records)
         multiplier = self._multiplier(slot, rho) if self._private else 0.0
