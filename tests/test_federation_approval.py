@@ -150,9 +150,9 @@ def test_second_coordinator_on_a_folder_is_refused(tmp_path: Path) -> None:
     federation.close()
 
 
-def people() -> list[Party]:
+def people(n: int = N) -> list[Party]:
     rng = np.random.default_rng(0)
-    return [Party(rng.normal(size=(N, D)), np.arange(N) % 2, name=name) for name in ("a", "b")]
+    return [Party(rng.normal(size=(n, D)), np.arange(n) % 2, name=name) for name in ("a", "b")]
 
 
 def test_two_processes_of_a_party_have_no_noise_in_common(make: Make, tmp_path: Path) -> None:
@@ -182,7 +182,10 @@ def test_given_key_fixes_samples_and_never_noise(make: Make) -> None:
 def test_fresh_records_stay_used_when_the_keys_folder_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Party a restarts in mid-run and has lost all but its own folder: no record takes part twice."""
+    """Party a restarts in mid-run and has lost all but its own folder: no record takes part twice.
+
+    Batches of 120 and 40 are shared at random with b; a gets none of one with probability below 10⁻¹².
+    """
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
     used: list[int] = []
 
@@ -200,10 +203,10 @@ def test_fresh_records_stay_used_when_the_keys_folder_is_lost(
     monkeypatch.setattr("quietgrad.federation.party.samplers", watched)
     objective = Logistic(row_bound=3.0, rows="clip")
     algorithm = qg.PerturbedSGD(
-        oracle=qg.AdaptiveSpider(batch_size=12, difference_batch_size=4, kappa=0.3), chi=0.05, learning_rate=0.2
+        oracle=qg.AdaptiveSpider(batch_size=120, difference_batch_size=40, kappa=0.3), chi=0.05, learning_rate=0.2
     )
     plan, federation = assemble(
-        algorithm, objective, people(), budget=None, trust="curator", spare=2, folder=tmp_path / "run"
+        algorithm, objective, people(300), budget=None, trust="curator", spare=2, folder=tmp_path / "run"
     )
     transport = InProcess(federation.handlers)
     before = 0
@@ -217,7 +220,7 @@ def test_fresh_records_stay_used_when_the_keys_folder_is_lost(
 
     train(algorithm, FederatedCurator(objective, transport), plan, np.zeros(D), callback=lose)
     federation.close()
-    assert 5 < before < len(used) - 5
+    assert 0 < before < len(used)
     assert len(used) == len(set(used))
 
 
