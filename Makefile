@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test setup lint types unit attack docs clean
+.PHONY: demo test setup lint types unit attack docs supply clean
 
 demo: $(VENV)/.ready
 	$(BIN)/quietgrad demo --out runs/demo
@@ -38,6 +38,12 @@ attack: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(BIN)/sphinx-build -W -q docs docs/_build
+
+# The tested set and the licences from what is installed; then what the package index says of direct dependencies.
+supply: $(VENV)/.ready
+	$(BIN)/python tools/supply.py lock
+	$(BIN)/python tools/supply.py licences
+	$(BIN)/python tools/supply.py check
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

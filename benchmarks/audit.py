@@ -4,8 +4,8 @@ Times are CPU seconds of this process (``time.process_time``), because the machi
 
     OMP_NUM_THREADS=1 python benchmarks/audit.py [STAGE ...]
 
-where stages are power, tightness, one-run, false-alarms, half-noise, quick-command and full-command; all unless
-named. ``false-alarms=dp-agd,dp-gd`` measures these algorithms only and keeps the other rows. Results go to
+where stages are probes, power, tightness, one-run, false-alarms, half-noise, quick-command and full-command; all
+unless named. ``false-alarms=dp-agd,dp-gd`` measures these algorithms only and keeps the other rows. Results go to
 ``benchmarks/results/audit.json`` stage by stage, and curves of both bounds to ``audit_tightness.svg``.
 """
 
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ import quietgrad as qg
 from quietgrad.audit.attacks import attacked, attacks_on
 from quietgrad.audit.replicas import central
 from quietgrad.audit.running import run
+from quietgrad.audit.units import judge_units
 
 RESULTS = Path(__file__).parent / "results"
 MANY = 200
@@ -49,8 +51,8 @@ def quieter(factor: float) -> Callable[[Any, Any, bytes], Any]:
         def initial(self) -> Any:
             return self.inner.initial()
 
-        def open(self, plan: Any) -> Any:
-            return self.inner.open(replace(plan, noise_multiplier=plan.noise_multiplier * factor))
+        def open(self, plan: Any, **settings: Any) -> Any:
+            return self.inner.open(replace(plan, noise_multiplier=plan.noise_multiplier * factor), **settings)
 
     return Quieter
 
@@ -65,13 +67,13 @@ def false_alarms(names: Sequence[str] = tuple(attacked())) -> dict[str, Any]:
     found = {}
     for name in names:
         attacks = attacks_on(name)
-        looped = [bool(run(a.algorithm, budget=a.budget, n=a.n, runs=200).notes) for a in attacks]
+        looped = [bool(run(a.algorithm, budget=a.budget, n=a.n, runs=200, game=a.game).notes) for a in attacks]
         accused, vacuous = 0, 0
         started = time.process_time()
         for k in range(MANY):
             attack = attacks[k % len(attacks)]
             runs = LOOPED if looped[k % len(attacks)] else 2000
-            report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=runs)
+            report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=runs, game=attack.game)
             accused += report.verdict == "violation"
             vacuous += report.vacuous
         seconds = (time.process_time() - started) / MANY
@@ -212,7 +214,13 @@ def half_noise() -> list[dict[str, Any]]:
         for attack in attacks_on(name):
             runs = round(2000 * attack.share)
             report = run(
-                attack.algorithm, budget=attack.budget, n=attack.n, runs=runs, curator=quieter(0.5), seed=5
+                attack.algorithm,
+                budget=attack.budget,
+                n=attack.n,
+                runs=runs,
+                curator=quieter(0.5),
+                game=attack.game,
+                seed=5,
             )
             caught = sorted({f.layer for f in report.findings if f.verdict == "violation"})
             config = f"{name}: {attack.label}, {attack.budget.relation}"
@@ -221,7 +229,39 @@ def half_noise() -> list[dict[str, Any]]:
     return rows
 
 
+def probes() -> dict[str, Any]:
+    """How often the tests of noise over time accuse true normals at a countable level, and what they see."""
+    rng = np.random.default_rng(0)
+    level, draws, shape = 0.2, 2000, (256, 64)
+    accused: Counter[str] = Counter()
+    for _ in range(draws):
+        accused.update(f.layer for f in judge_units(rng.standard_normal(shape), "", level) if f.verdict != "pass")
+    bugs: dict[str, Callable[[Any], None]] = {
+        "one release of 256 at 0.3 of the noise": lambda z: np.multiply(z[100], 0.3, out=z[100]),
+        "every 64th release at 0.5": lambda z: np.multiply(z[5::64], 0.5, out=z[5::64]),
+        "all releases at 0.96": lambda z: np.multiply(z, 0.96, out=z),
+        "one coordinate of 64 at 0.6": lambda z: np.multiply(z[:, 9], 0.6, out=z[:, 9]),
+        "one release used again": lambda z: np.copyto(z[200], z[40]),
+        "a correlation of 0.1 with the release before": lambda z: np.add(z[1:], 0.1 * z[:-1], out=z[1:]),
+    }
+    seen = {}
+    for bug, put in bugs.items():
+        caught = 0
+        for _ in range(50):
+            z = rng.standard_normal(shape)
+            put(z)
+            caught += any(f.verdict != "pass" for f in judge_units(z, "", 1e-6))
+        seen[bug] = f"{caught} of 50"
+    return {
+        "level of each layer": level / 4,
+        "accused at that level": {layer: count / draws for layer, count in sorted(accused.items())},
+        "sound probes": draws,
+        "caught at 1e-6": seen,
+    }
+
+
 STAGES: dict[str, Callable[[], Any]] = {
+    "probes": probes,
     "power": power,
     "tightness": tightness,
     "one-run": one_run,

@@ -1,21 +1,20 @@
-"""What becomes of a federation over TLS when something breaks: every cell ends in a model or in a clear abort.
+"""What becomes of a federation when something breaks: every cell ends in a model or in a clear abort.
 
-    python benchmarks/federation_faults.py
+    python benchmarks/federation_faults.py [--only WORD] [--flare]
 
-Two parties and a coordinator as processes, 200 rounds, 6 spare ones, 3 s to answer. Party b reaches the coordinator
-through a proxy that can cut, damage, repeat or swallow what passes; processes are killed with -9 or stopped. A
-ledger under-reports if it proves less than the rounds that became a model, or less than the plan after an abort.
+Two parties and a coordinator as processes, 200 rounds, 6 spare ones, 3 s to answer. In the middle of the run party
+b reaches the coordinator through a proxy that can cut, damage, repeat or swallow what passes; processes are killed
+with -9 or stopped. At the end of the run (3 rounds) processes kill themselves between two of its steps. A hostile
+coordinator, and a hostile party, speak with real keys to real processes. ``--flare``: kills and stops of all
+processes of a site on NVIDIA FLARE. A ledger is wrong if it proves less than the plan costs, or more.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,134 +23,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.federation_network import PLAN, federate, free_ports
+from benchmarks.federation_trial import SECONDS, STEPS, Proxy, Trial, Window
 from benchmarks.record import save
+from tests.hostile_members import HostileCoordinator, lying_party
+from tests.killed import COORDINATOR, PARTY
 
-from quietgrad.federation.toml_plan import read_plan
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.federation.toml_plan import parse_plan, read_plan
 
 RESULT = Path(__file__).parent / "results" / "federation_faults.json"
-STEPS, SECONDS = 200, 120.0
-
-
-class Proxy:
-    """Passes bytes between a party and the coordinator, until told to do otherwise."""
-
-    def __init__(self, port: int) -> None:
-        self._to, self.mode = ("127.0.0.1", port), "pass"
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.port = self._door.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            near, _ = self._door.accept()
-            try:
-                far = socket.create_connection(self._to)
-            except OSError:
-                near.close()
-                continue
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
-
-    def _pass(self, one: socket.socket, other: socket.socket) -> None:
-        try:
-            while data := one.recv(1 << 16):
-                mode = self.mode
-                if mode == "swallow":
-                    continue
-                if mode != "pass":
-                    self.mode = "pass"
-                if mode == "cut":
-                    break
-                if mode == "damage":
-                    data = data[:-1] + bytes([data[-1] ^ 1])
-                other.sendall(data * 2 if mode == "repeat" else data)
-        except OSError:
-            pass
-        for end in (one, other):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-class Trial:
-    """One federation and what is done to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        port = free_ports()
-        text = PLAN.format(port=port, steps=STEPS, d=20).replace("timeout = 120", "timeout = 3\ngrace = 3")
-        text = text.replace("spare = 2", "spare = 6")
-        (folder / "plan.toml").write_text(text + "".join(f'[[party]]\nname="{n}"\nrecords=50\n' for n in "ab"))
-        rng = np.random.default_rng(0)
-        for name in "ab":
-            X = rng.standard_normal((50, 20)) / 5.0
-            np.savez(folder / f"{name}.npz", X=X, y=(X[:, 0] > 0).astype(int))
-        assert self._start("provision", folder / "plan.toml", "--out", folder / "keys").wait() == 0
-        self.proxy = Proxy(port)
-        self.running = {name: self.start(name) for name in ("server", "a", "b")}
-
-    def _start(self, *words: str | Path) -> subprocess.Popen[bytes]:
-        pipe = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        return federate(*words, state=self.folder / "state", **pipe)
-
-    def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start a member."""
-        plan, keys = self.folder / "plan.toml", self.folder / "keys"
-        if name == "server":
-            return self._start("server", plan, "--keys", keys / "coordinator", "--out", self.folder / "model")
-        words = ("--data", self.folder / f"{name}.npz", "--out", self.folder / name, "--patience", "40")
-        detour = ("--address", f"127.0.0.1:{self.proxy.port}") if name == "b" else ()
-        return self._start("party", plan, "--keys", keys / name, *words, *detour)
-
-    def after(self, rounds: int) -> None:
-        """Wait until party b has answered some rounds."""
-        limit = time.monotonic() + SECONDS
-        while time.monotonic() < limit:
-            if any(p.read_bytes().count(b"\n") > rounds for p in (self.folder / "b").glob("*.journal")):
-                return
-            time.sleep(0.005)
-        raise TimeoutError("the run did not start")
-
-    def kill(self, name: str) -> None:
-        """kill -9."""
-        self.running[name].kill()
-        self.running[name].wait()
-
-    def outcome(self) -> dict[str, Any]:
-        """How it ended, and whether any ledger says too little."""
-        said = {}
-        for name, process in self.running.items():
-            try:
-                _, err = process.communicate(timeout=SECONDS)
-                last = (err.decode().strip().splitlines() or [""])[-1]
-            except subprocess.TimeoutExpired:
-                process.kill()
-                last = "HUNG"
-            said[name] = {"code": process.returncode, "last_line": last[:220] if process.returncode else ""}
-        result = self.folder / "model" / "result.json"
-        released = json.loads(result.read_text())["privacy"] if result.exists() else None
-        plan = read_plan(self.folder / "plan.toml").plan
-        spent = {
-            name: Ledger(self.folder / name / "ledger.jsonl")
-            .spent("default", delta=1e-5, relation="add-remove")
-            .epsilon
-            for name in "ab"
-        }
-        least = plan.epsilon() if released is None else plan.epsilon_after({"gradient": STEPS})
-        lost = 0 if released is None else released["releases"]["gradient"] - STEPS
-        return {
-            "ended": "model" if released else "abort",
-            "members": said,
-            "rounds_lost_and_paid": lost,
-            "epsilon_released": None if released is None else round(released["epsilon"], 4),
-            "epsilon_in_ledgers": {name: round(value, 4) for name, value in spent.items()},
-            "ledger_under_reports": min(spent.values()) < least * 0.999,
-        }
 
 
 def _come_back(trial: Trial) -> None:
@@ -166,9 +47,9 @@ def _resume(trial: Trial) -> None:
 
 def _stop(seconds: float) -> Callable[[Trial], None]:
     def act(trial: Trial) -> None:
-        trial.running["b"].send_signal(signal.SIGSTOP)
+        trial.signal("b", signal.SIGSTOP)
         time.sleep(seconds)
-        trial.running["b"].send_signal(signal.SIGCONT)
+        trial.signal("b", signal.SIGCONT)
 
     return act
 
@@ -198,22 +79,127 @@ FAULTS: dict[str, tuple[Callable[[Trial], None], str]] = {
 }
 
 
+ENDS: dict[str, tuple[str, Window]] = {
+    f"{'coordinator' if who == 'server' else 'party'} killed -9 at the end: {name}": (who, window)
+    for who, windows in (("server", COORDINATOR), ("b", PARTY))
+    for name, window in windows.items()
+}
+
+
+def middle(act: Callable[[Trial], None]) -> Callable[[Path], dict[str, Any]]:
+    """Something happens in the middle of a run."""
+
+    def cell(folder: Path) -> dict[str, Any]:
+        trial = Trial(folder).begin("server", "a", "b")
+        trial.after(15)
+        act(trial)
+        return trial.outcome()
+
+    return cell
+
+
+def end(who: str, window: Window) -> Callable[[Path], dict[str, Any]]:
+    """A member kills itself at a step of the end, and is started again; so is whoever is needed for the model."""
+
+    def cell(folder: Path) -> dict[str, Any]:
+        trial = Trial(folder, steps=3, armed={who: window}).begin("server", "a", "b")
+        trial.running[who].wait(timeout=SECONDS)
+        trial.begin(who)
+        if who == "b":  # the coordinator may have handed out the model without it: then it does so again
+            trial.running["server"].wait(timeout=SECONDS)
+            trial.begin("server")
+        return trial.outcome()
+
+    return cell
+
+
+def hostile_coordinator(folder: Path) -> dict[str, Any]:
+    """Twelve runs, two other plans, a louder clip, a repeated draw, one round more, and a word about the stop."""
+    trial = Trial(folder, steps=25)
+    text = (folder / "plan.toml").read_text().replace('trust = "curator"', 'trust = "local"')
+    (folder / "plan.toml").write_text(text)
+    file = read_plan(folder / "plan.toml")
+    trial.proxy = Proxy(file.port)
+    hostile = HostileCoordinator(file, folder / "keys")
+    trial.begin("b")
+    others = (parse_plan(text.replace("epsilon = 1.0", "epsilon = 50.0")), parse_plan(text.replace("= 25", "= 26")))
+    opened = sum(hostile.say("open", run="r0", plan=other.plan.digest).kind == "ready" for other in others)
+    given = 0
+    for k in range(12):
+        hostile.say("open", run=f"r{k}")
+        given += hostile.releases(f"r{k}", 0, 25)
+    tricks: tuple[dict[str, Any], ...] = ({"clip": 9.0}, {"rho": 1e9}, {"draw": 0}, {"round": 3})
+    refused = all(hostile.ask("r0", **{"t": 25, **trick}).kind == "refused" for trick in tricks)
+    given += hostile.releases("r0", 25, 25)
+    hostile.say("close", run="r0", reason="steps", data_dependent=False)
+    hostile.finish("bye")
+    approved = file.plan.limit("gradient")
+    counts = {"releases": given, "approved": approved, "other_plans_opened": opened, "tricks_refused": refused}
+    return {**trial.outcome(), **counts, "broken": given > approved or opened > 0 or not refused}
+
+
+def hostile_party(folder: Path) -> dict[str, Any]:
+    """Every vector of party a is no number."""
+    trial = Trial(folder, steps=25)
+    file = read_plan(folder / "plan.toml")
+    trial.begin("server", "b")
+    liar = lying_party(file, folder / "keys")
+    threading.Thread(target=liar.run, daemon=True).start()
+    return trial.outcome()
+
+
+def on_flare(act: Callable[[Trial], None], again: bool) -> Callable[[Path], dict[str, Any]]:
+    """The same on FLARE; ``again``: everybody is stopped, and all commands are given once more."""
+
+    def cell(folder: Path) -> dict[str, Any]:
+        trial = Trial(folder, engine="nvflare").begin("server", "a", "b")
+        trial.after(15)
+        act(trial)
+        if again:
+            for process in trial.running.values():  # FLARE's clients would call their server for ever
+                process.terminate()
+                process.wait(timeout=SECONDS)
+            trial.begin("server", "a", "b")
+        return trial.outcome()
+
+    return cell
+
+
+CELLS: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    **{name: (middle(act), expected) for name, (act, expected) in FAULTS.items()},
+    **{name: (end(*where), "model") for name, where in ENDS.items()},
+    "hostile coordinator": (hostile_coordinator, "abort"),
+    "hostile party": (hostile_party, "abort"),
+}
+FLARE: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "FLARE: site killed -9": (on_flare(lambda trial: trial.kill("b"), False), "abort"),
+    "FLARE: coordinator killed -9, all commands again": (
+        on_flare(lambda trial: trial.kill("server"), True),
+        "model",
+    ),
+    "FLARE: site stopped for 1 s": (on_flare(_stop(1.0), False), "model"),
+    "FLARE: site silent for 5 s (times out)": (on_flare(_stop(5.0), False), "model"),
+}
+
+
 def main() -> None:
     """Run every cell and write the JSON; exit code 1 if one ended wrongly."""
-    argparse.ArgumentParser().parse_args()
-    cells, wrong = {}, 0
-    for name, (act, expected) in FAULTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            trial = Trial(Path(folder))
-            trial.after(15)
-            act(trial)
-            cells[name] = {"expected": expected, **trial.outcome()}
-            for process in trial.running.values():
-                process.kill()
-        cell = cells[name]
-        bad = cell["ended"] != expected or cell["ledger_under_reports"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="cells whose name has this in it; others stay as they are")
+    parser.add_argument("--flare", action="store_true", help="the cells on NVIDIA FLARE, which take minutes")
+    chosen = parser.parse_args()
+    cells: dict[str, Any] = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
+    wrong = 0
+    for name, (cell, expected) in (FLARE if chosen.flare else CELLS).items():
+        if chosen.only not in name:
+            continue
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            found = cell(Path(folder))
+        cells[name] = {"expected": expected, **found}
+        bad = found["ended"] != expected or found["ledger_under_reports"] or found["ledger_over_reports"]
+        bad = bad or found.get("broken", False)
         wrong += bad
-        print("WRONG" if bad else "ok   ", name, cell, flush=True)
+        print("WRONG" if bad else "ok   ", name, found, flush=True)
         save(RESULT, {"rounds": STEPS, "cells": cells}, "cryptography")
     os._exit(1 if wrong else 0)  # proxies are still waiting at their doors
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def free_ports() -> int:
         return port
 
 
-def federate(*words: str | Path, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start `quietgrad federate …`."""
-    command = [sys.executable, "-m", "quietgrad", "federate", *map(str, words)]
+def federate(*words: str | Path, program: Sequence[str] = (), **settings: Any) -> subprocess.Popen[bytes]:
+    """Start `quietgrad federate …`, or a program that takes the same words."""
+    command = [sys.executable, *(program or ("-m", "quietgrad")), "federate", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "QUIETGRAD_STATE": str(settings.pop("state"))}
     return subprocess.Popen(command, env=environment, **settings)
 

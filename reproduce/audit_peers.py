@@ -34,6 +34,7 @@ from quietgrad.privacy.gaussian import gaussian_epsilon, gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
+from reproduce.store import print_table
 
 Floats = npt.NDArray[np.float64]
 ALPHA = 1e-6
@@ -159,19 +160,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the printed average, fewer runs; nothing is written")
     arguments = parser.parse_args()
     if arguments.quick:
-        for m in (1, 32):
-            print("weighted averaging as printed:", audit_weighted_average(m, runs=20_000))
+        rows = [audit_weighted_average(m, runs=20_000) for m in (1, 32)]
+        title = "Weighted averaging as printed, 20 000 runs of each world"
+        print_table(title, list(rows[0]), [list(row.values()) for row in rows])
         return
     folder = arguments.opacus_dir
     weighted = [audit_weighted_average(m) for m in (1, 8, 32)]
-    for row in weighted:
-        print("weighted averaging as printed:", row, flush=True)
+    print_table("Weighted averaging as printed", list(weighted[0]), [list(row.values()) for row in weighted])
     install(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside torch and Opacus
         ghost = [audit_opacus(padding) for padding in ("zeros", "circular", "reflect", "replicate")]
-    for row in ghost:
-        print("Opacus 1.6.0, ghost mode:", row, flush=True)
+    print_table("Opacus 1.6.0, ghost mode", list(ghost[0]), [list(row.values()) for row in ghost])
     numbers = {
         "confidence": f"1 − {ALPHA:g}",
         "weighted averaging as printed": weighted,

@@ -38,6 +38,7 @@ from quietgrad.torch.allocator import keep_freed_memory
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.models import MnistCNN4
+from reproduce.store import print_table
 
 RESULTS = Path(__file__).parent / "results" / "mnist.json"
 PAPER = {  # test error in % as printed, mean of 10 trials
@@ -207,11 +208,12 @@ def finished(kind: str = "fits") -> list[dict[str, Any]]:
 
 def keep(kind: str, row: dict[str, Any]) -> None:
     """Write one more row at once; the file is read again, since several calls with --only may run side by side."""
-    print(json.dumps(row), flush=True)
+    about = f"{row['method']} ε={row['epsilon']:g} γ={row['gamma']:g} C2/(γC1)={row['ratio']:g}"
+    print(f"{kind}: {about} batch {row['batch_size']} step {row['step']:g}: {row['error']:.2f} % wrong", flush=True)
     rows = {name: finished(name) for name in ("fits", "search")}
     rows[kind].append(row)
-    about = {"delta": 1e-5, "relation": "add-remove", "clip": CLIP}
-    save(RESULTS, {**about, "table": report(rows["fits"]), **rows})
+    told = {"delta": 1e-5, "relation": "add-remove", "clip": CLIP}
+    save(RESULTS, {**told, "table": report(rows["fits"]), **rows})
 
 
 def _same(row: dict[str, Any], settings: Settings, number: int | None = None) -> bool:
@@ -231,9 +233,11 @@ def main() -> None:
     keep_freed_memory()
     if arguments.quick:
         train, test = small_digits()
-        for method in ("dp-sgd", "dp-srm"):
-            row = fit(Settings(method, 7.0, 250, 8, 2.0), train, test, 0)
-            print(f"{method}: {row['error']:.1f} % wrong at ε = {row['epsilon_proved']:.2f}")
+        rows = [fit(Settings(method, 7.0, 250, 8, 2.0), train, test, 0) for method in ("dp-sgd", "dp-srm")]
+        body = [[row["method"], row["error"], row["epsilon_proved"]] for row in rows]
+        print_table(
+            "scikit-learn's small digits, one run (not a result)", ["method", "test error %", "proved ε"], body
+        )
         return
     train, test = mnist()
     cells = [(method, epsilon) for epsilon in EPOCHS for method in PAPER]

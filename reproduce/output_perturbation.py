@@ -44,6 +44,7 @@ from quietgrad.privacy.accounting import account
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
+from reproduce.store import print_table
 
 RESULTS = Path(__file__).parent / "results" / "output_perturbation.json"
 Floats = npt.NDArray[np.float64]
@@ -229,11 +230,6 @@ def rows_of(name: str, strength: float, draws: int, runs: int) -> list[dict[str,
                 "paper_seconds": printed[index][place + 2] if known else None,  # type: ignore[index,operator]
             }  # fmt: skip
             rows.append(row)
-            print(
-                f"{name} μ={strength} ε={epsilon} {row['method']:19s} paper {row['paper_error']} | printed noise "
-                f"{row['error_paper_noise']:.4f} (ε {row['epsilon_of_paper_noise']:.3f}) | true "
-                f"{row['error_true_noise']:.4f} | {row['cpu_seconds']:.2f} CPU s", flush=True,
-            )  # fmt: skip
     return rows
 
 
@@ -245,6 +241,12 @@ def tables(record: dict[str, Any]) -> list[dict[str, Any]]:
             "error_true_noise", "paper_seconds", "cpu_seconds")  # fmt: skip
     rows = [[row[key] for key in keys] for row in record["rows"]]
     return [{"title": "F(w) − min F, δ = 1e-3, replace-one", "columns": list(columns), "rows": rows}]
+
+
+def _shown(table: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """The columns that mean something on sets which the paper does not have."""
+    wanted = [i for i, column in enumerate(table["columns"]) if not column.startswith("paper")]
+    return [table["columns"][i] for i in wanted], [[row[i] for i in wanted] for row in table["rows"]]
 
 
 def keep(rows: list[dict[str, Any]]) -> None:
@@ -265,13 +267,18 @@ def main() -> None:
     parser.add_argument("--only", help="one part, such as bank@0.1; the others stay as they are")
     arguments = parser.parse_args()
     if arguments.quick:
-        for name, strength in (("breast-cancer", 0.1), ("diabetes", 0.0)):
-            rows_of(name, strength, 10, 2)
+        rows = [
+            row for name, strength in (("breast-cancer", 0.1), ("diabetes", 0.0))
+            for row in rows_of(name, strength, 10, 2)
+        ]  # fmt: skip
+        (table,) = tables({"rows": rows})
+        print_table("scikit-learn's sets, few runs (the paper has others): " + table["title"], *_shown(table))
         return
     for name, strength in PAPER:
         if arguments.only in (None, f"{name}@{strength:g}"):
             runs = arguments.runs or (5 if name in ("adult", "bank") else 10)
-            keep(rows_of(name, strength, 100, runs))
+            keep(rows := rows_of(name, strength, 100, runs))
+            print_table(f"{name}, μ = {strength:g}", *_shown(tables({"rows": rows})[0]))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.mnist import Images, error, mnist, small_digits
 from reproduce.models import MnistCNN2
+from reproduce.store import print_table
 
 RESULTS = Path(__file__).parent / "results" / "stagewise.json"
 CLIP, DELTA, BATCH, STAGES, FIRST = 0.1, 1e-5, 512, 3, 20  # stage k has 2^k·FIRST steps
@@ -117,7 +118,6 @@ def fit(
         "epsilon_proved": result.privacy.epsilon, "noise_multiplier": result.privacy.noise_multiplier,
         "curve": curve,
     }  # fmt: skip
-    print(json.dumps(row, ensure_ascii=False), flush=True)
     return row
 
 
@@ -152,6 +152,8 @@ def finished(kind: str) -> list[dict[str, Any]]:
 
 def keep(kind: str, row: dict[str, Any]) -> None:
     """Write one more row at once."""
+    where = f"ε={row['epsilon']} {row['sampling']} run {row['run']}"
+    print(f"{kind}: {row['schedule']} step {row['step']:g} {where}: {row['error']:.2f} % wrong", flush=True)
     rows = {name: finished(name) for name in ("fits", "search")}
     rows[kind].append(row)
     about = {"delta": DELTA, "clip": CLIP, "batch_size": BATCH, "steps": FIRST * 14, "n": 60_000}
@@ -176,6 +178,8 @@ def summary(fits: list[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = [row for row in fits if tuple(row[k] for k in keys) == key]
         row = {**dict(zip(keys, key, strict=True)), "runs": len(mine)}
         row["mean_error"] = statistics.fmean([r["error"] for r in mine])
+        spread = statistics.stdev([r["error"] for r in mine]) if len(mine) > 1 else None
+        row["standard_error"] = None if spread is None else spread / len(mine) ** 0.5
         row["epsilon_proved"] = mine[0]["epsilon_proved"]
         noise = mine[0]["noise_multiplier"]
         row["noise_multiplier"] = noise
@@ -193,8 +197,24 @@ def tables(record: dict[str, Any]) -> list[dict[str, Any]]:
     for setting in dict.fromkeys((row["epsilon"], row["sampling"], row["relation"]) for row in record["summary"]):
         rows = [row for row in record["summary"] if (row["epsilon"], row["sampling"], row["relation"]) == setting]
         title = "no noise" if setting[0] is None else f"ε = {setting[0]:g}, {setting[1]}, {setting[2]}"
-        columns = ["schedule", "test error %", "runs", "proved ε", "as the paper runs it: proved ε", "attained ε"]
-        keys = ("schedule", "mean_error", "runs", "epsilon_proved", "epsilon_as_printed", "epsilon_attained")
+        columns = [
+            "schedule",
+            "test error %",
+            "± se",
+            "runs",
+            "proved ε",
+            "as the paper runs it: proved ε",
+            "attained ε",
+        ]
+        keys = (
+            "schedule",
+            "mean_error",
+            "standard_error",
+            "runs",
+            "epsilon_proved",
+            "epsilon_as_printed",
+            "epsilon_attained",
+        )
         body = [[row[key] for key in keys] for row in sorted(rows, key=lambda row: float(row["mean_error"]))]
         found.append({"title": title, "columns": columns, "rows": body})
     return found
@@ -211,31 +231,29 @@ def main() -> None:
     keep_freed_memory()
     if arguments.quick:
         train, test = small_digits()
+        body = []
         for schedule in ("DPageS", "DP-SGD-const"):
             row = fit(schedule, RATES[schedule][0], train, test, batch=150, first=4)
             spent = epsilon_as_printed(row["noise_multiplier"], len(train[1]), 150, 56)
-            print(
-                f"{schedule}: {row['error']:.1f} % wrong at ε = {row['epsilon_proved']:.2f}; as printed {spent:.1f}"
-            )
+            body.append([schedule, row["error"], row["epsilon_proved"], spent])
+        columns = ["schedule", "test error %", "proved ε", "proved ε of the same noise as the paper runs it"]
+        print_table("scikit-learn's small digits, 56 steps, one run (not a result)", columns, body)
         return
     train, test = mnist()
     learn, look = (train[0][:50_000], train[1][:50_000]), (train[0][50_000:], train[1][50_000:])
-    for schedule in [arguments.only] if arguments.only else RATES:
+    schedules = [arguments.only] if arguments.only else list(RATES)
+    for schedule in schedules:
         done = {row["step"] for row in finished("search") if row["schedule"] == schedule}
         for step in RATES[schedule]:
             if step not in done:
                 keep("search", fit(schedule, step, learn, look))
-        if arguments.tune:
-            continue
-        step = best_step(schedule)
-        for epsilon, sampling, relation, runs in CELLS:
-            if epsilon is None and schedule != "DPageS":
-                continue
+    for epsilon, sampling, relation, runs in () if arguments.tune else CELLS:
+        for schedule in schedules if epsilon is not None else ["DPageS"]:
             made = {(r["schedule"], r["epsilon"], r["sampling"], r["run"]) for r in finished("fits")}
             for number in range(runs):
                 if (schedule, epsilon, sampling, number) not in made:
                     where = {"epsilon": epsilon, "sampling": sampling, "relation": relation}
-                    keep("fits", fit(schedule, step, train, test, number, **where))  # type: ignore[arg-type]
+                    keep("fits", fit(schedule, best_step(schedule), train, test, number, **where))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,28 @@ from benchmarks.record import save
 
 Row = dict[str, Any]
 Table = dict[str, Any]
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table that can be read on a terminal; what is not known is a dash.
+
+    >>> print_table("Errors", ["method", "ours"], [["a", 0.25], ["b", None]])
+    Errors
+    method  ours
+    a       0.25
+    b       –
+    """
+
+    def text(value: Any) -> str:
+        if value is None:
+            return "–"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    lines = [list(columns), *([text(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(title)
+    for line in lines:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
 @dataclass(frozen=True)

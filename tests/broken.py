@@ -34,6 +34,7 @@ class Broken:
     session: type[CentralSession] = CentralSession
     noise: float = 1.0
     source: Callable[[Source], Source] | None = None
+    only: str | None = None  # the one slot whose source is broken
 
     def __call__(self, objective: Any, data: Any, key: bytes | None = None, **settings: Any) -> Any:
         return _BrokenCurator(self, objective, data, key=key, **settings)
@@ -54,7 +55,11 @@ class _BrokenCurator(CentralCurator):
         session.__class__ = self.how.session
         session.advance(settings.get("used") or {}, settings.get("rho_left"))
         if self.how.source is not None:
-            session._sources = {name: self.how.source(source) for name, source in session._sources.items()}
+            only, change = self.how.only, self.how.source
+            session._sources = {
+                name: change(source) if only in (None, name) else source
+                for name, source in session._sources.items()
+            }
         return session
 
 
@@ -136,7 +141,7 @@ class Quieter(Altered):
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         mechanism, stream = self.inner._mechanism, self.inner._stream  # type: ignore[attr-defined]
-        sigma, _ = mechanism.scale(multiplier, bound)
+        sigma, _ = mechanism.counts_noise(multiplier, bound)
         noisy = counts + self.factor * sigma * stream.normal(release, len(counts))
         return np.asarray(noisy > mechanism.threshold(multiplier, bound))
 
@@ -247,6 +252,32 @@ class ChargesOneLess(CentralSession):
             spent = (self.plan.event_rho - self.rho_left) * (1.0 - 1.0 / max(2, sum(self._used.values())))
             return ZCDP(spent, self.plan.budget.relation)
         return self.plan.event_of({name: count - 1 for name, count in self._used.items()})
+
+
+class AlwaysTheLastRound(CentralSession):
+    """Draws every random round as the longest one."""
+
+    def uniform(self, label: str) -> float:
+        return 1.0 - 2.0**-53
+
+
+class SamplesOnce(CentralSession):
+    """Draws one sample and uses it in every release."""
+
+    def _batch(self, drawn: Any) -> Batch:
+        return super()._batch(drawn._replace(number=0))
+
+
+class SamplesMore(CentralSession):
+    """Takes more records than it says."""
+
+    def _batch(self, drawn: Any) -> Batch:
+        found = super()._batch(drawn)
+        if found.indices is None:
+            return found
+        everyone = np.arange(len(self._records))
+        more = np.union1d(found.indices, everyone[(everyone + drawn.number) % 10 == 0])
+        return found._replace(indices=more)
 
 
 class ReplaysByName(CentralSession):

@@ -154,15 +154,18 @@ def _parquet_seeds() -> list[bytes]:
 def _result() -> tuple[dict[str, Any], bytes]:
     from safetensors.numpy import save
 
+    from quietgrad.plans.schedule import Slot
     from quietgrad.privacy.budget import Relation
     from quietgrad.privacy.events import gaussian
+    from quietgrad.sampling import FullBatch
     from quietgrad.training.result import Privacy, Result
 
     privacy = Privacy(
         2.6, 1e-5, Relation.ADD_REMOVE, "gaussian-exact", 5.0, gaussian(5.0, 10), {"gradient": 10}, "all", "anyone",
         "default", True,
     )  # fmt: skip
-    details = {"slots": [{"name": "gradient", "count": 10}], "epsilon_curve": [[5, 1.0], [10, 2.5], [11, 2.5]]}
+    slots = [Slot("gradient", FullBatch(), 10).to_json()]
+    details = {"slots": slots, "epsilon_curve": [[5, 1.0], [10, 2.5], [11, 2.5]]}
     history = [{"step": k, "estimate_norm": 1.0 / k} for k in range(1, 4)]
     result = Result(np.zeros(3), privacy, "dp-gd", {"steps": 10}, 100, history, details=details)
     return result.to_json(), save({"params": np.zeros(3)})
@@ -285,7 +288,8 @@ def _read_forged_ledger(content: bytes, folder: Path) -> object:
     """Bodies that somebody wrote and chained again: every hash fits, and nothing else need."""
     from quietgrad.privacy.chain import Entry, canonical
 
-    lines, before = [], "0" * 64
+    lines: list[bytes] = []
+    before = "0" * 64
     for number, text in enumerate(content.split(b"\n"), start=1):
         try:
             kind, body = json.loads(text)

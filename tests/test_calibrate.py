@@ -228,9 +228,10 @@ def test_second_time_is_looked_up(proofs: list[Event]) -> None:
     assert len(entries()) == 1
     proofs.clear()
     assert calibrate(**MNIST) == first
-    assert proofs == []
+    assert len(proofs) == 1  # what a file remembers is proved again, once
+    proofs.clear()
     assert calibrate(**MNIST, cache=False) == first
-    assert proofs
+    assert len(proofs) > 1
 
 
 @pytest.mark.parametrize(
@@ -303,12 +304,10 @@ def test_parallel_writers_leave_one_intact_entry() -> None:
     assert len(entries()) == 1
 
 
-def test_a_cache_hit_and_a_full_batch_import_nothing_heavy(tmp_path: Path) -> None:
-    """A fit whose noise is known, or exactly Gaussian, must start without dp-accounting and without the PLD."""
-    calibrate(**MNIST)
+def test_a_full_batch_imports_nothing_heavy(tmp_path: Path) -> None:
+    """A fit whose releases are exactly Gaussian must start without dp-accounting and without the PLD."""
     code = (
         "import sys; from quietgrad.privacy.calibrate import calibrate;"
-        "calibrate(epsilon=1.2, delta=1e-5, n=60000, batch_size=512, steps=2000);"
         "calibrate(epsilon=1.0, delta=1e-5, steps=50, sampling='full', relation='replace-one');"
         "heavy = {'dp_accounting', 'scipy.stats', 'scipy.optimize', 'quietgrad.privacy.pld'} & set(sys.modules);"
         "assert not heavy, heavy"

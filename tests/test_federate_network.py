@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ def start(folder: Path) -> Iterator[Any]:
     """Starts `quietgrad federate …` as a process of its own; all are gone at the end."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(*words: str) -> subprocess.Popen[str]:
+    def run(*words: str, program: Sequence[str] = ("-m", "quietgrad")) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "quietgrad", "federate", *words],
+            [sys.executable, *program, "federate", *words],
             cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         started.append(process)

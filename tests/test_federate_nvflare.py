@@ -18,10 +18,13 @@ from quietgrad.cli import main
 from quietgrad.cli.flare import _follow
 from quietgrad.federation.flare import KIT, SiteSettings, environment, prepare_kit, write_job
 from quietgrad.federation.provision import Credentials
+from quietgrad.federation.queries import pack
 from quietgrad.federation.toml_plan import parse_plan, read_plan
-from quietgrad.federation.wire import decode
+from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.objectives.base import Gradient
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.faults import DropoutError
-from tests.test_federate_network import TWO, ended, folder, start
+from tests.test_federate_network import TWO, ended, folder, start, two
 from tests.test_federate_plan import TEXT
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed (extra `federated`)")
@@ -108,6 +111,42 @@ def test_site_answers_the_coordinator_only_and_never_twice(monkeypatch: pytest.M
     assert "only the coordinator" in decode(site.answer(session, 3, b"x")).fields["reason"]
     assert site.finish("over", b"") is False
     assert len(calls) == 2
+
+
+def test_second_job_in_one_party_command_gets_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE's server may submit jobs as it likes; the approval is of the party's folder, not of a job."""
+    from quietgrad.federation import flare_job
+
+    two(folder, TWO.replace('trust = "curator"', 'trust = "local"'))
+    (folder / "kit" / "local").mkdir(parents=True)
+    SiteSettings("plan.toml", "keys/a", "a", data="a.npz").write(folder / "kit")
+    workspace = SimpleNamespace(get_site_config_dir=lambda: str(folder / "kit" / "local"))
+    monkeypatch.setattr(flare_job, "collab", SimpleNamespace(caller="server", workspace=workspace))
+    file = read_plan("plan.toml")
+
+    def job() -> Any:
+        site = flare_job.Site()
+        site.start()
+        return site
+
+    def say(site: Any, number: int, kind: str, arrays: Any = None, **fields: Any) -> Any:
+        message = bytes(encode(Message(kind, {"plan": file.plan.digest, **fields}, arrays or {})))
+        return decode(site.answer(f"{file.digest}:1", number, message))
+
+    first = job()
+    query, arrays = pack(Gradient(np.zeros(3), 1.0))
+    assert say(first, 1, "open", run="r1").kind == "ready"
+    ask = {"run": "r1", "round": 0, "slot": "gradient", "draw": 0, "rho": None, "query": query}
+    assert say(first, 2, "ask", arrays, **ask).kind == "sum"
+    assert "another process answers for a" in say(job(), 1, "open", run="r2").fields["reason"]
+    assert first.finish("aborted", b"") is False
+    first._member.close()  # its process ends
+    second = job()
+    assert "one run was approved here" in say(second, 1, "open", run="r2").fields["reason"]
+    assert say(second, 2, "open", run="r1").fields["round"] == 0
+    assert say(second, 3, "ask", arrays, **ask).kind == "refused"  # the same round
+    second._member.close()
+    assert len(Ledger("a/ledger.jsonl").book().held) == 1
 
 
 def test_kits_allow_two_classes_no_code_and_no_log_streaming(folder: Path) -> None:

@@ -92,6 +92,20 @@ def test_command_line_and_plan_files_accept_the_same(name: str, settings: dict[s
         assert "\n" not in spoken + written
 
 
+def test_nothing_that_was_said_is_dropped() -> None:
+    """Said twice is refused; an oracle named by --set keeps its settings and the flags that are its own."""
+    found = algorithm_from("perturbed-sgd", {"batch_size": 5}, ["oracle=spider", "oracle.period=2"])
+    assert (found.oracle.batch_size, found.oracle.period) == (5, 2)
+    for flags, settings, oracle in (
+        ({"steps": 3}, ["steps=4"], None),
+        ({}, ["steps=4", "steps=5"], None),
+        ({"batch_size": 3}, ["oracle.batch-size=4"], None),
+        ({}, ["oracle=spider"], "spider"),
+    ):
+        with pytest.raises(typer.BadParameter, match="set twice"):
+            algorithm_from("perturbed-sgd", flags, settings, oracle)
+
+
 def test_oracles_by_name_take_their_settings_from_both() -> None:
     for name in ORACLES:
         spoken = algorithm_from("perturbed-sgd", {"batch_size": 40}, [], oracle=name)

@@ -230,7 +230,7 @@ def test_found_labels_do_not_tell_how_long_the_others_are() -> None:
 @pytest.mark.parametrize("relation", list(Relation))
 def test_a_label_of_one_record_passes_as_rarely_as_promised(noise_multiplier: float, relation: Relation) -> None:
     look, bound = FrequentLabels(1e-8), LabelCounts(relation).bound
-    sigma, step = look.scale(noise_multiplier, bound)
+    sigma, step = look.counts_noise(noise_multiplier, bound)
     assert sigma >= sigma_for(noise_multiplier, bound, 1)[0]
     threshold = look.threshold(noise_multiplier, bound)
     assert ndtr(-(threshold - 1.0 - 2.0 * step) / sigma) <= 1e-8 * (1.0 + 1e-6)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quietgrad.errors import DataError
 from quietgrad.federation import SecureSession, Terms, secure_sum, threats
+from quietgrad.secure import shamir
 from quietgrad.secure.channel import Endpoint, Kind
 from quietgrad.secure.encoding import encode
 from quietgrad.secure.noise_share import NoiseShare
@@ -49,7 +51,7 @@ def test_vectors_are_clipped(mode: Mode) -> None:
     np.testing.assert_allclose(total, [0.3, 0.9], atol=1e-12)
 
 
-def relative_deviation(mode: Mode, parties: int, seed: int, **extra: int) -> tuple[float, float]:
+def relative_deviation(mode: Mode, parties: int, seed: int, **extra: Any) -> tuple[float, float]:
     """Observed variance ÷ stated variance, and the bound it must keep at a false alarm of 1e-6 (4.9 s.e.)."""
     d = 40_000
     terms = Terms(mode, parties=parties, dimension=d, bound=1.0, sigma=3.0, **extra)
@@ -89,7 +91,7 @@ def test_variance_inside_the_computation_is_one(m: int) -> None:
     ],
 )
 def test_noise_the_adversary_does_not_know_is_all_of_sigma(
-    mode: Mode, extra: dict[str, int], known: list[int]
+    mode: Mode, extra: dict[str, Any], known: list[int]
 ) -> None:
     """Take away what the allowed coalition drew itself: σ² is left, neither less nor more (false alarm 1e-6)."""
     d = 40_000
@@ -99,6 +101,17 @@ def test_noise_the_adversary_does_not_know_is_all_of_sigma(
         total -= NoiseShare(terms, role, 9).draw(0).view(np.int64)
     left = float((total**2).mean()) / terms.noise_units**2
     assert abs(left - 1) < 4.9 * math.sqrt(2.0 / d)
+
+
+def test_more_parties_than_planned_for_take_more_noise_off() -> None:
+    """The counter-check: two who pool with one planned for are left with 3/4 of σ² (h = 4; false alarm 1e-6)."""
+    d = 40_000
+    terms = Terms("masks", parties=5, dimension=d, bound=1.0, sigma=1.0)
+    total = SecureSession(terms, seed=9).sum(np.zeros((5, d))) / terms.step
+    for role in (0, 1):
+        total -= NoiseShare(terms, role, 9).draw(0).view(np.int64)
+    left = float((total**2).mean()) / terms.noise_units**2
+    assert abs(left / 0.75 - 1) < 4.9 * math.sqrt(2.0 / d)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -225,3 +238,30 @@ def test_importing_the_room_is_light() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_threat_model_of_many_parties_states_its_probabilities() -> None:
+    terms = Terms("masks", parties=1000, dimension=1, bound=1.0, sigma=1.0, honest=899)
+    rows = dict(threats(terms).rows)
+    assert f"probability {terms.graph.failure:.2g}" in rows["neighbours"]
+    assert "semi-honest" in rows["server"]
+    assert "nobody but the server" in rows["to see one party's vector"]
+    few = dict(threats(Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
+    assert "opens no sum of fewer than 7 honest parties" in few["server"]
+
+
+@pytest.mark.parametrize("mode", ["servers", "mpc"])
+def test_a_party_meets_the_servers_only(mode: Mode) -> None:
+    session = SecureSession(Terms(mode, parties=20, dimension=2, bound=1.0, sigma=0.0))
+    assert {len(party._channels) for party in session._sharing_parties} == {session.terms.server_count}
+    np.testing.assert_allclose(session.sum([[0.25, 0.0]] * 20), [5.0, 0.0], atol=1e-9)
+
+
+def test_one_set_of_weights_opens_everybodys_masks() -> None:
+    """m parties cost m joins of T shares with common Lagrange weights: O(m²), not an interpolation for each."""
+    shamir._weights.cache_clear()
+    terms = Terms("masks", parties=20, dimension=2, bound=1.0, sigma=0.0, honest=16)
+    SecureSession(terms).sum([[0.25, 0.0]] * 17 + [None] * 3)
+    info = shamir._weights.cache_info()
+    assert info.hits + info.misses == 20
+    assert info.misses <= 6  # the ranks of those who stayed differ a little from dealer to dealer

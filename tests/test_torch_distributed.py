@@ -22,12 +22,13 @@ ALGORITHMS: dict[str, Any] = {
     "sgd": qg.DPSGD(steps=6, batch_size=80, learning_rate=1.0),
     "srm": qg.DPSRM(steps=6, batch_size=80, learning_rate=1.0, gamma=0.4),
     "gd": qg.DPGD(steps=2),
+    "dropout": qg.DPSRM(steps=4, batch_size=80, learning_rate=1.0, gamma=0.4),
 }
 
 
-def network(width: int = 8) -> nn.Sequential:
+def network(width: int = 8, dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 2))
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +37,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(name: str, folder: Path | None = None) -> Any:
-    model = network()
+    model = network(dropout=0.5 if name == "dropout" else 0.0)
     ledger = None if folder is None else folder / f"{name}.jsonl"
     result = qt.fit(model, LOSS, data(), ALGORITHMS[name], budget=qg.Budget(4.0, 1e-5), seed=7, ledger=ledger)
     written = torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -56,6 +57,25 @@ def process(rank: int, port: int, folder: str) -> None:
         qt.fit(network(8 + rank), LOSS, data(), ALGORITHMS["sgd"], budget=qg.Budget(4.0, 1e-5))
     except DataError as error:
         out["disagreement"] = str(error)
+    x, y = data()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(rank))
+    frozen: Any = network()
+    other: Any = network()
+    frozen[0].requires_grad_(False).weight.data.mul_(1.0 + rank)
+    other[0].weight.data.mul_(1.0 + rank)
+    for what, model, records in (
+        ("order", network(), (x[order], y[order])),
+        ("frozen", frozen, (x, y)),
+        ("start", other, (x, y)),
+        ("refused on one", network(), (x / (1 - rank), y)),
+    ):
+        try:
+            qt.fit(
+                model, LOSS, records, ALGORITHMS["sgd"], budget=qg.Budget(4.0, 1e-5),
+                ledger=Path(folder) / "refused.jsonl",
+            )  # fmt: skip
+        except (ValueError, QuietgradError) as error:
+            out[what] = str(error)
     try:
         qt.fit(network(), LOSS, data(), qg.DPSGD(steps=2, batch_size=999), budget=qg.Budget(4.0, 1e-5))
     except (ValueError, QuietgradError) as error:
@@ -88,9 +108,23 @@ def test_two_processes_give_the_model_of_one(name: str, both: tuple[Path, list[d
     assert len(reservations) == 1
 
 
+@pytest.mark.parametrize(("what", "message"), [
+    ("order", "the records, their order"), ("frozen", "frozen parameters"), ("start", "training begins with"),
+])  # fmt: skip
+def test_processes_that_hold_different_things_are_refused(
+    what: str, message: str, both: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """A record at another place on another process would be in two shares: it would contribute 2 C."""
+    folder, answers = both
+    assert all(message in answer[what] for answer in answers)
+    assert not (folder / "refused.jsonl").exists()
+
+
 def test_what_fails_on_one_fails_on_both(both: tuple[Path, list[dict[str, Any]]]) -> None:
     _, (first, second) = both
     assert "do not agree" in first["disagreement"]
     assert "do not agree" in second["disagreement"]
     assert "batch_size=999" in first["failure"]
     assert "batch_size=999" in second["failure"]
+    assert "another process refused" in first["refused on one"]
+    assert "not finite" in second["refused on one"]

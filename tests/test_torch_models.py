@@ -31,7 +31,7 @@ def by_autograd(module: nn.Module, x: Any, y: Tensor, clip: float) -> tuple[Tens
     args = x if isinstance(x, tuple) else (x,)
     for i in range(len(y)):
         module.zero_grad()
-        loss(module(*(a[i : i + 1] for a in args)), y[i : i + 1]).sum().backward()
+        torch.autograd.backward(loss(module(*(a[i : i + 1] for a in args)), y[i : i + 1]).sum())
         own = [p for p in module.parameters() if p.requires_grad]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in own])
         norms.append(flat.norm())
@@ -222,6 +222,18 @@ class Mixing(nn.Module):
         return output
 
 
+class Faint(nn.Module):
+    """Adds 10⁻⁷ of everyone's features, which is nothing unless someone's are 10⁹."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x + 1e-7 * x.sum(0))
+        return output
+
+
 class MixupInside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -259,9 +271,10 @@ class Counter(nn.Module):
 
 
 def shared_memory() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model[1].weight = nn.Parameter(model[0].weight.detach()[:2])
-    return model
+    made: nn.Module = model
+    return made
 
 
 CE = nn.CrossEntropyLoss(reduction="none")
@@ -270,6 +283,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "batch statistics, tiny losses": (
         lambda: Mixing(1e-6), lambda o, y: o.square().sum(1) * 1e-6, "mixes examples"),
     "faint batch statistics": (lambda: Mixing(only_gradient=True), CE, "mixes examples"),
+    "very faint mixing": (Faint, CE, "mixes examples"),
     "mixup inside": (MixupInside, CE, "mixes examples"),
     "loss that mixes": (lambda: nn.Linear(6, 2), lambda o, y: CE(o - o.mean(0), y), "mixes examples"),
     "loss of a mean": (lambda: nn.Linear(6, 2), lambda o, y: CE(o, y) / len(y), "joins the batch"),
@@ -277,6 +291,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)), CE, "buffer .* changes"),
     "counts its calls": (Counter, CE, "asked twice|keeps a state|mixes examples"),
     "compiled": (lambda: torch.compile(nn.Linear(6, 2), backend="eager"), CE, r"torch\.compile"),  # type: ignore[dict-item,return-value]
+    "scripted": (lambda: torch.jit.script(nn.Linear(6, 2)), CE, r"torch\.jit"),
     "meta": (lambda: nn.Linear(6, 2, device="meta"), CE, "meta device"),
     "lazy": (lambda: nn.LazyLinear(2), CE, "no shape yet"),
     "data parallel": (lambda: nn.DataParallel(nn.Linear(6, 2)), CE, "DataParallel"),
@@ -314,7 +329,7 @@ def test_buffers_are_as_they_were_after_a_refusal() -> None:
 
 def test_a_batch_norm_in_evaluation_mode_stays_so() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[1].eval()
     before = model[1].running_mean.clone()
     x = torch.randn(40, 6)

@@ -45,16 +45,22 @@ def marked(places: list[int]) -> Tensor:
     return Rows.mark(values, Owners(0, torch.tensor(places)))
 
 
+def cleaned(x: Tensor) -> Tensor:
+    x[0, 0] = 0.0
+    return x
+
+
 KEPT: dict[str, tuple[Callable[[Tensor], Any], list[int]]] = {
     "moved": (lambda x: x.to(torch.float64).contiguous(), [0, 1, 2, 3]),
     "scaled": (lambda x: (x - 1.5) / torch.tensor([1.0, 2.0, 3.0]), [0, 1, 2, 3]),
     "in place": (lambda x: x.sub_(0.5).div_(2.0), [0, 1, 2, 3]),
+    "one entry": (cleaned, [0, 1, 2, 3]),
     "piece": (lambda x: x[1:3], [1, 2]),
     "chosen": (lambda x: x[torch.tensor([3, 1])], [3, 1]),
     "masked": (lambda x: x[torch.tensor([True, False, False, True])], [0, 3]),
     "columns": (lambda x: x[:, 1:], [0, 1, 2, 3]),
     "flipped": (lambda x: x.flip(0), [3, 2, 1, 0]),
-    "split": (lambda x: x.split(3)[1], [3]),
+    "split": (lambda x: torch.split(x, 3)[1], [3]),
     "joined": (lambda x: torch.cat([x[2:], x[:1]]), [2, 3, 0]),
     "wider": (lambda x: torch.cat([x, torch.ones(4, 2)], 1), [0, 1, 2, 3]),
     "reshaped": (lambda x: x.view(4, 3, 1).permute(0, 2, 1).flatten(1), [0, 1, 2, 3]),
@@ -70,8 +76,13 @@ def test_rows_keep_their_owners(name: str) -> None:
     assert owners.places.tolist() == places
 
 
-def through_a_view(x: Tensor) -> Tensor:
+def overwritten(x: Tensor) -> Tensor:
     x[0] = x[1]
+    return x
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    x.view(-1)[:3].copy_(x[1])
     return x
 
 
@@ -84,7 +95,8 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: x.T,
     "reshaped": lambda x: x.reshape(3, 4),
     "noise of a public generator": lambda x: x + torch.randn_like(x),
-    "overwritten": through_a_view,
+    "overwritten": overwritten,
+    "overwritten through a view": through_a_view,
     "sorted": lambda x: x.sort(0).values,
     "rows of nobody": lambda x: torch.cat([x, torch.zeros(1, 3)]),
     "new data": lambda x: x.data,
@@ -151,7 +163,12 @@ def test_samples_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     drawn: list[int] = []
     batch = SubsetSampler.batch
-    monkeypatch.setattr(SubsetSampler, "batch", lambda self, i: drawn.append(i) or batch(self, i))
+
+    def noted(self: Any, i: int) -> Any:
+        drawn.append(i)
+        return batch(self, i)
+
+    monkeypatch.setattr(SubsetSampler, "batch", noted)
     model, optimizer, loader = made()
     for x, y in loader:
         optimizer.zero_grad()
@@ -193,7 +210,7 @@ def test_batches_that_are_not_batch_first_are_refused() -> None:
 
 def test_an_engine_counts_all_its_loops() -> None:
     engine = PrivacyEngine()
-    parts = []
+    parts: list[Any] = []
     for noise, epochs in ((1.0, 2), (2.0, 1)):
         model = nn.Linear(4, 2)
         _, _, loader = engine.make_private(

@@ -93,7 +93,9 @@ def test_gradients_are_the_clipped_mean_by_the_public_batch_size(reduction: str,
 @pytest.mark.parametrize("micro_batch", [None, 8])
 def test_dropout_masks_of_the_loss_are_those_of_the_gradient(micro_batch: int | None) -> None:
     """With weight 1 the outputs are the masked inputs, and their sum is the gradient."""
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(36, 1, bias=False), nn.Dropout(0.5), nn.Linear(1, 1, bias=False))
+    plain: Any = nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 1, bias=False), nn.Dropout(0.5), nn.Linear(1, 1, bias=False)
+    )
     plain[1].requires_grad_(False)
     nn.init.ones_(plain[3].weight)
     model, optimizer, loader = private(plain, max_grad_norm=1e4, loss_reduction="sum", micro_batch=micro_batch)

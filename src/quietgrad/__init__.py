@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from quietgrad.privacy.budget import Budget, Relation
     from quietgrad.privacy.calibrate import calibrate
     from quietgrad.privacy.ledger import Ledger
-    from quietgrad.training import minimize, plan, resume
+    from quietgrad.training import minimize, plan, resume, stream
     from quietgrad.training.result import Privacy, Result, load
     from quietgrad.training.stationarity import Certificate, certify
 __version__ = "0.1.0"
@@ -48,6 +48,7 @@ _HOMES = {
     "plan": "plans.price",
     "minimize": "training",
     "resume": "training",
+    "stream": "training",
     "Plan": "plans.schedule",
     "Privacy": "training.result",
     "Result": "training.result",
@@ -84,6 +85,7 @@ __all__ = [
     "plan",
     "minimize",
     "resume",
+    "stream",
     "Plan",
     "Privacy",
     "Result",

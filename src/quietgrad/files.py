@@ -29,7 +29,8 @@ def reason(error: OSError) -> str:
     'No space left on device, ENOSPC'
     """
     words = error.strerror or type(error).__name__
-    return f"{words}, {errno.errorcode[error.errno]}" if error.errno in errno.errorcode else words
+    number = errno.errorcode.get(error.errno or 0)
+    return words if number is None else f"{words}, {number}"
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
@@ -84,8 +85,8 @@ def parse_json(text: str | bytes | bytearray) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested more than {_DEEPEST} deep") from None
-    brackets = (b"[", b"{") if isinstance(text, bytes | bytearray) else ("[", "{")
-    if sum(text.count(bracket) for bracket in brackets) > _DEEPEST:  # type: ignore[arg-type]
+    opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if opened > _DEEPEST:
         _check_depth(value)
     return value
 

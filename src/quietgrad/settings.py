@@ -12,9 +12,12 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from quietgrad.shown import shown
+
 Readers = Mapping[Any, Callable[[Any], Any]]
 """For types that are themselves made from settings: what reads one from a text or a table."""
 
+_SHOWN = 60  # characters of a value in an error
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none", str: "text"}
 
 
@@ -80,7 +83,7 @@ def read(key: str, given: Any, wanted: Any, readers: Readers | None = None) -> A
             return _of_text(given.strip(), option) if isinstance(given, str) else _of_value(given, option)
         except (ValueError, OverflowError):
             continue
-    raise ValueError(f"{key}={given!r}: must be {_describe(options)}.")
+    raise ValueError(f"{key}={shown(repr(given), most=_SHOWN)}: must be {_describe(options)}.")
 
 
 def _of_text(text: str, wanted: Any) -> Any:

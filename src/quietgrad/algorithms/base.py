@@ -19,6 +19,7 @@ from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.plans.schedule import Law, Plan, Schedule
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
+from quietgrad.sampling import SinglePass
 from quietgrad.vectors import Vector, copy, zeros_like
 
 Output = Literal["last", "average", "ema", "random"]
@@ -47,8 +48,8 @@ class State:
     memo: dict[str, Any] = field(default_factory=dict)
 
 
-class Algorithm(Protocol):
-    """A method: public settings and three steps of arithmetic. Inherit from it: what is optional is here."""
+class Releases(Protocol):
+    """What a plan is made of: public settings and the releases they lead to."""
 
     name: ClassVar[str]
     private: ClassVar[bool] = True
@@ -56,6 +57,22 @@ class Algorithm(Protocol):
     def schedule(self, n_public: int) -> Schedule:
         """The releases of a run on ``n_public`` records, known before any data."""
         ...
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return config_of(self)
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise if there is no proof for such a budget; before any noise is calibrated."""
+        return
+
+    def paper_noise(self, n_public: int, budget: Budget) -> float | None:
+        """The noise multiplier that a paper prints, if it is to be used instead of a calibrated one."""
+        return None
+
+
+class Algorithm(Releases, Protocol):
+    """A method: its releases and three steps of arithmetic. Inherit from it: what is optional is here."""
 
     def init(self, x0: Vector) -> State:
         """The state that a run from ``x0`` starts with."""
@@ -68,18 +85,6 @@ class Algorithm(Protocol):
     def output(self, state: State) -> Vector:
         """What is returned of a run that is over."""
         ...
-
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return config_of(self)
-
-    def check_budget(self, budget: Budget) -> None:
-        """Raise if this method has no proof for such a budget; before any noise is calibrated."""
-        return
-
-    def paper_noise(self, n_public: int, budget: Budget) -> float | None:
-        """The noise multiplier that a paper prints, if it is to be used instead of a calibrated one."""
-        return None
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Raise if settings, loss and start do not go together; before anything is reserved."""
@@ -110,6 +115,8 @@ def config_of(algorithm: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if hasattr(value, "config"):
             return value.config()
+        if hasattr(value, "to_json"):
+            return value.to_json()
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
         return list(value) if isinstance(value, tuple) else value
@@ -147,7 +154,10 @@ class FirstOrder(Algorithm):
 
     def schedule(self, n_public: int) -> Schedule:
         """The releases of a run on ``n_public`` records."""
-        return Schedule(self.oracle().slots(n_public, self.steps))
+        slots = self.oracle().slots(n_public, self.steps)
+        fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
+        apart = fresh and not any(slot.mechanism.whole_run for slot in slots)
+        return Schedule(slots, "parallel" if apart else "sequential")
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.rates import Rate
 from quietgrad.curators.base import Session
-from quietgrad.oracles.base import Oracle, SamplingName, noise_multiplier
+from quietgrad.oracles.base import Noise, Oracle, SamplingName, noise_multiplier
 from quietgrad.oracles.minibatch import MiniBatch
 from quietgrad.vectors import Vector, sqrt
 
@@ -26,6 +26,8 @@ class DPAdam(FirstOrder):
     Args:
         subtract_noise: take Φ out of the second moment.
         floor: the least that is left of it, in units of Φ.
+        sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. Correlated noise is louder in
+            each single release, which is what the second moment sees: Adam gains less from it than momentum.
 
     >>> DPAdam(steps=10, batch_size=20).schedule(100).releases
     10
@@ -42,6 +44,8 @@ class DPAdam(FirstOrder):
     floor: float = 0.1
     sampling: SamplingName = "poisson"
     returns: Output = "last"
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     name: ClassVar[str] = "dp-adam"
 
@@ -60,7 +64,7 @@ class DPAdam(FirstOrder):
         return super().step(state, door)
 
     def oracle(self) -> Oracle:
-        return MiniBatch(self.batch_size, self.clip, self.sampling, self.law())
+        return MiniBatch(self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise)
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         first = (1.0 - self.beta1) * gradient

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.rates import Rate
-from quietgrad.oracles.base import Oracle, SamplingName
+from quietgrad.oracles.base import Noise, Oracle, SamplingName
 from quietgrad.oracles.minibatch import MiniBatch
 from quietgrad.vectors import Vector
 
@@ -22,7 +22,10 @@ class DPSGD(FirstOrder):
         batch_size: expected records per step.
         learning_rate: a number or a schedule of :mod:`quietgrad.algorithms.rates`.
         clip: C, the L2 bound on one record's gradient.
-        sampling: ``"poisson"`` (default), ``"fixed-size"`` or ``"full"``.
+        sampling: ``"poisson"`` (default), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once), or
+            ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts).
+        noise: ``"independent"``, or ``"correlated"`` with a single pass or turns: noise that later releases take
+            back, so that sums of releases have much less of it (:mod:`quietgrad.privacy.correlated`).
         momentum: weight of the past, 0 for none.
         momentum_kind: ``"heavy-ball"`` (m = βm + g) or ``"ema"`` (m = βm + (1−β)g).
         momentum_steps: switch momentum off after so many steps (early momentum at one rate, paper 001).
@@ -41,6 +44,8 @@ class DPSGD(FirstOrder):
     momentum_kind: Literal["heavy-ball", "ema"] = "heavy-ball"
     momentum_steps: int | None = None
     returns: Output = "last"
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     name: ClassVar[str] = "dp-sgd"
 
@@ -51,7 +56,7 @@ class DPSGD(FirstOrder):
         super().__post_init__()
 
     def oracle(self) -> Oracle:
-        return MiniBatch(self.batch_size, self.clip, self.sampling, self.law())
+        return MiniBatch(self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise)
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         size = self._rate(state.step, self.steps)

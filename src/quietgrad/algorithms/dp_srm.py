@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.rates import Rate
 from quietgrad.objectives.base import Constants
-from quietgrad.oracles.base import Oracle, SamplingName
+from quietgrad.oracles.base import Noise, Oracle, SamplingName
 from quietgrad.oracles.recursive_momentum import RecursiveMomentum
 from quietgrad.privacy.budget import Budget
 from quietgrad.vectors import Vector, norm
@@ -34,6 +34,7 @@ class DPSRM(FirstOrder):
             proportional to (1−γ)C2 + γC1, so C2 = γC1 (the paper's choice) nearly doubles it.
         joint_clip: one clip C1·γ + C2·(1−γ) on the combination instead of two; never looser.
         smoothness: C2 follows the public step, smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
+        sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`.
         mode: ``"practical"``, or ``"theory"`` with η_t = min{ζ/(L‖v_t‖), 1/(2L)}; see :meth:`theory`.
         returns: ``"last"``, ``"average"``, ``"ema"`` or ``"random"`` (the paper's output rule).
 
@@ -55,6 +56,8 @@ class DPSRM(FirstOrder):
     mode: Literal["practical", "theory"] = "practical"
     zeta: float | None = None
     returns: Output = "last"
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     name: ClassVar[str] = "dp-srm"
 
@@ -132,6 +135,8 @@ class DPSRM(FirstOrder):
             sampling=self.sampling,
             first_noise=self.first_noise,
             law=self.law(first=0),
+            cohorts=self.cohorts,
+            noise=self.noise,
         )
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:

@@ -21,7 +21,8 @@ class Example:
     """Settings in use: for how many records, under which promise, and how well.
 
     ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
-    ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query.
+    ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query (in the
+    slots ``only``, if not in all, and at every ``every``-th release of them).
     """
 
     settings: Mapping[str, Any]
@@ -33,6 +34,8 @@ class Example:
     label: str = ""
     share: float = 1.0
     space: Literal["gradients", "queries"] = "gradients"
+    only: tuple[str, ...] = ()
+    every: int = 1
 
 
 def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
@@ -62,6 +65,8 @@ def _batches(n: int = 4, **settings: Any) -> tuple[Example, ...]:
 
 _SRM: dict[str, Any] = {"steps": 150, "batch_size": 200, "learning_rate": 1.0}
 _SGD: dict[str, Any] = {"steps": 150, "batch_size": 200}
+_TURNS: dict[str, Any] = {"sampling": "turns", "cohorts": 15, "noise": "correlated"}
+_ONCE: dict[str, Any] = {"sampling": "single-pass", "noise": "correlated"}
 _STAGES: dict[str, Any] = {"stages": 3, "first_steps": 20, "batch_size": 200}
 _ESCAPE: dict[str, Any] = {
     "learning_rate": 2.0,
@@ -85,6 +90,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.52, difference_clip=1.0, smoothness=0.3, **_SRM),
         _row(0.50, _REPLACE, sampling="fixed-size", **_SRM),
         _row(0.66, **{**_SRM, "steps": 300}, returns="random"),
+        _row(0.52, learning_rate=1.0, steps=60, **_TURNS),
     ),
     "dp-sgd": (
         _row(0.48, learning_rate=1.0, **_SGD),
@@ -92,6 +98,8 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.50, _REPLACE, learning_rate="inverse-sqrt:3", returns="average", **_SGD),
         _row(0.50, steps=100, batch_size=200, learning_rate="linear:0.5", momentum=0.9, momentum_steps=20),
         _row(0.50, _REPLACE, steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"),
+        _row(0.48, learning_rate=1.0, steps=60, **_TURNS),
+        _row(0.50, _REPLACE, learning_rate=4.0, steps=30, batch_size=100, **_ONCE),
     ),
     "dp-adam": (_row(0.50, steps=100, batch_size=300, learning_rate=0.1),),
     "dp-gd": (
@@ -133,6 +141,7 @@ _NEVER: dict[str, Any] = {
     "hessian_lipschitz": 1e-6,
 }
 _AUDIT_SPIDER: dict[str, Any] = {"name": "adaptive-spider", "clip": 1.0, "smoothness": 1.0, "kappa": 1e6}
+_PLAIN_SPIDER: dict[str, Any] = {"name": "spider", "clip": 1.0, "smoothness": 1.0, "period": 10}
 _REUSE: dict[str, Any] = {"batch_size": 4, "difference_batch_size": 4, "regime": "reuse", "full_queries": 1}
 # A refused step costs as much as a fresh one, so that every run spends all of ρ on the same few releases. Under
 # add-remove a choice shows half of what it pays for, hence more runs.
@@ -144,8 +153,19 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("one clip", steps=6, batch_size=4, joint_clip=True),
         _attack("C2 follows the step", _REPLACE, steps=4, batch_size=4, smoothness=1.0),
         _attack("random round", steps=4, batch_size=2, returns="random"),
+        _attack("turns", steps=6, difference_clip=0.2, sampling="turns", cohorts=2, noise="correlated"),
     ),
-    "dp-sgd": _batches(steps=6, learning_rate=0.1, momentum=0.5),
+    "dp-sgd": (
+        *_batches(steps=6, learning_rate=0.1, momentum=0.5),
+        _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
+        # A record in every third release, as early as it can be: the worst turns there are, and they are known.
+        replace(
+            _queries("known turns", n=6, share=0.4, steps=9, cohorts=3, sampling="turns", noise="correlated"),
+            every=3,
+        ),
+    ),
     "dp-adam": _batches(steps=6),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),
     "dp-agd": (
@@ -156,7 +176,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         *_batches(stages=2, first_steps=1),
         _attack("random round", stages=1, first_steps=2, batch_size=2, returns="random"),
     ),
-    "bassily-sgd": _batches(steps=4),
+    "bassily-sgd": _batches(steps=4, share=0.4),  # its projection takes a norm: runs are made one by one
     "rrpsgd": (
         _attack("Poisson", steps=4, batch_size=2, share=5.0),
         _attack("every record", _REPLACE, steps=4, batch_size=4),
@@ -172,6 +192,8 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
     ),
     "perturbed-sgd": (
         _attack("every record", share=0.5, steps=4, oracle={**_AUDIT_SPIDER, **_REUSE}, **_NEVER),
+        _attack("spider", share=0.2, steps=4, oracle={**_PLAIN_SPIDER, **_REUSE}, **_NEVER),
+        _attack("mini-batch", share=0.2, steps=4, oracle={"name": "mini-batch", "batch_size": 4}, **_NEVER),
         _attack(
             "fresh records",
             _REPLACE,
@@ -189,12 +211,27 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
             _REPLACE,
             n=8,
             epsilon=2.0,
-            share=0.3,
+            share=0.15,
             oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
             alpha=0.1,
             steps=2,
             learning_rate=0.1,
             hessian_lipschitz=1e-6,
+        ),
+        # One record is in one part: here in the one that is searched.
+        replace(
+            _queries(
+                "the search",
+                _REPLACE,
+                n=8,
+                epsilon=2.0,
+                share=0.5,
+                oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
+                alpha=0.1,
+                steps=2,
+                learning_rate=0.1,
+            ),
+            only=("select",),
         ),
     ),
     "weighted-average": (

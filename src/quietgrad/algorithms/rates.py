@@ -64,6 +64,11 @@ class StepDecay(Rate):
     every: int = 100
     factor: float = 0.5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1 or not 0.0 < self.factor <= 1.0:
+            raise ValueError(f"every={self.every}, factor={self.factor}: must be ≥ 1, and in (0, 1].")
+
     def __call__(self, step: int, steps: int) -> float:
         return float(self.start * self.factor ** (step // self.every))
 
@@ -115,7 +120,10 @@ def as_rate(value: float | str | Rate) -> Rate:
             raise ValueError(
                 f"learning_rate={value!r}: must be a number or NAME:NUMBER, NAME of {', '.join(RATES)}."
             )
-        return RATES[name](float(start or 1.0))
+        try:
+            return RATES[name](float(start or 1.0))
+        except ValueError:
+            raise ValueError(f"learning_rate={value!r}: {start!r} must be a finite number > 0.") from None
     return Constant(float(value))
 
 

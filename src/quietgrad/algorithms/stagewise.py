@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Constants, Gradient
-from quietgrad.oracles.base import SamplingName, sampling_of
+from quietgrad.oracles.base import Noise, SamplingName, sampling_of, slot_of
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
@@ -28,7 +28,8 @@ class StagewiseDPSGD(Algorithm):
     Args:
         stages: K.
         first_steps: T⁰, so that stage k has 2^k·T⁰ steps.
-        batch_size, clip, sampling: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`.
+        batch_size, clip, sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. In turns, or
+            with correlated noise, all stages are one slot.
         learning_rate: η⁰.
         momentum: ϱ while it is on.
         early_momentum: t⁰_on, so that momentum is on for the first 2^k·t⁰_on steps of stage k.
@@ -49,6 +50,8 @@ class StagewiseDPSGD(Algorithm):
     early_momentum: int = 5
     sampling: SamplingName = "poisson"
     returns: Literal["last", "random"] = "last"
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     name: ClassVar[str] = "stagewise"
 
@@ -123,13 +126,24 @@ class StagewiseDPSGD(Algorithm):
         return self.first_steps << stage
 
     def schedule(self, n_public: int) -> Schedule:
-        sampling = sampling_of(self.sampling, n_public, self.batch_size)
+        sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
+        if self._slot(1) == "stages":
+            if self.returns == "random":
+                raise ValueError(
+                    "returns='random': a random number of releases has no price here; return the last."
+                )
+            return Schedule((slot_of("stages", sampling, self.steps, self.noise),))
         slots = []
         for k in range(1, self.stages + 1):
             length = self.length(k)
             law = round_law([1.0 / length] * length) if self.returns == "random" else None
             slots.append(Slot(f"stage-{k}", sampling, length, law=law))
-        return Schedule(tuple(slots))
+        return Schedule(tuple(slots), "parallel" if self.sampling == "single-pass" else "sequential")
+
+    def _slot(self, stage: int) -> str:
+        """A stage's own slot, unless all releases together are one thing."""
+        apart = self.noise == "independent" and self.sampling != "turns"
+        return f"stage-{stage}" if apart else "stages"
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0), extra={"stage": 1, "stage_step": 0})
@@ -140,7 +154,7 @@ class StagewiseDPSGD(Algorithm):
             state.velocity = None  # ω₋₁ = ω₀: a stage starts at rest
             length = self.length(stage)
             state.stop_at = length if self.returns == "last" else 1 + int(door.uniform(f"stage-{stage}") * length)
-        slot = f"stage-{stage}"
+        slot = self._slot(stage)
         gradient = door.release(slot, Gradient(state.params, self.clip))
         gradient *= 1.0 / door.expected_batch(slot)
         gradient += door.regularizer.gradient(state.params)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.audit.planting import table_game
+from quietgrad.audit.replicas import Game
 from quietgrad.privacy.budget import Budget, Relation
 
 
@@ -13,7 +15,8 @@ from quietgrad.privacy.budget import Budget, Relation
 class Attack:
     """One configuration to audit: a label, the algorithm, its public n and the promise.
 
-    ``share`` of the runs asked for is made where a run is dear; the budget then leaves signal to spare.
+    ``share`` of the runs asked for is made where a run is dear; the budget then leaves signal to spare. ``game`` is
+    what worlds to tell apart, if not those of gradient-space canaries.
     """
 
     label: str
@@ -21,6 +24,7 @@ class Attack:
     n: int
     budget: Budget
     share: float = 1.0
+    game: Game | None = None
 
 
 def attacked() -> list[str]:
@@ -46,8 +50,12 @@ def attacks_on(name: str) -> list[Attack]:
             example.label,
             entry.make(example.settings),
             example.n,
-            Budget(example.epsilon, example.delta, Relation.parse(example.relation)),
+            Budget(example.epsilon, example.delta, relation),
             example.share,
+            None
+            if example.space == "gradients"
+            else table_game(example.n, relation, only=example.only, every=example.every),
         )
         for example in entry.attacks
+        for relation in (Relation.parse(example.relation),)
     ]

@@ -65,7 +65,8 @@ def contribution(objective: Any, records: Any, i: int, points: tuple[Any, Any], 
     """What record ``i`` contributes by the definition, from its two gradients without a clip."""
     now, before = (_sum(objective, records, np.array([i]), (x, x), Rule.gradient(_FREE)) for x in points)
     moved = shorten((now - rule.beta * before)[None], rule.clip)[0]
-    return rule.alpha * moved + rule.gamma * shorten(now[None], rule.second_clip)[0]
+    wanted: Floats = rule.alpha * moved + rule.gamma * shorten(now[None], rule.second_clip)[0]
+    return wanted
 
 
 def _sum(objective: Any, records: Any, indices: Any, points: tuple[Any, Any], rule: Rule) -> Floats:

@@ -21,6 +21,7 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
     FrequentLabels,
@@ -114,17 +115,45 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
     return listen
 
 
-def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+    """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
+    assert isinstance(slot.mechanism, Correlated)
+    column, louder = strategy(slot.mechanism)
+    heard: list[Floats] = []
+
     def listen(session: Any, rng: np.random.Generator) -> Floats:
-        noise = as_numbers(session.release(slot.name, Known(width, BOUND)))
-        length = float(np.linalg.norm(noise))
-        if length == 0.0:
-            return noise
-        # The length is Gamma(d, scale): make it that of d normals, in the same direction.
-        beyond = max(float(gammaincc(width, length / (multiplier * BOUND))), 1e-300)
-        return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
+        # How far the session has come says which release this is.
+        del heard[session.used[slot.name] :]
+        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / (multiplier * BOUND * louder))
+        return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
 
     return listen
+
+
+def strategy(mechanism: Correlated) -> tuple[Floats, float]:
+    """The first column of S, and how far a record of bound 1 can move S·sums."""
+    count = mechanism.releases
+    lam, alpha = np.array(mechanism.lam), np.array(mechanism.alpha)
+    column = np.array([1.0, *((alpha * lam**k).sum() for k in range(count - 1))])
+    turns = range(0, count, mechanism.separation)[: mechanism.participations]
+    worst = sum(np.concatenate([np.zeros(t), column[: count - t]]) for t in turns)
+    return column, float(np.linalg.norm(worst))
+
+
+def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
+    def listen(session: Any, rng: np.random.Generator) -> Floats:
+        return laplace_units(as_numbers(session.release(slot.name, Known(width, BOUND))), multiplier * BOUND)
+
+    return listen
+
+
+def laplace_units(noise: Floats, scale: float) -> Floats:
+    """Standard normals from L2-Laplace noise: its length is Gamma(d, scale), and becomes that of d normals."""
+    length, width = float(np.linalg.norm(noise)), len(noise)
+    if length == 0.0:
+        return noise
+    beyond = max(float(gammaincc(width, length / scale)), 1e-300)
+    return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
 
 
 def _choice(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
@@ -173,7 +202,7 @@ def search_law(values: list[float]) -> Floats:
 def _labels(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     assert plan.budget is not None
     query = LabelCounts(plan.budget.relation)
-    count = labels_of(slot, plan, width).n // width
+    count = label_count(slot, plan)
     mechanism = slot.mechanism
     assert isinstance(mechanism, FrequentLabels)
     sigma = multiplier * query.bound
@@ -192,14 +221,21 @@ def label_threshold(mechanism: FrequentLabels, sigma: float) -> float:
     return 1.0 - sigma * float(ndtri(mechanism.failure))
 
 
-def labels_of(slot: Slot, plan: Plan, width: int) -> Crowd:
-    """A table in which ``width`` labels each occur about as often as the threshold of ``slot`` asks for."""
+def label_count(slot: Slot, plan: Plan) -> int:
+    """How often a label must occur to pass the threshold of ``slot`` about two times of three."""
     assert plan.budget is not None
     assert isinstance(slot.mechanism, FrequentLabels)
     sigma = slot.multiplier(plan.noise_multiplier) * LabelCounts(plan.budget.relation).bound
     # Half a deviation above it: less noise than claimed would let all of them pass.
-    count = math.ceil(label_threshold(slot.mechanism, sigma) + 0.5 * sigma)
-    return Crowd(width * count, 1, np.repeat(np.arange(width), count))
+    return math.ceil(label_threshold(slot.mechanism, sigma) + 0.5 * sigma)
+
+
+def labels_of(slot: Slot, plan: Plan, width: int) -> Crowd:
+    """A table in which ``width`` labels occur so often; whoever else there must be has one label more."""
+    count = label_count(slot, plan)
+    labels = np.repeat(np.arange(width), count)
+    n = max(plan.n_public, len(labels))
+    return Crowd(n, 1, np.append(labels, np.full(n - len(labels), width)))
 
 
 def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floats:
@@ -212,6 +248,7 @@ def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floa
 
 LISTENERS: dict[type[Mechanism], Callable[[Slot, float, int, float | None, Plan], Listen]] = {
     GaussianNoise: _gaussian,
+    Correlated: _correlated,
     L2LaplaceNoise: _laplace,
     NoisyChoice: _choice,
     AboveThreshold: _threshold,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Gradient, GradientDifference, JointMomentum, Loss, Query, RecursiveMomentum
+from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]
@@ -51,13 +52,11 @@ def neighbouring_tables(
                     yield full, (np.vstack([common, changed]).astype(dtype), np.append(y[:4], label))
 
 
-def labels(objective: Any, rng: np.random.Generator, size: int) -> npt.NDArray[Any]:
+def labels(objective: LinearObjective, rng: np.random.Generator, size: int) -> npt.NDArray[Any]:
     """Targets that the objective accepts; the last two differ as much as they can."""
-    task = getattr(objective, "task", "regression")
-    if task == "binary":
-        return np.append(rng.integers(0, 2, size - 2), [0, 1])
-    if task == "multiclass":
-        return np.append(rng.integers(0, objective.classes, size - 2), [0, objective.classes - 1])
+    if objective.task != "regression":
+        classes = max(objective.outputs, 2)
+        return np.append(rng.integers(0, classes, size - 2), [0, classes - 1])
     return np.append(rng.standard_normal(size - 2), [100.0, -100.0])
 
 

@@ -8,9 +8,11 @@ heard as the coordinator hears them, and every ledger is compared with what was 
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ import numpy.typing as npt
 from quietgrad.audit.canaries import CanaryObjective, Cast
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.federated import TRUSTS
-from quietgrad.audit.mechanisms import spread_choice
+from quietgrad.audit.mechanisms import laplace_units, spread_choice, strategy
 from quietgrad.audit.units import judge_units
+from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism
+from quietgrad.sampling import FullBatch, Turns
 
 Floats = npt.NDArray[np.float64]
 ROUNDS, WIDTH, PARTIES, CHOICES = 200, 64, 3, 600
@@ -52,57 +58,109 @@ class Ears:
 
 
 def probe_federation(
-    trust: str, secure: str | None = None, *, rounds: int = ROUNDS, alpha: float = 1e-6
+    trust: str,
+    secure: str | None = None,
+    *,
+    mechanism: Mechanism | None = None,
+    rounds: int = ROUNDS,
+    alpha: float = 1e-6,
 ) -> list[Finding]:
     """Noise of ``rounds`` rounds after aggregation, that of every party where it adds its own, and the charges.
+
+    Halfway everybody is restarted and goes on from what the folder holds: completed rounds are answered as they
+    were, and the noise of the others is new.
 
     >>> {finding.verdict for finding in probe_federation("local", rounds=64)}
     {'pass'}
     """
-    from quietgrad.algorithms.dp_gd import DPGD
     from quietgrad.federation.coordinator import FederatedCurator
     from quietgrad.federation.parties import Party
     from quietgrad.federation.simulation import assemble
     from quietgrad.federation.transport.in_process import InProcess
     from quietgrad.objectives.base import Gradient
 
-    where = trust if secure is None else f"secure sum by {secure}"
-    with tempfile.TemporaryDirectory() as folder:
-        books = [Path(folder) / f"party-{k}.jsonl" for k in range(PARTIES)]
-        own = Path(folder) / "coordinator.jsonl"
+    law = GaussianNoise() if mechanism is None else mechanism
+    where = f"{trust if secure is None else f'secure sum by {secure}'}, {law.kind} noise"
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(home)
+        books = [folder / f"party-{k}.jsonl" for k in range(PARTIES)]
+        own = folder / "coordinator.jsonl"
         objective: Any = CanaryObjective("constant")
         holders = [Party(Cast(("silent",), 1, WIDTH), n_public=1, ledger=book) for book in books]
         # One round more than is asked: a run that stops early, for no reason of the data's, pays for what it made.
         plan, people = assemble(
-            DPGD(steps=rounds + 1), objective, holders, budget=_BUDGET, trust=trust, secure=secure,
-            noise_multiplier=_MULTIPLIER,
+            _descent(rounds + 1, law), objective, holders, budget=_BUDGET, trust=trust, secure=secure,
+            noise_multiplier=_MULTIPLIER, folder=folder,
         )  # fmt: skip
-        ears = Ears(people.handlers, plan.names)
-        session = FederatedCurator(
-            objective, InProcess(ears.handlers), identity=people.identity, roster=people.roster, ledger=own
-        ).open(plan)
-        heard = [np.asarray(session.release("gradient", Gradient(np.zeros(WIDTH), 1.0))) for _ in range(rounds)]
-        session.close("enough")
-        factor = PARTIES if trust == "local" else plan.variance_factor
-        z = np.stack(heard) / (_MULTIPLIER * math.sqrt(factor))
-        voices = [np.stack(said) / _MULTIPLIER for said in ears.said.values()] if trust == "local" else []
-        share = alpha / (1 + 2 * len(voices))
-        findings = judge_units(z, f"published sums, {where}", share)
-        for name, voice in zip(ears.said, voices, strict=bool(voices)):
-            findings += judge_units(voice, f"answers of {name}", share)
-        if voices:  # noise that parties share cancels for whoever subtracts
-            together = np.concatenate(voices)
-            found = judge_units(together, "answers of different parties", share)
-            findings += [f for f in found if f.layer == "L0 freshness"]
-        findings += list(_charges([own, *books], rounds, where))
+        query = Gradient(np.zeros(WIDTH), 1.0)
+
+        def open_door() -> tuple[Any, Ears]:
+            ears = Ears({name: people.again(name) for name in people.makers}, plan.names)
+            curator = FederatedCurator(
+                objective, InProcess(ears.handlers), identity=people.identity, roster=people.roster, ledger=own,
+                folder=folder,
+            )  # fmt: skip
+            return curator.open(plan), ears
+
+        def ask(count: int, *, end: bool) -> tuple[list[Floats], dict[str, list[Floats]]]:
+            session, ears = open_door()
+            heard = [np.array(session.release("gradient", query), np.float64) for _ in range(count)]
+            if end:
+                session.close("enough")
+            return heard, ears.said
+
+        before, first = ask(rounds // 2, end=False)
+        gc.collect()  # everybody who was there is gone, and lets go of the folder
+        again, second = ask(rounds, end=True)
+        changed = float(np.abs(np.stack(again[: rounds // 2]) - np.stack(before)).max())
+        said = {name: first[name] + second[name] for name in plan.names}
+        findings = list(_charges([own, *books], plan, rounds, where))
+    same: Any = "pass" if changed == 0.0 else "violation"
+    findings.append(Finding("L0 replay", f"completed rounds, {where}", "change", 0.0, changed, same))
+    voices = {name: _units(np.stack(sums), law, 1.0) for name, sums in said.items()} if trust == "local" else {}
+    share = alpha / (2 + 2 * len(voices))
+    if law.kind != "pure" or not voices:  # L2-Laplace noise adds up to another law
+        factor = PARTIES if voices else plan.variance_factor
+        findings += judge_units(_units(np.stack(again), law, factor), f"published sums, {where}", share)
+    for name, voice in voices.items():
+        findings += judge_units(voice, f"answers of {name}, {where}", share)
+    if voices:  # noise that parties share cancels for whoever subtracts
+        found = judge_units(np.concatenate(list(voices.values())), f"answers of different parties, {where}", share)
+        findings += [f for f in found if f.layer == "L0 freshness"]
     return findings
 
 
-def _charges(books: list[Path], rounds: int, where: str) -> Iterator[Finding]:
-    from quietgrad.privacy import events
+def _descent(steps: int, mechanism: Mechanism) -> Any:
+    """Gradient descent whose releases have the noise of ``mechanism``."""
+    from quietgrad.algorithms.dp_gd import DPGD
+
+    class Descent(DPGD):
+        def schedule(self, n_public: int) -> Schedule:
+            planned = super().schedule(n_public)
+            sampling = Turns(mechanism.separation) if isinstance(mechanism, Correlated) else FullBatch()
+            slots = (replace(slot, mechanism=mechanism, sampling=sampling) for slot in planned.slots)
+            return replace(planned, slots=tuple(slots))
+
+    return Descent(steps=steps)
+
+
+def _units(sums: Floats, mechanism: Mechanism, factor: float) -> Floats:
+    """Noise of the claimed scale as standard normals."""
+    scale = _MULTIPLIER * math.sqrt(factor)
+    if isinstance(mechanism, L2LaplaceNoise):
+        return np.stack([laplace_units(row, scale) for row in sums])
+    if isinstance(mechanism, Correlated):  # S times S⁻¹u
+        column, louder = strategy(mechanism)
+        numbers = range(len(sums))
+        return np.stack([column[: t + 1][::-1] @ sums[: t + 1] for t in numbers]) / (scale * louder)
+    return sums / scale
+
+
+def _charges(books: list[Path], plan: Plan, rounds: int, where: str) -> Iterator[Finding]:
     from quietgrad.privacy.ledger import Ledger
 
-    owed = account(events.gaussian(_MULTIPLIER, rounds), delta=_BUDGET.delta, relation=_BUDGET.relation)
+    event = plan.schedule.slots[0].event(_MULTIPLIER, _BUDGET.relation, rounds)
+    owed = account(event, delta=_BUDGET.delta, relation=_BUDGET.relation)
     spent = [Ledger(b).spent("default", delta=_BUDGET.delta, relation=_BUDGET.relation).epsilon for b in books]
     least = min(spent)
     verdict = "pass" if owed <= least * (1.0 + 1e-9) else "violation"
@@ -139,4 +197,8 @@ def probe_federations() -> Iterator[Finding]:
     """All trusts and secure sums."""
     for trust, secure in TRUSTS:
         yield from probe_federation(trust, secure)
+        if secure is None:
+            yield from probe_federation(trust, mechanism=L2LaplaceNoise())
+        if secure != "mpc":
+            yield from probe_federation(trust, secure, mechanism=Correlated.made(ROUNDS + 1, 4, 51))
     yield from probe_federated_choice()

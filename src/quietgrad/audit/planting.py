@@ -10,7 +10,7 @@ queries keep their bounds is a question for brute force (:func:`every_bound`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from quietgrad.audit.replicas import CuratorFactory, Game, Views, _key, spread
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
+from quietgrad.sampling import SinglePass
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -56,9 +57,20 @@ class Planting(Listener):
     """A session that adds a canary to every sum, and hears what is left when the rest is taken away."""
 
     pull = 0.0
+    only: tuple[str, ...] = ()
+    """The slots that the canary is in, if not in all: on disjoint records it is in one."""
+    every = 1
+    """How many releases apart its turns are."""
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        return super().first_below(slot, [Planted(query, self._pull(slot)) for query in queries], threshold)
+
+    def _pull(self, slot: str) -> float:
+        in_turn = self._session.used[slot] % self.every == 0
+        return self.pull if in_turn and (not self.only or slot in self.only) else 0.0
 
     def release(self, slot: str, query: Query, **more: Any) -> Vector:
-        asked = Planted(query, self.pull)
+        asked = Planted(query, self._pull(slot))
         answer = self._session.release(slot, asked, **more)
         if query.bound > 0.0 and asked.rest.size:
             self.heard.append(((as_numbers(answer) - asked.rest)[:1] / query.bound)[None])
@@ -81,6 +93,8 @@ class QueryGame:
     data: Any
     dim: int = 1
     gaussian: bool = True
+    only: tuple[str, ...] = ()
+    every: int = 1
 
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
         """(objective, data), the same in both."""
@@ -94,14 +108,18 @@ class QueryGame:
         self, algorithm: Any, plan: Plan, which: int, runs: int, curator: CuratorFactory, seed: int | None
     ) -> Views:
         """What left the door in ``runs`` runs, one after the other through one door."""
-        heard, slots = [], []
-        holder = curator(self.objective, self.data, _key(seed, which, 0))
-        session = holder.open(spread(plan, self, rounds=runs))
-        rho = session.rho_left
+        heard: list[Floats] = []
+        slots: list[str] = []
+        # Neither a single pass over the records nor noise of a whole run can be shared by two runs.
+        once = any(isinstance(s.sampling, SinglePass) or s.mechanism.whole_run for s in plan.schedule.slots)
         for number in range(runs):
+            if once or number == 0:
+                holder = curator(self.objective, self.data, _key(seed, which, number))
+                session = holder.open(plan if once else spread(plan, self, rounds=runs))
+                rho = session.rho_left
             session.rho_left = rho
             ear = Planting(session, number=number)
-            ear.pull = self.pull(which)
+            ear.pull, ear.only, ear.every = self.pull(which), self.only, self.every
             state = algorithm.init(np.array(holder.initial()))
             while not state.done:
                 state = algorithm.step(state, ear)
@@ -113,13 +131,16 @@ class QueryGame:
         return Views(transcript, np.zeros((runs, 1)), slots, True)
 
 
-def table_game(n: int, relation: Relation, features: int = 2) -> QueryGame:
+def table_game(
+    n: int, relation: Relation, features: int = 2, only: tuple[str, ...] = (), every: int = 1
+) -> QueryGame:
     """A small table in the unit ball for methods that need features."""
     from quietgrad.objectives import Logistic
 
     rng = np.random.default_rng(0)
     X = rng.uniform(-0.5, 0.5, (n, features))
-    return QueryGame(n, relation, Logistic(row_bound=1.0), (X, (X[:, 0] > 0).astype(float)))
+    y = (X[:, 0] > 0).astype(float)
+    return QueryGame(n, relation, Logistic(row_bound=1.0), (X, y), only=only, every=every)
 
 
 def query_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
@@ -128,7 +149,7 @@ def query_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
 
     entry = ALGORITHMS.get(getattr(algorithm, "name", ""))
     spaces = {example.space for example in entry.attacks} if entry is not None else set()
-    return table_game(n, relation) if "queries" in spaces else None
+    return table_game(n, relation) if spaces == {"queries"} else None
 
 
 def every_bound(*, seed: int = 0) -> Iterator[Finding]:

@@ -38,10 +38,12 @@ def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: 
     from quietgrad.federation import secure_sum
     from quietgrad.secure.terms import Terms
 
-    terms = Terms(mode, parties=parties, dimension=size, bound=0.75, sigma=1.5)  # type: ignore[arg-type]
-    silence = np.zeros((parties, size))
-    heard = [secure_sum(silence, clip=0.75, noise_multiplier=2.0, mode=mode) for _ in range(3)]  # type: ignore[arg-type]
-    return judge_noise(np.stack(heard), 1.5 * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
+    # A clip far above the noise: else the sum's own check of its length would hear the loudest errors before we do.
+    clip, sigma = 150.0, 1.5
+    terms = Terms(mode, parties=parties, dimension=size, bound=clip, sigma=sigma)  # type: ignore[arg-type]
+    silence, times = np.zeros((parties, size)), sigma / clip
+    heard = [secure_sum(silence, clip=clip, noise_multiplier=times, mode=mode) for _ in range(3)]  # type: ignore[arg-type]
+    return judge_noise(np.stack(heard), sigma * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
 
 
 def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: float = 1e-6) -> Finding:

@@ -47,16 +47,16 @@ def probe_replay(curator: Holder = CentralCurator, *, alpha: float = 1e-6) -> li
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
 
-        def ask(first: int, values: list[float]) -> Any:
-            log = Transcript(Path(folder) / "transcript", "run", key)
+        def ask(values: list[float], *, resumed: bool = False) -> Any:
+            log = Transcript(Path(folder) / "transcript", "run", key, resumed=resumed)
             holder = curator(Quiet(), Crowd(1, _WIDTH), ledger=path, run="run", key=key)
-            session = holder.open(plan, transcript=log, used={"probe": first})
+            session = holder.open(plan, transcript=log)
             heard = [as_numbers(session.release("probe", Known(_WIDTH, BOUND, value))) for value in values]
             return session, log, np.stack(heard)
 
-        _, log, before = ask(0, [0.0] * _RELEASES)
+        _, log, before = ask([0.0] * _RELEASES)
         log.close()
-        session, log, again = ask(0, [0.0] * half + [moved] * half)
+        session, log, again = ask([0.0] * half + [moved] * half, resumed=True)
         session.close("steps")
         log.close()
         charged = Ledger(path).spent("default", delta=budget.delta, relation=budget.relation).epsilon

@@ -22,9 +22,10 @@ from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass
+from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass, Turns
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -52,9 +53,13 @@ class Replicated(Sampling, kind="replicated"):
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """The production sampler, read at a different number for every run."""
-        if self.runs == 1 or isinstance(self.inner, FullBatch | Poisson):
-            return self.inner.sampler(n_records, stream)  # Poisson samples of disjoint blocks are independent
+        if self.runs == 1 or isinstance(self.inner, FullBatch | Poisson | Turns):
+            return self.inner.sampler(n_records, stream)  # samples and cohorts of disjoint blocks are independent
         return _Strided(self.inner.sampler(n_records // self.runs, stream), self.runs, n_records // self.runs)
+
+    def participation(self, count: int) -> tuple[int, int] | None:
+        """As in one run."""
+        return self.inner.participation(count)
 
     def describe(self) -> str:
         """Return one line for people."""
@@ -131,8 +136,9 @@ def collect(
     side by side where they can be, unless ``together`` is false.
     """
     try:
-        if not together or not all(isinstance(slot.mechanism, GaussianNoise) for slot in plan.schedule.slots):
-            raise NotSeparableError  # only white noise is independent from block to block
+        gaussian = all(isinstance(slot.mechanism, GaussianNoise | Correlated) for slot in plan.schedule.slots)
+        if not together or not gaussian:
+            raise NotSeparableError  # only Gaussian noise is independent from coordinate to coordinate
         return collect_blocks(algorithm, plan, game, which, runs, curator=curator, seed=seed)
     except NotSeparableError:
         return _joined(_loop(algorithm, plan, game, which, runs, curator, seed), runs, looped=True)
@@ -202,9 +208,9 @@ def _loop(
     """``runs`` runs one after the other, through one door with room for all their releases.
 
     Sharing the door saves setting up streams for each; noise is addressed by the number of the release, so every
-    run's is fresh. A single pass over the records cannot be shared: there each run gets its own door.
+    run's is fresh. Turns and a single pass over the records cannot be shared: there each run gets its own door.
     """
-    once = any(isinstance(slot.sampling, SinglePass) for slot in plan.schedule.slots)
+    once = any(slot.sampling.participation(1) is not None for slot in plan.schedule.slots)
     views = []
     for number in range(runs):
         if once or number == 0:

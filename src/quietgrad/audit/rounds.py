@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import brentq
-from scipy.special import chdtrc
 
 from quietgrad.audit.canaries import Pattern, amplitude
 from quietgrad.audit.distinguish import Claim, Finding, attack_dprime, attack_profile, likelihood
 from quietgrad.audit.replicas import CuratorFactory, Game, Views, collect, collect_blocks
+from quietgrad.audit.units import categories
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Law, Plan
 from quietgrad.privacy.accounting import mu_of
@@ -133,6 +133,6 @@ def probe_rounds(
     seen = np.array([np.count_nonzero(rounds == r) for r, _ in law])
     expected = _DRAWS * np.array([p for _, p in law])
     strange = _DRAWS - int(seen.sum())
-    chance = float(chdtrc(max(1, len(law) - 1), float(((seen - expected) ** 2 / expected).sum())))
+    chance = categories(seen.astype(np.float64), expected)
     verdict = "violation" if strange or chance < alpha else "pass"
     return Finding("L0 rounds", "the law of R", "p", alpha, 0.0 if strange else chance, verdict)  # type: ignore[arg-type]

@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.listener import as_numbers
-from quietgrad.audit.mechanisms import BOUND, SCALAR, Crowd, Known, Quiet, labels_of, listener
+from quietgrad.audit.mechanisms import BOUND, SCALAR, Crowd, Known, Quiet, label_count, labels_of, listener
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.units import judge_units
 from quietgrad.objectives.queries.labels import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
@@ -36,14 +37,15 @@ from quietgrad.privacy.mechanisms import (
 )
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, SinglePass
+from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, Turns
 
 Floats = npt.NDArray[np.float64]
-RELEASES, WIDTH = 256, 64  # of vectors
+RELEASES, WIDTH, WIDE = 256, 64, 512  # of vectors
 CHOICES = 2048  # of mechanisms that only choose
 
 MECHANISMS: tuple[Mechanism, ...] = (
     GaussianNoise(),
+    Correlated.made(RELEASES, 4, RELEASES // 4),
     L2LaplaceNoise(),
     NoisyChoice(),
     AboveThreshold(),
@@ -60,7 +62,10 @@ def probe_mechanism(
     >>> {finding.verdict for finding in probe_mechanism(GaussianNoise(), seed=0)}
     {'pass'}
     """
-    return probe_slots(plan_of(mechanism), curator, f"{mechanism.kind} noise", alpha=alpha, seed=seed)
+    # Normals are made in blocks of 2¹⁶: wide releases go beyond the first.
+    width = WIDE if isinstance(mechanism, GaussianNoise) else WIDTH
+    plan = plan_of(mechanism)
+    return probe_slots(plan, curator, f"{mechanism.kind} noise", alpha=alpha, seed=seed, width=width)
 
 
 def probe_grid(curator: CuratorFactory = central) -> Finding:
@@ -82,7 +87,9 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
     """A plan of one slot with ``mechanism``; a choice stands in a filter, where alone it may."""
     count = _count(mechanism)
     # Half of the samples of a vector are empty: noise must be there all the same.
-    sampling = Poisson(0.5) if isinstance(mechanism, GaussianNoise) else FullBatch()
+    sampling: Sampling = Poisson(0.5) if isinstance(mechanism, GaussianNoise) else FullBatch()
+    if isinstance(mechanism, Correlated):
+        sampling = Turns(mechanism.separation)
     slot = Slot("probe", sampling, count, mechanism=mechanism)
     schedule = Schedule((slot,), "filter" if isinstance(mechanism, NoisyChoice) else "sequential")
     return Plan("probe", {}, schedule, 1, Budget(1.0, 1e-5, relation), 2.0)
@@ -112,49 +119,71 @@ def lengthened(plan: Plan) -> Plan:
         for slot, count in zip(plan.schedule.slots, counts, strict=True)
         if isinstance(slot.sampling, SinglePass)
     ]
-    n = max(plan.n_public, sum(passes))
+    looks = [WIDTH * label_count(s, plan) for s in plan.schedule.slots if isinstance(s.mechanism, FrequentLabels)]
+    n = max(plan.n_public, sum(passes), *looks, 1)
     slots = []
     for slot, count in zip(plan.schedule.slots, counts, strict=True):
         sampling = slot.sampling
         if isinstance(sampling, SinglePass | FixedSize):
             sampling = replace(sampling, n=n)
-        slots.append(replace(slot, count=count, sampling=sampling, law=None))
+        held = sampling.participation(count)
+        mechanism = slot.mechanism if held is None else slot.mechanism.over(count, *held)
+        slots.append(replace(slot, count=count, sampling=sampling, law=None, mechanism=mechanism))
     return replace(plan, schedule=replace(plan.schedule, slots=tuple(slots)), n_public=n)
 
 
 def probe_slots(
-    plan: Plan, curator: CuratorFactory = central, what: str = "", *, alpha: float = 1e-6, seed: int | None = None
+    plan: Plan,
+    curator: CuratorFactory = central,
+    what: str = "",
+    *,
+    alpha: float = 1e-6,
+    seed: int | None = None,
+    width: int = WIDTH,
 ) -> list[Finding]:
-    """Listen to all releases of every slot of ``plan``."""
+    """Listen to all releases of every slot of ``plan``, and for noise that slots share."""
     key = fresh_key() if seed is None else seed_key(seed)
-    share = alpha / len(plan.schedule.slots)
+    slots = plan.schedule.slots
+    share = alpha / (len(slots) + 1)
     findings: list[Finding] = []
-    for slot in plan.schedule.slots:
-        z = np.stack(list(_hear(plan, slot, curator, key, seed)))
+    vectors = []
+    for slot in slots:
+        z = np.stack(list(_hear(plan, slot, curator, key, seed, width)))
         findings += judge_units(z, f"{what}, {slot.name!r}" if what else slot.name, share)
+        if z.shape[1] == width:
+            vectors.append(z)
+    if len(vectors) > 1:
+        together = judge_units(np.concatenate(vectors), f"{what}, all slots" if what else "all slots", share)
+        findings += [f for f in together if f.layer == "L0 freshness"]
     return findings
 
 
-def _hear(plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes, seed: int | None) -> Iterator[Floats]:
-    """The slot's releases as normals: half through one session, the rest through one that continues it."""
+def _hear(
+    plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes, seed: int | None, width: int
+) -> Iterator[Floats]:
+    """The slot's releases as normals: half through one session, the rest through one that continues it, and some
+    through another session of the same curator, which must not begin its noise again."""
     rho = _rho(plan)
-    listen = listener(slot, plan, WIDTH, rho)
+    listen = listener(slot, plan, width, rho)
     rng = np.random.default_rng(seed)
     half = slot.count // 2
-    session = _holder(plan, slot, curator, key).open(plan)
+    holder = _holder(plan, slot, curator, key, width)
+    session = holder.open(plan)
     for _ in range(half):
         yield listen(session, rng)
     used, left = session.used, session.rho_left
-    session = _holder(plan, slot, curator, key).open(plan, used=used, rho_left=left if rho else None)
+    session = _holder(plan, slot, curator, key, width).open(plan, used=used, rho_left=left if rho else None)
     for _ in range(slot.count - half):
+        yield listen(session, rng)
+    session, listen = holder.open(plan), listener(slot, plan, width, rho)
+    for _ in range(slot.count // 4):
         yield listen(session, rng)
 
 
-def _holder(plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes) -> Any:
+def _holder(plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes, width: int) -> Any:
     if isinstance(slot.mechanism, FrequentLabels):
-        crowd = labels_of(slot, plan, WIDTH)
-        return curator(_Labelled(), crowd, key)
-    return curator(Quiet(), Crowd(plan.n_public, WIDTH), key)
+        return curator(_Labelled(), labels_of(slot, plan, width), key)
+    return curator(Quiet(), Crowd(plan.n_public, width), key)
 
 
 class _Labelled(LabelSet):

@@ -30,6 +30,7 @@ Floats = npt.NDArray[np.float64]
 _BINS = 64
 _LONGEST_PERIOD = 64
 _CUT = 64
+_FEWEST_EXPECTED = 50.0
 _FEWEST_PAIRED = 16  # numbers of two releases below which only all pairs of a distance are compared
 
 
@@ -67,6 +68,29 @@ def judge_units(z: Floats, what: str, alpha: float = 1e-6) -> list[Finding]:
     return found
 
 
+def categories(seen: Floats, expected: Floats) -> float:
+    """p-value of counts with known expectations, rare categories put together until 50 are expected of each.
+
+    χ² is an approximation here: at 10⁻⁶ the true chance may be some times larger, so ask for less.
+
+    >>> categories(np.array([50.0, 50.0]), np.array([50.0, 50.0]))
+    1.0
+    """
+    pairs, rest = [], np.zeros(2)
+    for pair in sorted(zip(expected.tolist(), seen.tolist(), strict=True)):
+        rest = rest + pair
+        if rest[0] >= _FEWEST_EXPECTED:
+            pairs.append(rest)
+            rest = np.zeros(2)
+    if not pairs:
+        return 1.0
+    pairs[-1] = pairs[-1] + rest
+    wanted, got = np.array(pairs).T
+    if len(pairs) == 1:
+        return 1.0 if got[0] == round(wanted[0]) else 0.0
+    return float(chdtrc(len(pairs) - 1, float(((got - wanted) ** 2 / wanted).sum())))
+
+
 def _scale(z: Floats, what: str, alpha: float) -> Finding:
     blocks = list(_blocks(z * z))
     total, count = (np.concatenate([block[k] for block in blocks]) for k in (0, 1))
@@ -91,15 +115,16 @@ def _blocks(values: Floats) -> Iterator[tuple[Floats, Floats, str]]:
     """Sums over parts of the releases and coordinates, how many numbers each has, and where it is."""
     for axis, name in ((1, "release"), (0, "coordinate")):
         sums, width = values.sum(axis=axis), values.shape[axis]
-        yield sums, np.full(len(sums), width), f"{name} {{}}"
+        yield sums, np.full(len(sums), float(width)), f"{name} {{}}"
         at = np.arange(len(sums))
         for period in range(2, min(_LONGEST_PERIOD, len(sums) // 4) + 1):
-            part = np.bincount(at % period, weights=sums)
-            yield part, width * np.bincount(at % period), f"every {period}th {name}, from {{}}"
+            part = np.bincount(at % period, weights=sums).astype(np.float64)
+            count = (width * np.bincount(at % period)).astype(np.float64)
+            yield part, count, f"every {period}th {name}, from {{}}"
     rows, columns = (_halves(size) for size in values.shape)
     for r in rows:
         parts = [values[r, c] for c in columns]
-        sums, counts = np.array([p.sum() for p in parts]), np.array([p.size for p in parts])
+        sums, counts = np.array([p.sum() for p in parts]), np.array([float(p.size) for p in parts])
         yield sums, counts, f"releases {r.start} to {r.stop}, part {{}} of the coordinates"
 
 

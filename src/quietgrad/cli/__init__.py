@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
+from quietgrad.shown import shown, shown_lines
+
 COMMANDS: dict[str, str] = {
     "demo": "train a first private model and leave a report",
     "train": "train a model on a file or a registered data set",
@@ -22,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "account": "ε of a described run",
     "calibrate": "noise, steps or batch size for a budget",
     "ledger": "what was spent, by account; check the file; set caps",
+    "keys": "secret keys that wait for their runs: list them, destroy them",
     "report": "one self-contained page: curves, comparison, privacy certificate",
     "audit": "empirical lower bounds on ε against what is claimed",
     "federate": "many parties who do not trust each other",
@@ -54,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         if debug:
-            raise
+            import traceback
+
+            print(shown_lines(traceback.format_exc()), file=sys.stderr)
         return _refuse(name, error)
 
 
@@ -95,15 +100,17 @@ def _refuse(name: str, error: Exception) -> int:
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", f"quietgrad {name}")
         text = " ".join(str(error.format_message()).split())
-        print(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)", file=sys.stderr)
+        print(shown(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)"), file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, QuietgradError | ValueError):
         text = str(error)
     elif isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+        from quietgrad.files import reason
+
+        text = f"{error.filename}: {reason(error)}." if error.filename else f"{reason(error)}."
     else:
         text = f"{type(error).__name__}: {error} (run again with --debug to see where.)"
-    print(f"quietgrad {name}: {' '.join(text.split())}", file=sys.stderr)
+    print(shown(f"quietgrad {name}: {' '.join(text.split())}"), file=sys.stderr)
     return 1
 
 
@@ -113,12 +120,12 @@ def _unknown(name: str) -> int:
     near = get_close_matches(name, available(), n=1)
     advice = f"did you mean `quietgrad {near[0]}`?" if near else "see `quietgrad --help`."
     what = "option" if name.startswith("-") else "command"
-    print(f"quietgrad: {name!r} is no {what}; {advice}", file=sys.stderr)
+    print(shown(f"quietgrad: {name!r} is no {what}; {advice}"), file=sys.stderr)
     return 2
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(shown(f"warning: {' '.join(str(message).split())}"), file=sys.stderr)
 
 
 def _help() -> str:

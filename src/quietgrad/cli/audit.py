@@ -41,21 +41,25 @@ def audit(
     claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything.
     """
     from quietgrad.audit.attacks import attacked
+    from quietgrad.audit.releases import RELEASES
 
     if bool(what) == everything:
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
     count = runs if runs is not None else _QUICK if quick else _FULL
     reports: list[AuditReport] = []
-    audits: Iterable[AuditReport] = _audits(attacked() if everything else what or [], count)
+    audits: Iterable[AuditReport] = _audits([*attacked(), *RELEASES] if everything else what or [], count)
     if everything:
         from quietgrad.audit.federated import audit_federations
+        from quietgrad.audit.own_loops import audit_networks
 
-        audits = itertools.chain(audits, audit_federations(max(1000, count // 4)))
+        audits = itertools.chain(
+            audits, audit_federations(max(1000, count // 4)), audit_networks(max(600, count // 20))
+        )
     for report in audits:
         reports.append(report)
         if not as_json:
             typer.echo(_line(report))
-    findings = _probes() if everything else []
+    findings = list(_probes()) if everything else []
     if as_json:
         text = {"reports": [r.to_json() for r in reports], "probes": [f._asdict() for f in findings]}
         typer.echo(json.dumps(text, indent=2))
@@ -71,14 +75,18 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
     from dataclasses import replace
 
     from quietgrad.audit.attacks import attacked, attacks_on
+    from quietgrad.audit.releases import RELEASES
     from quietgrad.audit.running import CURATORS, run
 
     registered = attacked()
     for name in names:
-        if name not in registered and not Path(name).is_dir():
-            known = ", ".join(registered)
+        if name not in registered and name not in RELEASES and not Path(name).is_dir():
+            known = ", ".join([*registered, *RELEASES])
             raise typer.BadParameter(f"{name!r}: must be a folder of a run, or one of {known}.", param_hint="WHAT")
     for name in names:
+        if name in RELEASES:
+            yield from RELEASES[name].reports(runs)
+            continue
         if name not in registered:
             yield audit_folder(Path(name), runs)
             continue
@@ -86,7 +94,14 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
             for curator in CURATORS:
                 try:
                     count = round(runs * attack.share)
-                    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=count, curator=curator)
+                    report = run(
+                        attack.algorithm,
+                        budget=attack.budget,
+                        n=attack.n,
+                        runs=count,
+                        curator=curator,
+                        game=attack.game,
+                    )
                 except ValueError as error:
                     raise typer.BadParameter(str(error)) from None
                 holder = "" if curator == "central" else f", {curator}"
@@ -127,26 +142,38 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
     return entry(name).make(config)
 
 
-def _probes() -> list[Finding]:
-    """The exact probes: kernels on adversarial neighbours, the curators' bookkeeping, noise of secure sums."""
-    from quietgrad import objectives
-    from quietgrad.audit.bookkeeping import probe_fresh_records, probe_lost_rounds
+def _probes() -> Iterator[Finding]:
+    """The exact probes: noise over time, charges, replays, clips, bounds, bookkeeping, parties, secure sums."""
+    from quietgrad.audit import bookkeeping, clipping, parties, planting, probes, replays, samples, series
     from quietgrad.audit.neighbours import every_query, neighbouring_tables
-    from quietgrad.audit.probes import probe_ledger, probe_secure_sum, probe_sensitivity
+    from quietgrad.audit.networks import network_probes
+    from quietgrad.audit.own_loops import loop_probes
     from quietgrad.curators.central import CentralCurator
+    from quietgrad.objectives.registry import TABLE_LOSSES
     from quietgrad.privacy.budget import Relation
 
-    losses = [objectives.Logistic(), objectives.Multinomial(3), objectives.Huber(), objectives.Squared()]
-    found = [
-        probe_sensitivity(loss, neighbouring_tables(loss, r), every_query, r, f"{type(loss).__name__}, {r}")
-        for loss in [*losses, objectives.Hinge()]
-        for r in Relation
-    ]
-    found.append(probe_ledger(lambda objective, data, path: CentralCurator(objective, data, ledger=path)))
-    found += [probe_fresh_records(), probe_lost_rounds()]
+    def charging(objective: Any, data: Any, path: Path) -> Any:
+        return CentralCurator(objective, data, ledger=path)
+
+    for mechanism in series.MECHANISMS:
+        yield from series.probe_mechanism(mechanism)
+    yield from series.probe_charges(charging)
+    yield probes.probe_ledger(charging)
+    yield from replays.probe_replay()
+    yield from samples.probe_samples()
+    for name, entry in TABLE_LOSSES.items():
+        loss = entry.make_example()
+        for r in Relation:
+            yield probes.probe_sensitivity(loss, neighbouring_tables(loss, r), every_query, r, f"{name}, {r}")
+    yield from planting.every_bound()
+    yield from clipping.probe_clips()
+    yield bookkeeping.probe_fresh_records()
+    yield bookkeeping.probe_lost_rounds()
+    yield from parties.probe_federations()
     for mode in ("masks", "servers", "mpc"):
-        found += probe_secure_sum(mode)
-    return found
+        yield from probes.probe_secure_sum(mode)
+    yield from network_probes()
+    yield from loop_probes()
 
 
 def _line(report: AuditReport) -> str:

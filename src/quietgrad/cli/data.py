@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from quietgrad.cli.options import Json, say, show_json
 
 app = typer.Typer(
     help="Registered data sets: list them, fetch them, find them.", no_args_is_help=True, add_completion=False
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Name = Annotated[str, typer.Argument(help="A registered name, such as a9a; see `quietgrad data list`.")]
 
 
@@ -39,13 +39,13 @@ def list_sets(as_json: Json = False) -> None:
             }
         )
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        show_json(rows)
         return
-    typer.echo(f"{'name':<24}{'task':<12}{'rows':>7}{'test':>7}{'d':>6}  here  what")
+    say(f"{'name':<24}{'task':<12}{'rows':>7}{'test':>7}{'d':>6}  here  what")
     for row in rows:
         here = "yes" if row["available"] else "no"
         counts = f"{row['rows']:>7}{row['test_rows']:>7}{row['features']:>6}"
-        typer.echo(f"{row['name']:<24}{row['task']:<12}{counts}  {here:<4}  {row['title']}")
+        say(f"{row['name']:<24}{row['task']:<12}{counts}  {here:<4}  {row['title']}")
 
 
 @app.command(epilog="Example: quietgrad data fetch a9a")
@@ -70,9 +70,9 @@ def path(name: Name, as_json: Json = False) -> None:
 
 def _show(name: str, paths: dict[str, str], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"name": name, "files": paths}, indent=2))
+        show_json({"name": name, "files": paths})
     elif paths:
         for where in paths.values():
-            typer.echo(where)
+            say(where)
     else:
-        typer.echo(f"{name} comes with scikit-learn; no file is needed.")
+        say(f"{name} comes with scikit-learn; no file is needed.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quietgrad.cli.options import Json, show_json
+from quietgrad.cli.options import Json, say, show_json
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import RunSpec
 
@@ -31,24 +31,24 @@ def demo(
     from quietgrad.privacy.ledger import Ledger
     from quietgrad.training import plan
 
-    def say(text: str) -> None:
+    def tell(text: str) -> None:
         if not as_json:
-            typer.echo(text)
+            say(text)
 
     data = demo_dataset()
-    say(f"Data: {data.name}, {data.n} records of {data.d} features. {'; '.join(data.notes)}.")
+    tell(f"Data: {data.name}, {data.n} records of {data.d} features. {'; '.join(data.notes)}.")
     ledger = out / "ledger.jsonl"
     specs = _specs(data, epsilon, delta, ledger)
     method = specs["dp-srm"].make_algorithm(data)
     budget = specs["dp-srm"].budget()
-    say("\nBefore anything is released, the plan:\n")
-    say(plan(method, n=data.n, budget=budget).explain())
-    say("")
+    tell("\nBefore anything is released, the plan:\n")
+    tell(plan(method, n=data.n, budget=budget).explain())
+    tell("")
     results = {}
     for name, spec in specs.items():
         folder = out / name
         _abandon(folder)
-        say(f"Training {name} …")
+        tell(f"Training {name} …")
         results[name] = run(spec, folder, quiet=as_json)
     page = report_if_possible([out / name for name in specs], out / "report.html")
     book = Ledger(ledger)
@@ -60,16 +60,16 @@ def demo(
         }
         show_json({"data": data.name, "runs": runs, "account": total.to_json(), "report": page and str(page)})
         return
-    say(f"\n{'run':<10}{'ε':>8}{'test accuracy':>16}{'test loss':>12}{'seconds':>10}")
+    tell(f"\n{'run':<10}{'ε':>8}{'test accuracy':>16}{'test loss':>12}{'seconds':>10}")
     for name, result in results.items():
         scores = result.metrics
         figures = f"{scores['test_accuracy']:>16.4f}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
-        say(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
+        tell(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
     count = len(book.book().counted("demo"))
-    say(f"\nThe {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")
+    tell(f"\nThe {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")
     if page is not None:
-        say(f"Report: {page.resolve()}")
-    say(f"Next: quietgrad ledger show {ledger}  ·  quietgrad train --help")
+        tell(f"Report: {page.resolve()}")
+    tell(f"Next: quietgrad ledger show {ledger}  ·  quietgrad train --help")
 
 
 def _specs(data: Dataset, epsilon: float, delta: float, ledger: Path) -> dict[str, RunSpec]:
@@ -90,5 +90,5 @@ def _abandon(folder: Path) -> None:
     try:
         KeyFile.destroy(load(path).meta["run"])
     except DataError:
-        typer.echo(f"{path} cannot be read; it is replaced.", err=True)
+        say(f"{path} cannot be read; it is replaced.", err=True)
     path.unlink()

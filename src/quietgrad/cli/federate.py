@@ -19,6 +19,7 @@ from quietgrad.cli.options import (
     Sampling,
     Settings,
     Steps,
+    say,
     show_json,
     show_rows,
 )
@@ -59,6 +60,7 @@ def simulate(
     quorum: Annotated[int | None, typer.Option(help="Fewest parties a round is completed with; else all.")] = None,
     colluders: Annotated[int, typer.Option(help="masks: parties that may work with the coordinator.")] = 1,
     spare: Annotated[int, typer.Option(help="Rounds reserved to pay for lost ones.")] = 0,
+    cohort: Annotated[int | None, typer.Option(help="Parties asked in a round, drawn anew; else all.")] = None,
     processes: Annotated[bool, typer.Option("--processes", help="A process for every party.")] = False,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
@@ -105,7 +107,7 @@ def simulate(
 
     federation: dict[str, Any] = {
         "trust": trust, "secure": secure if trust == "secure" else None, "weights": weights, "quorum": quorum,
-        "colluders": colluders, "spare": spare, "processes": processes,
+        "colluders": colluders, "spare": spare, "cohort": cohort, "processes": processes,
     }  # fmt: skip
     split = {"unevenness": unevenness, "dirichlet": dirichlet}
     result = simulated(spec, out, parties, split, federation, quiet=quiet or as_json)
@@ -157,7 +159,7 @@ def provision(
         show_json({"made": [str(path) for path in made], "plan": file.digest})
     else:
         show_rows(f"keys of {file.name}", [(path.name, str(path)) for path in made])
-        typer.echo(advice)
+        say(advice)
 
 
 @app.command(epilog="Example: quietgrad federate show plan.toml --keys my-keys")
@@ -168,6 +170,7 @@ def show(
 ) -> None:
     """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
     from quietgrad.cli.members import threat_rows
+    from quietgrad.federation import network
     from quietgrad.federation.toml_plan import read_plan
 
     file = read_plan(plan)
@@ -181,14 +184,38 @@ def show(
                    "identities": credentials.fingerprint if credentials else None,
                    "plan": file.plan.to_json(), "threats": dict(threat_rows(file.plan))})  # fmt: skip
         return
-    typer.echo(file.plan.explain())
-    typer.echo("")
+    say(file.plan.explain())
+    say("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threat_rows(file.plan))
-    typer.echo(f"digest of this plan, the same at everybody: {file.digest}")
+    say(f"digest of this plan, the same at everybody: {file.digest}")
+    say(f"to compare by telephone: {network.spoken(file.digest)}")
     if credentials is not None:
         rows = [(name, key.hex()) for name, key in credentials.publics.items()]
         show_rows("identities", rows)
-        typer.echo(f"digest of these identities, the same at everybody: {credentials.fingerprint}")
+        say(f"digest of these identities, the same at everybody: {credentials.fingerprint}")
+
+
+@app.command(epilog="Example: quietgrad federate revoke hospital-2 --keys keys/coordinator --reason 'keys stolen'")
+def revoke(
+    name: Annotated[str, typer.Argument(help="The member that is no longer trusted.", show_default=False)],
+    keys: Keys,
+    reason: Annotated[str, typer.Option(help="Why; it is shown when the member is refused.")] = "no reason given",
+    as_json: Json = False,
+) -> None:
+    """Trust a member no longer: a coordinator turns it away at once, others refuse plans that list it."""
+    from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.revocation import revoke as add
+
+    credentials = Credentials.read(keys)
+    if name not in credentials.publics or name == credentials.name:
+        others = ", ".join(each for each in credentials.publics if each != credentials.name)
+        raise typer.BadParameter(f"{name!r}: must be another member of these keys: {others}.")
+    known = add(keys, name, reason)
+    if as_json:
+        show_json(known)
+    else:
+        show_rows(f"revoked for {credentials.name}", list(known.items()))
+        say("tell the other members: each revokes for itself. To readmit somebody, provision again.")
 
 
 @app.command("threat-model", epilog="Example: quietgrad federate threat-model plan.toml")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import DataError, QuietgradError
+from quietgrad.files import read_json
 from quietgrad.secure.faults import DropoutError
 
 if TYPE_CHECKING:
@@ -43,13 +43,14 @@ def coordinate(
     from quietgrad.federation import flare, network
     from quietgrad.training.result import load
 
-    if (out / "result.json").exists():
-        raise DataError(f"{out}: holds a finished run; choose another --out.")
     network.check_coordinator(credentials)
+    if network.finished(file, out) is not None:
+        tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
     _check_ports(file)
     settings = _settings(plan, credentials, out, None, ledger, account, cap)
     with _running(file, credentials, settings) as process:
-        tell(f"plan {file.digest[:16]}…, FLARE's server is starting at {file.host}:{file.port}")
+        tell(f"plan {network.spoken(file.digest)}, FLARE's server is starting at {file.host}:{file.port}")
+        tell(listens_everywhere(file.port))
         everyone = {name for name in file.members if name != credentials.name}
         with _session(credentials, process, everyone, wait, tell) as session:
             job = session.submit_job(str(flare.write_job(file, out).resolve()))
@@ -78,7 +79,7 @@ def take_part(
 ) -> dict[str, Any]:
     """Start FLARE's client of a party or a sum server and wait until the run is over."""
     settings = _settings(plan, credentials, out, data, ledger, account, cap)
-    settings.handler(file)  # whatever is wrong here is told here; the job's process makes its own
+    settings.member(file).close()  # whatever is wrong here is told here; the job's process makes its own
     with _running(file, credentials, settings) as process:
         tell(f"approved plan {file.digest[:16]}…; FLARE's client is calling {file.host}:{file.port}")
         words, done = _follow(out, process, tell, patience=patience)
@@ -91,6 +92,14 @@ def take_part(
         "words": words, "model": str(out / "model.safetensors"),
         "ledger": "none: this plan has no noise" if kept is None else str(kept),
     }  # fmt: skip
+
+
+def listens_everywhere(port: int) -> str:
+    """What FLARE does whatever a plan says, and what to do about it."""
+    return (
+        f"FLARE listens on ALL addresses of this machine (ports {port} and {port + 1}) and accepts TLS 1.2: let a "
+        "firewall admit the members only, or use --engine tls, which binds to the plan's address and speaks TLS 1.3"
+    )
 
 
 def _check_ports(file: PlanFile) -> None:
@@ -217,7 +226,7 @@ def _follow(
         told = len(lines)
         outcome = out / "outcome.json"
         if outcome.exists():
-            said = json.loads(outcome.read_text())
+            said = read_json(outcome)
             return str(said["words"]), bool(said["done"])
         if not told and time.monotonic() > limit:
             raise DropoutError(["coordinator"], f"has not started a job here for {patience:g} s")

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from quietgrad.cli.options import usage
+from quietgrad.cli.options import say, usage
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import RunSpec
 from quietgrad.cli.settings import algorithm_from, key_values
@@ -57,5 +55,5 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     report_if_possible([out], out / "report.html")
     if not quiet:
         rests = result.details.get("claim")
-        typer.echo(f"{result.stopped_by}: {found}" + (f"; the stop rests on: {rests}" if rests else ""))
+        say(f"{result.stopped_by}: {found}" + (f"; the stop rests on: {rests}" if rests else ""))
     return result

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from quietgrad.cli.options import Json, say, say_table, show_json, table_row
+from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.privacy.events import Event
@@ -20,7 +22,6 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 
 
 @app.command(epilog="Example: quietgrad ledger show ledger.jsonl --account patients --delta 1e-6")
@@ -48,11 +49,11 @@ def show(
     names = book.accounts() if account is None else (book.name(account),)
     rows = [_account_row(ledger, book, name, delta) for name in names]
     if as_json:
-        typer.echo(json.dumps({"file": str(file), "accounts": rows}, indent=2))
+        show_json({"file": str(file), "accounts": rows})
     elif rows:
         _print_tables(rows)
     else:
-        typer.echo(f"{file}: nothing was reserved yet.")
+        say(f"{file}: nothing was reserved yet.")
 
 
 @app.command(epilog="Example: quietgrad ledger verify ledger.jsonl")
@@ -69,16 +70,14 @@ def verify(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--head") from None
     if as_json:
-        typer.echo(json.dumps({"file": str(file), **vars(report)}, indent=2))
+        show_json({"file": str(file), **vars(report)})
     else:
         for problem in report.problems:
-            typer.echo(f"{file}: {problem}", err=True)
+            say(f"{file}: {problem}", err=True)
         if report.ok:
-            typer.echo(
-                f"{file}: whole; {report.entries} entries, accounts: {', '.join(report.accounts) or 'none'}."
-            )
+            say(f"{file}: whole; {report.entries} entries, accounts: {', '.join(report.accounts) or 'none'}.")
         if report.torn_tail:
-            typer.echo("It ends in an append that never finished; it paid for nothing and will be put aside.")
+            say("It ends in an append that never finished; it paid for nothing and will be put aside.")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -86,7 +85,10 @@ def verify(
 def head(file: File, as_json: Json = False) -> None:
     """Print a short digest of the whole ledger to keep elsewhere; `verify --head` tells by it a restored backup."""
     digest = _existing(file).head()
-    typer.echo(json.dumps({"file": str(file), "head": digest}, indent=2) if as_json else digest)
+    if as_json:
+        show_json({"file": str(file), "head": digest})
+    else:
+        say(digest)
 
 
 @app.command(epilog="Example: quietgrad ledger cap ledger.jsonl patients --epsilon 3 --delta 1e-6")
@@ -108,7 +110,7 @@ def cap(
         Ledger(file).set_cap(account, budget)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    typer.echo(f"{account}: at most ε={budget.epsilon:g} at δ={budget.delta:g} ({budget.relation}) from now on.")
+    say(f"{account}: at most ε={budget.epsilon:g} at δ={budget.delta:g} ({budget.relation}) from now on.")
 
 
 @app.command(epilog='Example: quietgrad ledger adopt ledger.jsonl --reason "copied to a new machine"')
@@ -119,7 +121,7 @@ def adopt(
     """Accept a ledger that lost its .head file, on your word that its end is not cut."""
     ledger = _existing(file)
     ledger.adopt(reason=reason)
-    typer.echo(f"{file}: adopted with {len(ledger.entries())} entries.")
+    say(f"{file}: adopted with {len(ledger.entries())} entries.")
 
 
 def _existing(file: Path) -> Ledger:
@@ -142,7 +144,7 @@ def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> 
     try:
         proof = ledger.spent(name, delta=row["delta"], relation=promise.relation)
         row |= {"epsilon": proof.epsilon, "accountant": proof.accountant, "problem": None}
-    except UnprovableError as error:
+    except (UnprovableError, OverflowError) as error:
         row |= {"epsilon": None, "accountant": None, "problem": str(error)}
     row["cap"] = cap.to_json() if cap else None
     row["reservations"] = [
@@ -163,7 +165,6 @@ def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> 
 
 
 def _print_tables(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     accounts = Table("account", "spent ε", "δ", "relation", "cap ε", "proved by", title="Accounts")
@@ -171,7 +172,8 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         spent = "not provable" if row["epsilon"] is None else f"{row['epsilon']:.4g}"
         cap = row["cap"] and f"{row['cap']['epsilon']:g}"
-        accounts.add_row(
+        table_row(
+            accounts,
             row["account"],
             spent,
             f"{row['delta']:g}",
@@ -181,14 +183,13 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
         )
         for run in row["reservations"]:
             when = run["time"][:19].replace("T", " ")
-            runs.add_row(row["account"], run["run"], when, run["state"], run["counts_in_words"])
-    console = Console(markup=False, highlight=False)
-    console.print(accounts)
+            table_row(runs, row["account"], run["run"], when, run["state"], run["counts_in_words"])
+    say_table(accounts)
     if runs.row_count:
-        console.print(runs)
+        say_table(runs)
     for row in rows:
         if row["problem"]:
-            console.print(f"{row['account']}: {row['problem']}", soft_wrap=True)
+            say(shown(f"{row['account']}: {row['problem']}"))
 
 
 _NAMES = {"noise_multiplier": "noise", "total_variation": "distance"}  # shorter in a table

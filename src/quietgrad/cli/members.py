@@ -14,6 +14,7 @@ import typer
 
 from quietgrad.cli.options import usage
 from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.cli.runs import RunSpec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from quietgrad.training.result import Result
 
 Tell = Callable[[str], None]
+NOT_PRIVATE = "nobody: NOT PRIVATE, this plan adds no noise and what it releases is exact"
 _EVERY = 5.0  # seconds between lines of progress
 
 
@@ -32,7 +34,8 @@ def teller(name: str, quiet: bool) -> Tell:
 
     def tell(words: str) -> None:
         if not quiet:
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name}: {words}\n")  # one write: many threads talk
+            line = shown(f"{time.strftime('%H:%M:%S')} {name}: {words}")  # others wrote some of the words
+            sys.stderr.write(line + "\n")  # one write: many threads talk
             sys.stderr.flush()
 
     return tell
@@ -42,10 +45,12 @@ def approved(
     plan: Path, keys: Path, pin: str | None, address: str | None, engine: str
 ) -> tuple[PlanFile, Credentials]:
     """The plan file and the keys, if the plan is the one that was approved."""
-    from quietgrad.federation.provision import Credentials
+    from quietgrad.federation.provision import COORDINATOR, Credentials
+    from quietgrad.federation.revocation import check_none_revoked
     from quietgrad.federation.toml_plan import _address, read_plan
 
     file = read_plan(plan)
+    pin = None if pin is None else "".join(pin.split())  # as it was read out, in groups
     if pin is not None and len(pin) < 16:
         raise typer.BadParameter(f"{pin!r}: give at least 16 digits of the digest.", param_hint="--pin")
     if pin is not None and (not file.digest.startswith(pin.lower())):
@@ -58,15 +63,20 @@ def approved(
         with usage():
             host, port = _address(address)
         file = dataclasses.replace(file, host=host, port=port)
-    return file, Credentials.read(keys)
+    credentials = Credentials.read(keys)
+    if credentials.name != COORDINATOR:  # the coordinator turns a revoked party away and may do without it
+        check_none_revoked(keys, file.members)
+    return file, credentials
 
 
 def cap_of(file: PlanFile, epsilon: float | None) -> Budget | None:
     """The most that an account may spend, at the plan's δ and relation."""
     from quietgrad.privacy.budget import Budget
 
-    if epsilon is None or file.budget is None:
+    if epsilon is None:
         return None
+    if file.budget is None:
+        raise BudgetError("this plan adds no noise and has no ε: no cap can hold. Leave --cap-epsilon out.")
     with usage():
         return Budget(epsilon, file.budget.delta, file.budget.relation)
 
@@ -87,6 +97,8 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path], engine: str
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
+    if not plan.is_private:
+        return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
     if plan.trust == "secure":
         from quietgrad.secure.threat_model import threats
 
@@ -125,11 +137,12 @@ def simulated(
             home.mkdir(parents=True, exist_ok=True)
     spec.save(out)  # tells `predict` how the data were read
     progress = report_rounds(teller("simulation", quiet))
-    result = simulate(
+    saved: list[Result] = []
+    simulate(
         method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,
-        **federation,
+        keep=lambda result: saved.append(finish(spec, out, data, result)), **federation,
     )  # fmt: skip
-    return finish(spec, out, data, result)
+    return saved[0]
 
 
 def is_nvflare(engine: str) -> bool:
@@ -156,11 +169,12 @@ def coordinate(
 ) -> Result:
     """Wait for everybody, train, hand out the model; say goodbye with the reason if it fails."""
     from quietgrad.federation import network
+    from quietgrad.federation.aggregate_store import has_ended
+    from quietgrad.federation.coordinator import AGGREGATES
     from quietgrad.federation.transport.tls import TlsServer
 
     network.check_coordinator(credentials)
-    if (out / "result.json").exists():
-        raise DataError(f"{out}: holds a finished run; choose another --out.")
+    over = network.finished(file, out) is not None
     everyone = [name for name in file.members if name != credentials.name]
     try:
         transport = TlsServer(
@@ -170,14 +184,18 @@ def coordinate(
     except OSError as error:
         raise DataError(cannot_listen(file.host, file.port, error)) from None
     out.mkdir(parents=True, exist_ok=True)
-    tell(f"plan {file.digest[:16]}…, listening on {file.host}:{transport.port} for {', '.join(everyone)}")
-    if (out / "aggregates.bin").exists():
+    tell(f"plan {network.spoken(file.digest)}, listening on {file.host}:{transport.port} for {', '.join(everyone)}")
+    if over:
+        tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
+    elif (out / AGGREGATES).exists():
         tell(f"continuing the interrupted run in {out}")
+    if file.budget is None:
+        tell(NOT_PRIVATE)
     try:
         absent = transport.wait_for_all(wait)
-        if len(file.parties) - sum(name in absent for name in file.parties) < file.plan.quorum or (
-            absent.keys() & set(file.plan.servers)
-        ):
+        needed = not (over or has_ended(out / AGGREGATES))
+        few = len(file.parties) - sum(name in absent for name in file.parties) < file.plan.quorum
+        if needed and (few or absent.keys() & set(file.plan.servers)):
             why = "; ".join(f"{name} ({reason})" for name, reason in absent.items())
             raise DataError(f"not enough members came within {wait:g} s: {why}; nothing was asked.")
         result = network.coordinate(
@@ -191,6 +209,7 @@ def coordinate(
         raise
     finally:
         transport.close()
+    tell(f"digest of the model, the same at everybody: {network.spoken(network.model_digest(out))}")
     for row in transport.attendance():
         tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result
@@ -213,7 +232,7 @@ def serve_sums(file: PlanFile, credentials: Credentials, tell: Tell, *, patience
     from quietgrad.federation import network
 
     tell(f"plan {file.digest[:16]}…; calling {file.host}:{file.port}")
-    farewell = _member(file, credentials, network.server_handler(file, credentials), tell, patience).run()
+    farewell = _member(file, credentials, network.server(file, credentials).handle, tell, patience).run()
     tell(farewell.words)
     if not len(farewell.parting):
         raise typer.Exit(1)
@@ -240,18 +259,33 @@ def take_part(
     said = file.sizes[file.parties.index(credentials.name)]
     columns = f"; columns in this order: {', '.join(table.feature_names)}" if table.feature_names else ""
     tell(f"{data}: {len(table.y)} records (the plan says {said}){columns}")
-    handler = network.party_handler(
-        file, credentials, (table.X, table.y), folder=out, ledger=None if file.budget is None else ledger,
-        account=account, cap=cap,
+    if file.budget is None:
+        tell(NOT_PRIVATE)
+    kept = None if file.budget is None else ledger
+    party = network.party(
+        file, credentials, (table.X, table.y), folder=out, ledger=kept, account=account, cap=cap
     )  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    tell(f"approved plan {file.digest[:16]}…; calling {file.host}:{file.port}")
-    member = _member(file, credentials, handler, tell, patience)
-    farewell = member.run()
-    if not network.save_parting(farewell.parting, file, out):
-        raise QuietgradError(f"the coordinator ended the run: {farewell.words.rstrip('.')}.")
-    facts = {"words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors")}
-    return {**facts, "ledger": "none: this plan has no noise" if file.budget is None else str(ledger)}
+    tell(f"{out} holds the run's journal; start again there to continue it, elsewhere for another")
+    tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
+    member = _member(file, credentials, party.handle, tell, patience)
+    try:
+        farewell = member.run()
+        if not network.save_parting(farewell.parting, file, out, party):
+            raise QuietgradError(f"the coordinator ended the run: {farewell.words.rstrip('.')}.")
+        party.discard()
+    except QuietgradError as error:
+        free = party.withdraw()
+        tell("nothing was asked, so nothing is charged" if free else "what the plan costs stays charged")
+        raise error from None
+    finally:
+        party.close()
+    facts = {
+        "words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors"),
+        "model digest": network.spoken(network.model_digest(out)), "plan digest": network.spoken(file.digest),
+    }  # fmt: skip
+    if file.budget is None:
+        return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
+    return {**facts, "ledger": str(ledger)}
 
 
 def remember_reading(file: PlanFile, out: Path) -> None:

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quietgrad.shown import shown, shown_lines
+
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from quietgrad.privacy.budget import Budget
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
@@ -27,7 +31,9 @@ LearningRate = Annotated[
 ]
 Clip = Annotated[float | None, typer.Option(help="L2 bound on one record's gradient.", show_default=False)]
 Gamma = Annotated[float | None, typer.Option(help="DP-SRM: weight of the fresh gradient.", show_default=False)]
-Sampling = Annotated[str | None, typer.Option(help="poisson, fixed-size or full.", show_default=False)]
+Sampling = Annotated[
+    str | None, typer.Option(help="poisson, fixed-size, full, single-pass or turns.", show_default=False)
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any other setting of the algorithm, as KEY=VALUE; may be repeated."),
@@ -60,17 +66,34 @@ def budget(epsilon: float | None, delta: float, relation: str) -> Budget:
         return Budget(epsilon, delta, Relation.parse(relation))
 
 
+def say(text: object, *, err: bool = False, nl: bool = True) -> None:
+    """Print for people: lines that are laid out here, with nothing in them that a terminal obeys."""
+    typer.echo(shown_lines(text), err=err, nl=nl)
+
+
+def say_table(table: Table) -> None:
+    """Print a table of :func:`table_row` rows."""
+    from rich.console import Console
+
+    Console(markup=False, highlight=False).print(table)
+
+
+def table_row(table: Table, *cells: object) -> None:
+    """Add a row to a table; what is in its cells may come from a file of somebody else."""
+    table.add_row(*(shown(cell) for cell in cells))
+
+
 def show_json(value: Any) -> None:
     """Print ``value`` as JSON; numbers that JSON has no word for become text."""
-    typer.echo(json.dumps(value, indent=2, default=str, allow_nan=False))
+    typer.echo(json.dumps(value, indent=2, default=str, allow_nan=False))  # ASCII, controls escaped
 
 
 def show_rows(title: str, rows: list[tuple[str, str]]) -> None:
     """Print two columns for people: what, and its value."""
-    typer.echo(title)
+    say(shown(title))
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
-        typer.echo(f"  {name:<{width}}{value}")
+        say(f"  {shown(name):<{width}}{shown(value)}")
 
 
 def writable(path: Path) -> Path:

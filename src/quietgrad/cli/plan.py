@@ -19,7 +19,10 @@ from quietgrad.cli.options import (
     Settings,
     Steps,
     budget,
+    say,
+    say_table,
     show_json,
+    table_row,
     usage,
 )
 
@@ -74,14 +77,13 @@ def plan(
         proof = None if promise is None else the_plan.proof.to_json()
         show_json({**the_plan.to_json(), "proof": proof})
         return
-    typer.echo(the_plan.explain())
+    say(the_plan.explain())
     if the_plan.is_private:
         show_slots(the_plan)
 
 
 def show_slots(the_plan: Plan) -> None:
     """Print the plan's releases as a table."""
-    from rich.console import Console
     from rich.table import Table
 
     from quietgrad.privacy.accounting import sensitivity_factor
@@ -90,10 +92,10 @@ def show_slots(the_plan: Plan) -> None:
     factor = sensitivity_factor(the_plan.budget.relation)
     table = Table("release", "at most", "sampling", "sensitivity", "noise σ")
     for slot in the_plan.schedule.slots:
-        scale = the_plan.noise_multiplier * slot.noise
+        scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.factor
         noise = "within the filter" if the_plan.schedule.composition == "filter" else f"{scale:.4g}·C"
-        table.add_row(slot.name, str(slot.count), brief(slot.sampling.to_json()), f"{factor:g}·C", noise)
-    Console(markup=False, highlight=False).print(table)
+        table_row(table, slot.name, str(slot.count), brief(slot.sampling.to_json()), f"{factor:g}·C", noise)
+    say_table(table)
 
 
 def brief(sampling: dict[str, Any]) -> str:
@@ -107,6 +109,8 @@ def brief(sampling: dict[str, Any]) -> str:
         return f"poisson, rate {sampling['rate']:.4g}"
     if kind == "fixed-size":
         return f"{sampling['batch_size']} of {sampling['n']}"
+    if kind == "turns":
+        return f"one of {sampling['cohorts']} cohorts, in turn"
     return "all records" if kind == "full" else kind
 
 
@@ -128,5 +132,5 @@ def _list(as_json: bool) -> None:
         show_json(rows)
         return
     for row in rows:
-        typer.echo(f"{row['name']}: {row['summary']}")
-        typer.echo("    " + "  ".join(f"{key}={value}" for key, value in row["settings"].items()))
+        say(f"{row['name']}: {row['summary']}")
+        say("    " + "  ".join(f"{key}={value}" for key, value in row["settings"].items()))

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, show_json, writable
+from quietgrad.cli.options import Json, say, show_json, writable
 from quietgrad.cli.runs import RUN_FILE, RunSpec, objective_from
+from quietgrad.files import write_atomically
+from quietgrad.shown import shown
 
 app = typer.Typer(add_completion=False)
 
@@ -63,13 +65,13 @@ def predict(
     scores = {} if y is None else _scores(answers, y, facts["task"])
     if output is not None:
         _write(writable(output), columns)
-        typer.echo(f"{len(answers)} predictions written to {output}.", err=as_json)
+        say(f"{len(answers)} predictions written to {output}.", err=as_json)
     if as_json:
         show_json({"records": len(answers), "scores": scores, **({} if output else columns)})
     elif output is None:
-        typer.echo(_csv(columns), nl=False)
+        say(_csv(columns), nl=False)
     for name, value in scores.items() if not as_json else ():
-        typer.echo(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
+        say(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
 
 
 def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
@@ -156,13 +158,24 @@ def _csv(columns: dict[str, list[Any]]) -> str:
 
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(columns)
-    rows.writerows(zip(*columns.values(), strict=True))
+    rows.writerow([_cell(name) for name in columns])
+    rows.writerows([_cell(value) for value in row] for row in zip(*columns.values(), strict=True))
     return text.getvalue()
 
 
+def _cell(value: Any) -> Any:
+    """Text that a spreadsheet would run as a formula is told to be text; class names come from a file.
+
+    >>> [_cell(value) for value in ("=HYPERLINK(1)", "-1", -1.5, "yes", "@x")]
+    ["'=HYPERLINK(1)", '-1', -1.5, 'yes', "'@x"]
+    """
+    if not isinstance(value, str):
+        return value
+    text = shown(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) and not _is_number(text) else text
+
+
 def _write(path: Path, columns: dict[str, list[Any]]) -> None:
-    if path.suffix == ".json":
-        path.write_text(json.dumps(columns))
-    else:
-        path.write_text(_csv(columns))
+    """Predictions are about people: only their owner may read the file."""
+    text = json.dumps(columns) if path.suffix == ".json" else _csv(columns)
+    write_atomically(path, text.encode(), private=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quietgrad.cli.options import Json, show_json
+from quietgrad.cli.options import Json, say, show_json
 
 app = typer.Typer(add_completion=False)
 
@@ -34,10 +34,10 @@ def report(
         said = {folder: list(why) for folder, why in refuted.items() if why}
         show_json({"report": str(target), "runs": [str(folder) for folder in folders], "refuted": said})
     else:
-        typer.echo(f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
+        say(f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
         for folder, reasons in refuted.items():
             for why in reasons:
-                typer.echo(f"{folder}: {why}", err=True)
+                say(f"{folder}: {why}", err=True)
     raise typer.Exit(1 if any(refuted.values()) else 0)
 
 
@@ -49,5 +49,5 @@ def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:
     try:
         return write_report(folders, target)
     except QuietgradError as error:
-        typer.echo(f"no {target.name}: {error}", err=True)
+        say(f"no {target.name}: {error}", err=True)
         return None

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, show_json
+from quietgrad.cli.options import Json, say, show_json
 from quietgrad.errors import QuietgradError
 
 app = typer.Typer(add_completion=False)
@@ -29,7 +29,11 @@ _WIDEST = 120  # characters of a cell; --json has all of it
 @app.command(epilog="Example: quietgrad reproduce output-perturbation --quick", no_args_is_help=True)
 def reproduce(
     name: Annotated[
-        str, typer.Argument(help="`list` for all of them, or one name of that list.", show_default=False)
+        str,
+        typer.Argument(
+            help="`list` for all of them, one name of that list, or `page` for all in one HTML file with pictures.",
+            show_default=False,
+        ),
     ],
     quick: Annotated[
         bool, typer.Option("--quick", help="Run the small form, which takes seconds and keeps nothing.")
@@ -42,6 +46,11 @@ def reproduce(
     """Show a paper's table or figure beside ours; without results in the clone, or with --run, make them first."""
     if quick and run:
         raise typer.BadParameter("--quick and --run exclude each other.")
+    if name == "page":
+        if quick or run or as_json:
+            raise typer.BadParameter("`page` draws what the results hold; leave --quick, --run and --json out.")
+        Reproduction(clone() / "reproduce" / "page.py").run(quick=False, quiet=False)
+        return
     known = reproductions(clone())
     if name == "list":
         if quick or run:
@@ -119,8 +128,8 @@ def clone() -> Path:
 
 
 def reproductions(root: Path) -> dict[str, Reproduction]:
-    """Every runnable script of ``reproduce/``, by name."""
-    scripts = sorted((root / "reproduce").glob("*.py"))
+    """Every runnable script of ``reproduce/``, by name, but the one that draws the page."""
+    scripts = sorted(path for path in (root / "reproduce").glob("*.py") if path.stem != "page")
     runnable = (
         Reproduction(path) for path in scripts if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     )
@@ -164,12 +173,10 @@ def _show(chosen: Reproduction, as_json: bool) -> None:
         made = {key: record.get(key) for key in ("command", "date", "machine", "versions")}
         show_json({**about, **made, "tables": tables})
         return
-    typer.echo(about["what"])
-    typer.echo(
-        f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}"
-    )
+    say(about["what"])
+    say(f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}")
     for table in tables:
-        typer.echo(f"\n{table['title']}")
+        say(f"\n{table['title']}")
         _print(table["rows"], table["columns"])
 
 
@@ -178,7 +185,7 @@ def _print(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
     lines = [list(columns), *([_text(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        typer.echo("  ".join(f"{value:<{width}}" for value, width in zip(line, widths, strict=True)).rstrip())
+        say("  ".join(f"{value:<{width}}" for value, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quietgrad.cli.options import Json
+from quietgrad.cli.options import Json, say
 from quietgrad.cli.runs import RunSpec
 from quietgrad.cli.train import finish, run, show
 
@@ -37,5 +37,5 @@ def resume(
         if "model" not in result.details:  # stopped after training, before scores and report were written
             result = finish(spec, folder, spec.load_data(), result)
         elif not as_json:
-            typer.echo(f"{folder}: the run was finished already.")
+            say(f"{folder}: the run was finished already.")
     show(result, folder, as_json=as_json)

@@ -85,17 +85,18 @@ class RunSpec:
 
     def make_algorithm(self, data: Dataset) -> Any:
         """The method asked for, or the default for linear models, chosen from public numbers only."""
-        from quietgrad.cli.settings import algorithm_from
+        from quietgrad.cli.settings import algorithm_from, key_values
 
         if self.algorithm is not None:
             return algorithm_from(self.algorithm, self.flags, self.settings, self.oracle)
         given = {key: value for key, value in self.flags.items() if value is not None}
-        promise = self.budget()
-        if promise is None:
-            return algorithm_from("dp-gd", {**_FULL_BATCH, **given}, self.settings)
         bound = data.row_bound if self.row_bound is None else self.row_bound
-        if given or self.settings:  # whoever sets it up sets it up whole
-            return algorithm_from("whitened-gd", {"row_bound": bound, **given}, self.settings)
+        promise = self.budget()
+        if promise is None or given or self.settings:  # whoever sets it up sets it up whole
+            usual = _FULL_BATCH if promise is None else {"row_bound": bound}
+            said = key_values(self.settings)  # what is set by hand comes before what is usual
+            flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
+            return algorithm_from("dp-gd" if promise is None else "whitened-gd", flags, self.settings)
         from quietgrad.algorithms.whitened_design import for_table
 
         return for_table(

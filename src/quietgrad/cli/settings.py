@@ -32,14 +32,28 @@ def algorithm_from(
         found = entry(name)
         known = fields_of(found.kind)
         if "oracle" in known:
-            source = oracle or next(iter(ORACLES))
+            source = _only("oracle", [oracle, said.pop("oracle", None)]) or next(iter(ORACLES))
             its = fields_of(oracle_class(source))
             own = {key: given.pop(key) for key in list(given) if key not in known and key in its}
-            own.update({key.partition(".")[2]: said.pop(key) for key in list(said) if key.startswith("oracle.")})
-            said.setdefault("oracle", {"name": source, **own})
+            set_there = {key.partition(".")[2]: said.pop(key) for key in list(said) if key.startswith("oracle.")}
+            said["oracle"] = {"name": source, **_merged(own, set_there)}
         elif oracle is not None:
             raise typer.BadParameter(f"{name} has its own oracle; perturbed-sgd takes any.", param_hint="--oracle")
-        return found.make({**said, **given})
+        return found.make(_merged(given, said))
+
+
+def _merged(flags: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Both together; what is given by its flag and by ``--set`` is a mistake that nobody can settle."""
+    for key in flags.keys() & said.keys():
+        _only(key, [flags[key], said[key]])
+    return {**flags, **said}
+
+
+def _only(key: str, given: Sequence[Any]) -> Any:
+    values = [value for value in given if value is not None]
+    if len(values) > 1:
+        raise ValueError(f"{key!r} is set twice: by its option and by --set.")
+    return values[0] if values else None
 
 
 def key_values(settings: Sequence[str]) -> dict[str, Any]:
@@ -53,5 +67,8 @@ def key_values(settings: Sequence[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"{text!r}: must be KEY=VALUE.", param_hint="--set")
-        values[key.strip().replace("-", "_")] = value.strip()
+        name = key.strip().replace("-", "_")
+        if name in values:
+            raise typer.BadParameter(f"{name!r} is set twice.", param_hint="--set")
+        values[name] = value.strip()
     return values

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quietgrad.cli.keys import reminder
 from quietgrad.cli.options import (
     BatchSize,
     Clip,
@@ -20,6 +21,7 @@ from quietgrad.cli.options import (
     Sampling,
     Settings,
     Steps,
+    say,
     show_json,
     show_rows,
     usage,
@@ -136,6 +138,8 @@ def train(
         raise typer.BadParameter("a landscape samples its own records; give no DATA.", param_hint="--landscape")
     spec.budget()  # a mistake in the promise is told before the data is read
     _check_folder(out, overwrite=overwrite)
+    if not (quiet or as_json) and (words := reminder()) is not None:
+        say(words, err=True)
     result = run(spec, out, quiet=quiet or as_json)
     show(result, out, as_json=as_json)
 
@@ -173,16 +177,22 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
                 result = resume(loss, table, method, callback=callback, **kept)
             else:
                 result = minimize(
-                    loss, table, method, budget=promise, n_public=spec.n_public, callback=callback, **kept
-                )
+                    loss, table, method, budget=promise, n_public=spec.n_public, planned=the_plan,
+                    callback=callback, **kept,
+                )  # fmt: skip
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
+        say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
-    return finish(spec, out, data, result, spent.curve)
+    return finish(spec, out, data, result, spent.curve, loss)
 
 
 def finish(
-    spec: RunSpec, out: Path, data: Dataset, result: Result, curve: list[tuple[int, float]] | None = None
+    spec: RunSpec,
+    out: Path,
+    data: Dataset,
+    result: Result,
+    curve: list[tuple[int, float]] | None = None,
+    objective: Any = None,
 ) -> Result:
     """Score the model, and write the result and the report of a run that is over."""
     from quietgrad.cli.evaluation import evaluate
@@ -198,7 +208,11 @@ def finish(
         data={"name": data.name, "notes": list(data.notes)},
         details=details,
         metrics=evaluate(
-            objective_from(facts), result.params, data, train=spec.evaluate_train, frame=Frame.told(details)
+            objective or objective_from(facts),
+            result.params,
+            data,
+            train=spec.evaluate_train,
+            frame=Frame.told(details),
         ),
     )
     result.save(out)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation
 
 
+EPOCH = "#"  # between a run's name and the number of an epoch, in the ledger
 _tally: dict[str, list[tuple[events.Event, Relation]]] = {}
 _tally_lock = threading.Lock()
 
@@ -109,7 +110,7 @@ class Account:
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
                 "with. Resume it with what it was started with, or start a new run."
             )
-        return Charge(event, ledger, found, paid=held.state != "open")
+        return Charge(event, ledger, found, paid=held.state != "open", booked=held.counts)
 
     def _open(self) -> Ledger | None:
         from quietgrad.privacy.ledger import Ledger
@@ -121,22 +122,28 @@ class Account:
 class Charge:
     """One plan's entry: what it may release, and whether it was closed already.
 
-    ``paid`` marks an entry that an earlier process closed: nothing new may be released under it.
+    ``paid`` marks an entry that an earlier process closed: nothing new may be released under it, and it stays
+    ``booked`` as it is.
     """
 
     event: events.Event | None
     ledger: Ledger | None = None
     reservation: Reservation | None = None
     paid: bool = False
+    booked: events.Event | None = None
     spent: events.Event | None = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)
 
     def close(self, spent: events.Event | None, *, reason: str, data_dependent: bool) -> events.Event | None:
         """Close the entry and return the event that is charged; closing again changes nothing.
 
         Only a stop that does not depend on data gives back what was not released.
         """
-        if self.paid or self.ledger is None or self.reservation is None:
-            self.spent = self.event if self.paid or data_dependent else spent
+        self.closed = True
+        if self.paid:
+            self.spent = self.booked or self.event
+        elif self.ledger is None or self.reservation is None:
+            self.spent = self.event if data_dependent else spent
         elif self.spent is None:
             self.spent = self.ledger.close(
                 self.reservation.id, spent_event=spent, reason=reason, data_dependent=data_dependent
@@ -147,6 +154,8 @@ class Charge:
         """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
         from quietgrad.privacy.accounting import mu_of
 
+        if self.closed:
+            raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
         try:
             pays = (

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from quietgrad.objectives.base import Query, Regularizer
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.events import Event
@@ -27,6 +30,22 @@ class Spent:
     releases: dict[str, int]
     reason: str
     data_dependent: bool
+
+
+def relative(offsets: Sequence[float] | None, count: int) -> npt.NDArray[np.float64]:
+    """Public offsets of ``count`` scores above the least of them: a choice depends on no more.
+
+    A large common part would swallow the scores' last digits, and what rounding then makes of one record is not
+    bounded by the loss's bound; a large difference does no harm, since such a candidate is not chosen anyway.
+
+    >>> relative([1e18, 1e18 + 512.0], 2).tolist(), relative(None, 2).tolist()
+    ([0.0, 512.0], [0.0, 0.0])
+    """
+    if offsets is None:
+        return np.zeros(count)
+    public = np.asarray(offsets, np.float64)
+    finite = public[np.isfinite(public)]
+    return public - finite.min() if finite.size else np.zeros(count)
 
 
 class Session(Protocol):

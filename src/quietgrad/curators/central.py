@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from quietgrad.curators.account import Account, Charge
+from quietgrad.curators.account import EPOCH, Account, Charge
 from quietgrad.curators.session import CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
@@ -38,6 +39,8 @@ class CentralCurator:
         seed: fixed randomness for tests: the run is then **not private** and says so.
     """
 
+    session: ClassVar[type[CentralSession]] = CentralSession
+
     def __init__(
         self,
         objective: Reading,
@@ -57,6 +60,10 @@ class CentralCurator:
         self.seeded = seed is not None
         self._key = seed_key(seed) if seed is not None else (key or fresh_key())
         self._opened = 0
+        self._process = os.getpid()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a curator cannot be copied or pickled: two would use the same noise. Make another.")
 
     def initial(self) -> Vector:
         """The starting point, which depends on no record."""
@@ -88,21 +95,27 @@ class CentralCurator:
         if transcript is not None and self.run is None:
             raise ValueError("run: a run with a transcript needs a name that its entry is found by.")
         if within is None:
-            charge = self._charge(plan, self.run or "", note, resumed=resumed, part=part)
+            # An epoch that an earlier process began is part of what the run cost, whether or not it is met again.
+            epochs = range(1, 1 + (0 if transcript is None else transcript.epoch))
+            first = self._charge(plan, self.run or "", note, resumed=resumed, part=part)
+            charges = [first, *(self._epoch(plan, epoch, note) for epoch in epochs)]
         else:
-            charge = within.part(plan.event, plan.budget)
-        session = CentralSession(
+            charges = [within.part(plan.event, plan.budget)]
+        session = self.session(
             plan,
             self.objective,
             self.records,
             self._session_key() if transcript is None else transcript.key(0),
-            charge,
+            charges,
             transcript=transcript,
-            again=lambda epoch: self._charge(plan, f"{self.run}.{epoch}", note, resumed=True, part=True),
+            again=lambda epoch: self._epoch(plan, epoch, note),
             seeded=self.seeded,
         )
         session.advance(used or {}, rho_left)
         return session
+
+    def _epoch(self, plan: Plan, epoch: int, note: str) -> Charge:
+        return self._charge(plan, f"{self.run}{EPOCH}{epoch}", note, resumed=True, part=True)
 
     def _charge(self, plan: Plan, run: str, note: str, *, resumed: bool, part: bool) -> Charge:
         event = plan.event if plan.is_private else None
@@ -117,6 +130,8 @@ class CentralCurator:
     def _session_key(self) -> bytes:
         """The curator's key for the first session, a new one for each other: two sessions that drew the same noise
         would let anyone subtract it."""
+        if os.getpid() != self._process and not self.seeded:  # forked: the parent may draw from the same key
+            self._key, self._opened, self._process = fresh_key(), 0, os.getpid()
         self._opened += 1
         if self._opened == 1:
             return self._key

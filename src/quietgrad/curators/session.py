@@ -8,14 +8,17 @@ sessions of a federation, where data meet a mechanism.
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Charge
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import Spent, relative
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
@@ -26,6 +29,7 @@ from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Sampler, SinglePass
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
+Answer = TypeVar("Answer")
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
 
@@ -37,6 +41,17 @@ class Drawn(NamedTuple):
     fresh: int
 
 
+def _alone(verb: Callable[..., Answer]) -> Callable[..., Answer]:
+    """One release at a time, whichever threads ask."""
+
+    @wraps(verb)
+    def locked(self: CentralSession, *args: Any, **options: Any) -> Answer:
+        with self._lock:
+            return verb(self, *args, **options)
+
+    return locked
+
+
 class CentralSession:
     """The open door of a :class:`CentralCurator`; see :class:`quietgrad.curators.base.Session`."""
 
@@ -46,7 +61,7 @@ class CentralSession:
         objective: Reading,
         records: Any,
         key: bytes,
-        charge: Charge,
+        charges: Sequence[Charge],
         *,
         transcript: Transcript | None = None,
         again: Callable[[int], Charge] | None = None,
@@ -54,9 +69,12 @@ class CentralSession:
     ) -> None:
         self.plan, self.seeded = plan, seeded
         self._key, self._again, self._transcript = key, again, transcript
-        self._charges = [charge]
+        self._charges = list(charges)  # one for each epoch: a resumed run states what all of them cost
         self._epoch = 0
-        self._trusted = not charge.paid and (transcript is None or transcript.complete)
+        self._process = os.getpid()
+        self._resumed = transcript is not None and transcript.resumed
+        self._trusted = not charges[0].paid and (transcript is None or transcript.complete)
+        self._lock = threading.RLock()  # two threads that drew the same number would use its noise twice
         self._private = plan.budget is not None
         self._filter = plan.schedule.composition == "filter"
         self._closed = False
@@ -69,6 +87,9 @@ class CentralSession:
         self._see(objective, records)
         self._draw_from(key)
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("an open session cannot be copied or pickled: two would use the same noise.")
+
     def _see(self, objective: Reading, records: Any) -> None:
         self.objective: Any = objective
         self._records = records
@@ -79,6 +100,12 @@ class CentralSession:
 
     def _draw_from(self, key: bytes) -> None:
         """Samples and noise of all slots from ``key``, by number of the release: a replay draws the same."""
+        self._sample_from(key)
+        self._batches: dict[Drawn, Batch] = {}  # of releases that have begun and are not over
+        self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
+        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
+
+    def _sample_from(self, key: bytes) -> None:
         n = len(self._records)
         passes = [slot.sampling for slot in self._slots.values() if isinstance(slot.sampling, SinglePass)]
         # One store of unused records serves all single-pass slots of a plan.
@@ -88,9 +115,6 @@ class CentralSession:
             for name, slot in self._slots.items()
             if not isinstance(slot.sampling, SinglePass)
         }
-        self._batches: dict[Drawn, Batch] = {}  # of releases that have begun and are not over
-        self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
-        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
     # --- what algorithms ask ----------------------------------------------------------------------------------
 
@@ -113,6 +137,7 @@ class CentralSession:
     def uniform(self, label: str) -> float:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
 
+    @_alone
     def draw(self, slot: str) -> Drawn:
         """Begin a release: it counts from here on, whether or not it is ever made.
 
@@ -131,26 +156,32 @@ class CentralSession:
             )
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
+        if os.getpid() != self._process:  # a forked child would draw the same noise as its parent, on other sums
+            raise BudgetError("this session was opened by another process; open one here, with a plan of its own.")
         number = self._used[slot]
         if number >= chosen.count:
             raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
         begun = Drawn(slot, number, self._fresh_at)
         if isinstance(chosen.sampling, SinglePass):
-            self.batch(begun)  # refuses when fresh records are used up
+            self.batch(begun)  # refuses when fresh records are used up, before anything counts
             self._fresh_at += chosen.sampling.batch_size
         self._used[slot] = number + 1
         return begun
 
+    @_alone
     def batch(self, drawn: Drawn) -> Batch:
         """The records of a release that has begun, drawn once, and the secret of its own randomness."""
         found = self._batches.get(drawn)
         if found is None:
-            sampler = self._samplers.get(drawn.slot)
-            indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
-            # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
-            key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
-            found = self._batches[drawn] = Batch(self._records, indices, key)
+            found = self._batches[drawn] = self._batch(drawn)
         return found
+
+    def _batch(self, drawn: Drawn) -> Batch:
+        sampler = self._samplers.get(drawn.slot)
+        indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
+        # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
+        key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
+        return Batch(self._records, indices, key)
 
     def _take_fresh(self, drawn: Drawn) -> npt.NDArray[np.int64]:
         sampling = self._slots[drawn.slot].sampling
@@ -159,32 +190,44 @@ class CentralSession:
         self._fresh.skip_to(drawn.fresh)
         return self._fresh.take(sampling.batch_size)
 
+    @_alone
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        return self.release_drawn(self.draw(slot), query, rho=rho)
+        return self._answer(self._begin(slot, "release"), query, rho)
 
+    @_alone
     def release_drawn(self, drawn: Drawn, query: Query, *, rho: float | None = None) -> Vector:
         """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
         if drawn not in self._begun:
             raise BudgetError("this sample was released already, or is none of this session's.")
         self._begun.remove(drawn)
-        slot = drawn.slot
-        dim, bound = query.dim(self._records), float(query.bound)
+        return self._answer(drawn, query, rho)
+
+    def _answer(self, drawn: Drawn, query: Query, rho: float | None) -> Vector:
+        slot, bound = drawn.slot, query.bound
+        dim = query.dim(self._records)
         multiplier = self._multiplier(slot, rho) if self._private else 0.0
         while True:
             # Sums are kept in float64, in which C holds for any number of records.
             out = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
-            batch = self.batch(drawn)
-            if not (self._private and bound == 0.0):  # zero whatever the data: nothing needs to look at them
+            batch = self._batches.pop(drawn, None) or self._batch(drawn)
+            if not self._private:
                 self._sum(query, batch, out)
-            if self._private and bound > 0.0:
-                total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
-                if not self._settled(drawn, (multiplier, bound), total):
-                    continue
+                return self._narrow(out)
+            if bound == 0.0:  # zero whatever the data, so nothing needs to look at them
+                return self._narrow(out)
+            self._sum(query, batch, out)
+            if not self._compiled:  # what is no number would tell that there is a record that causes it
+                out = _finite(out)
+            total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
+            if self._transcript is None or self._settled(drawn, (multiplier, bound), total):
                 self._sources[slot].add(total, drawn.number, multiplier, bound)
-                out = total if isinstance(out, np.ndarray) else out.new_tensor(total)
-            del self._batches[drawn]
-            return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
+                return total if isinstance(out, np.ndarray) else self._narrow(out.new_tensor(total))
 
+    def _narrow(self, out: Vector) -> Vector:
+        """A released vector in the precision of the parameters; sums are wider."""
+        return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
+
+    @_alone
     def choose(
         self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
     ) -> int:
@@ -194,13 +237,13 @@ class CentralSession:
             self._spend(rho)
         while True:
             scores = np.array([self._score(query, begun) for query in queries])
-            if offsets is not None:
-                scores += np.asarray(offsets, np.float64)
+            scores += relative(offsets, len(queries))
             if not self._private:
                 return int(np.argmin(scores))
             if self._settled(begun, (rho, bound), scores):
                 return self._sources[slot].choose(scores, begun.number, rho, bound)
 
+    @_alone
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         begun = self._begin(slot, "first_below")
         multiplier = self._multiplier(slot, None) if self._private else 0.0
@@ -215,9 +258,11 @@ class CentralSession:
             if not self._private:
                 return next((k for k, (value, _) in enumerate(values()) if value <= threshold), None)
             found = self._sources[slot].first_below(values(), threshold, begun.number, multiplier)
-            if self._settled(begun, (multiplier, threshold), np.array(looked)):
+            bounds = np.array([float(query.bound) for query in queries[: len(looked)]])
+            if self._settled(begun, (multiplier, threshold), np.array(looked), bounds):
                 return found
 
+    @_alone
     def discover(self, slot: str, query: LabelCounts) -> npt.NDArray[Any]:
         begun = self._begin(slot, "discover")
         multiplier, bound = self._multiplier(slot, None) if self._private else 0.0, float(query.bound)
@@ -257,7 +302,9 @@ class CentralSession:
         return len(self._charges)
 
     def advance(self, used: Mapping[str, int], rho_left: float | None) -> None:
-        """Continue after the first ``used`` releases of each slot."""
+        """Continue after the first ``used`` releases of each slot; before anything else is asked."""
+        if any(self._used.values()):
+            raise BudgetError("this session has begun: to go back in it would use noise twice.")
         for name, count in used.items():
             self._slot(name)
             self._used[name] = count
@@ -288,11 +335,11 @@ class CentralSession:
         """Go on in another epoch, with its own samples and noise, after it is charged."""
         assert self._transcript is not None
         assert self._again is not None
-        charge = self._again(epoch)
         if epoch > self._transcript.epoch:
+            self._charges.append(self._again(epoch))
             self._transcript.fork()
-        self._charges.append(charge)
-        self._epoch, self._trusted = epoch, self._transcript.complete and not charge.paid
+        self._epoch = epoch
+        self._trusted = self._transcript.complete and not self._charges[epoch].paid
         self._draw_from(self._transcript.key(epoch))
 
     # --- one release ------------------------------------------------------------------------------------------
@@ -316,10 +363,13 @@ class CentralSession:
     def _spent_event(self, data_dependent: bool) -> events.Event:
         budget = self.plan.budget
         assert budget is not None
-        if self._filter and self.rho_left < self.plan.event_rho:
+        # What a process that died had spent of a filter is not known here.
+        if self._filter and self.rho_left < self.plan.event_rho and not self._resumed:
             return events.ZCDP(self.plan.event_rho - self.rho_left, budget.relation)
-        whole = data_dependent or self.plan.whole_only or not any(self._used.values())
-        return self.plan.event if whole else self.plan.event_of(self._used)
+        log = self._transcript
+        made = {name: max(used, 0 if log is None else log.count(name)) for name, used in self._used.items()}
+        whole = data_dependent or self._filter or self.plan.whole_only or not any(made.values())
+        return self.plan.event if whole else self.plan.event_of(made)
 
     def _multiplier(self, slot: str, rho: float | None) -> float:
         if rho is None:
@@ -338,3 +388,9 @@ class CentralSession:
         if not 0.0 < rho <= self.rho_left:
             raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
         self.rho_left -= rho
+
+
+def _finite(out: Vector) -> Vector:
+    if isinstance(out, np.ndarray):
+        return np.nan_to_num(out, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+    return out.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

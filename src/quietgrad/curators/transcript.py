@@ -8,13 +8,13 @@ sum itself) here. Asked again, a release whose MAC agrees is a replay and free; 
 nothing is raised.
 
 Lines are written before a release leaves, and survive a killed process. After a power cut the last ones may be
-missing; the file remembers which start of the machine wrote it, and a run resumed after another start does not
-trust that what is missing was never released.
+missing, and a copy or a backup may be older than the run. So the file remembers which start of the machine and
+which file on the disk it is, and a checkpoint how long it was; where one of them does not agree, what is missing
+here is not trusted to have never been released, until a new epoch has begun.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import DataError, LedgerError
+from quietgrad.curators.kept_file import KeptFile
+from quietgrad.errors import LedgerError
 from quietgrad.privacy.rng import SecureStream
 
 _MAC_BYTES = 16
@@ -33,10 +34,16 @@ _MAC_BYTES = 16
 class Transcript:
     """MACs of the releases of one run, in a 0600 file that one process at a time may hold.
 
+    The file belongs beside the run's key, not into its folder: a folder is copied, and two copies that are resumed
+    must find one transcript.
+
     Args:
-        path: the file; made if it is not there.
+        path: the file.
         run: the run's name.
         key: the run's secret key.
+        resumed: whether the run had begun before. Then a file that is missing hides what was released, and
+            nothing is trusted to be new.
+        least: how many releases it must hold, as the last checkpoint says.
 
     >>> import tempfile
     >>> from quietgrad.privacy.rng import seed_key
@@ -45,32 +52,26 @@ class Transcript:
     >>> mac = log.mac("gradient", 0, [1.5, 1.0], np.ones(3))
     >>> log.record("gradient", 0, mac)
     >>> log.close()
-    >>> again = Transcript(Path(folder.name) / "transcript", "run", seed_key(0))
+    >>> again = Transcript(Path(folder.name) / "transcript", "run", seed_key(0), resumed=True)
     >>> again.known("gradient", 0) == (0, mac), again.known("gradient", 1), again.complete
     (True, None, True)
     >>> again.close()
     >>> folder.cleanup()
     """
 
-    def __init__(self, path: Path, run: str, key: bytes) -> None:
-        self.path, self._key = path, key
+    def __init__(self, path: Path, run: str, key: bytes, *, resumed: bool = False, least: int = 0) -> None:
+        self.path, self._key, self.resumed = path, key, resumed
         self._mac_key = SecureStream(key, "transcript").bytes(0, 32)
         self._nonces: list[str] = []  # of the epochs after the first
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
-        self.resumed = False
+        self.length = 0
+        """How many releases were written down, those of all epochs."""
         self.complete = True
         """Whether a release that is not here was certainly never made."""
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._file)
-            raise DataError(
-                f"{path.parent}: another process is running this run. Two would use the same noise; wait for it, "
-                "or stop it first."
-            ) from None
+        self._file = KeptFile(path, f"is running run {run}")
         try:
             self._read(run)
+            self.complete = self.complete and self.length >= least
         except BaseException:
             self.close()
             raise
@@ -90,6 +91,10 @@ class Transcript:
         """The epoch and the MAC that a release was last made with."""
         return self._known.get((slot, number))
 
+    def count(self, slot: str) -> int:
+        """How many releases of a slot have been made, by this process or by one that died."""
+        return max((number + 1 for name, number in self._known if name == slot), default=0)
+
     def mac(self, slot: str, number: int, settings: Iterable[float], *sums: npt.NDArray[np.generic]) -> bytes:
         """A MAC of a release before its noise."""
         digest = hashlib.blake2b(key=self._mac_key, digest_size=_MAC_BYTES)
@@ -101,54 +106,58 @@ class Transcript:
 
     def record(self, slot: str, number: int, mac: bytes) -> None:
         """The release is about to be made; when this returns, no death of the process can hide it."""
+        self._file.append(f"{number} {mac.hex()} {slot}\n".encode(), durable=False)
         self._known[slot, number] = (self.epoch, mac)
-        self._write(f"{number} {mac.hex()} {slot}")
+        self.length += 1
 
     def fork(self) -> int:
         """Begin a new epoch, durably, and return its number."""
         nonce = os.urandom(16).hex()
-        self._write(f"fork {nonce}")
-        os.fsync(self._file)
+        self._file.append(f"fork {nonce} {self._place()}\n".encode())
         self._nonces.append(nonce)
         self.complete = True
         return self.epoch
 
     def sync(self) -> None:
         """Bring what was written to the disk."""
-        os.fsync(self._file)
+        self._file.sync()
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
-    def _write(self, line: str) -> None:
-        os.write(self._file, f"{line}\n".encode())
+    def _place(self) -> str:
+        return f"{_boot()}/{self._file.identity}"
 
     def _read(self, run: str) -> None:
-        content = b"".join(iter(lambda: os.read(self._file, 1 << 20), b""))
-        whole, newline, torn = content.rpartition(b"\n")
+        whole, newline, torn = self._file.content().rpartition(b"\n")
         if not newline:
-            os.ftruncate(self._file, 0)
-            self._write(json.dumps({"run": run, "boot": _boot()}))
+            self._file.cut(0)
+            # Of a run that had begun, a file made now tells nothing: it says so until a new epoch begins.
+            place = "unknown" if self.resumed else self._place()
+            self._file.append(json.dumps({"run": run, "place": place}).encode() + b"\n")
+            self.complete = not self.resumed
             return
+        if not self.resumed:  # to begin it anew under the same key would use its noise again
+            raise LedgerError(f"{self.path}: run {run} has begun already; resume it, or start another.")
         if torn:  # cut by a crash before its release left
-            os.ftruncate(self._file, len(whole) + 1)
+            self._file.cut(len(whole) + 1)
         head, *lines = whole.decode(errors="replace").split("\n")
-        self.resumed = True
         try:
             header = json.loads(head)
             if header["run"] != run:
                 raise LedgerError(f"{self.path}: is of another run; resume in the folder the run was started in.")
-            self.complete = header["boot"] == _boot()
+            place = header["place"]
             for line in lines:
-                first, second, *rest = line.split(" ", 2)
+                first, second, third = line.split(" ", 2)
                 if first == "fork":
                     self._nonces.append(second)
+                    place = third
                 else:
-                    self._known[rest[0], int(first)] = (self.epoch, bytes.fromhex(second))
-        except (ValueError, KeyError, IndexError, TypeError):
+                    self._known[third, int(first)] = (self.epoch, bytes.fromhex(second))
+                    self.length += 1
+            self.complete = place == self._place()
+        except (ValueError, KeyError, TypeError):
             raise LedgerError(
                 f"{self.path}: is damaged, so nobody can tell what was released; remove the folder and pay for a "
                 "new run."

@@ -69,7 +69,8 @@ def unpacked(raw: bytes, where: str) -> bytes:
 
 def _unpack(raw: bytes, kind: Any, most: int, where: str) -> bytes:
     """Unpack one member after the other, never more than a piece beyond ``most`` bytes."""
-    pieces, size, at = [], 0, 0
+    pieces: list[bytes] = []
+    size = at = 0
     while at < len(raw):
         if pieces and raw[at] == 0 and not raw[at:].strip(b"\0"):
             break  # tapes and some tools fill the last block with zeros

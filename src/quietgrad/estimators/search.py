@@ -131,6 +131,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
                 model.fit(_safe_indexing(X, train), y[train])
+            model._within = None  # a later fit of the chosen model is a fit of its own
             total = session.release("round", MeanScore(partial(each, model), test))
             if best is None or total[0] > best[0]:
                 best = (float(total[0]), model, grid[pick])
@@ -256,7 +257,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             notes=notes,
         )
         model.result_ = replace(model.result_, privacy=model.privacy_)
-        model.set_params(account=self.account)
+        model.set_params(account=self.account, ledger=self.ledger, cap=self.cap)
         return proof.epsilon
 
     def _check(self) -> None:

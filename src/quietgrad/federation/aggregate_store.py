@@ -3,12 +3,13 @@
 One file: a header line, then records of a JSON line and raw little-endian numbers. *asked* is written before a
 round goes out and *done* before its aggregate is used, so after a crash an unfinished round is known to have been
 asked: asking again is a new release, which the plan's spare rounds pay for. A record torn by the crash is cut off.
+*ended* is written before anybody hears that the run is over: from then on nothing is ever asked again, and a
+restart only walks the same way once more, closes what is still open, and hands out the model.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError
 
 FORMAT = 1
@@ -45,61 +47,74 @@ class AggregateStore:
         self.last_round = -1
         self.done: list[Done] = []
         self.resumed = False
-        self._path = path
-        if path is None:
+        self.ended = False
+        """Whether the run came to its end: nobody is asked any more."""
+        self._file = None if path is None else KeptFile(path, "coordinates this run")
+        if self._file is None:
             return
-        if path.exists():
-            self._read(path, digest)
-            self.resumed = True
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            head = {"format": FORMAT, "plan": digest, "run": run, "public_key": public_key.hex()}
-            self._append(json.dumps(head).encode() + b"\n")
+        try:
+            self.resumed = self._read(self._file, digest)
+            if not self.resumed:
+                self._write({"format": FORMAT, "plan": digest, "run": run, "public_key": public_key.hex()})
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, t: int, slot: str, rho: float | None) -> None:
         """Round ``t`` is about to be asked."""
-        if self._path is not None:
-            self._append(json.dumps({"asked": t, "slot": slot, "rho": rho}).encode() + b"\n")
+        self._write({"asked": t, "slot": slot, "rho": rho})
         self._count(t, slot, rho)
 
     def finish(self, t: int, slot: str, value: Floats) -> None:
         """Round ``t`` gave ``value``, which may be used once this returns."""
-        if self._path is None:
-            return
         body = np.ascontiguousarray(value, "<f8").tobytes()
-        line = {"done": t, "slot": slot, "numbers": len(value), "crc": zlib.crc32(body)}
-        self._append(json.dumps(line).encode() + b"\n" + body)
+        self._write({"done": t, "slot": slot, "numbers": len(value), "crc": zlib.crc32(body)}, body)
+
+    def end(self) -> None:
+        """The run came to its end; its members may hear of it once this returns."""
+        if not self.ended:
+            self._write({"ended": True})
+            self.ended = True
 
     def remove(self) -> None:
-        """The run is closed and its result is safe."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        """The result is safe."""
+        if self._file is not None:
+            self._file.remove()
+
+    def close(self) -> None:
+        """Let go of the file and leave it, for whoever continues."""
+        if self._file is not None:
+            self._file.close()
 
     def _count(self, t: int, slot: str, rho: float | None) -> None:
         self.last_round = t
         self.asked[slot] = self.asked.get(slot, 0) + 1
         self.rho += rho or 0.0
 
-    def _append(self, data: bytes) -> None:
-        assert self._path is not None
-        with self._path.open("ab") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    def _write(self, line: dict[str, Any], body: bytes = b"") -> None:
+        if self._file is not None:
+            self._file.append(json.dumps(line).encode() + b"\n" + body)
 
-    def _read(self, path: Path, digest: str) -> None:
-        with path.open("rb") as file:
-            head = _line(file.readline())
+    def _read(self, kept: KeptFile, digest: str) -> bool:
+        """Read what was kept, and whether there was anything."""
+        with kept.path.open("rb") as file:
+            first = file.readline()
+            if not first.endswith(b"\n"):  # killed while the file was made: nobody was asked yet
+                kept.cut(0)
+                return False
+            head = _line(first)
             if head is None or head.get("format") != FORMAT:
-                raise DataError(f"{path}: not a run of this version; move it away to start anew.")
+                raise DataError(f"{kept.path}: not a run of this version; move it away to start anew.")
             if head["plan"] != digest:
                 raise DataError(
-                    f"{path}: an interrupted run of another plan is kept here; resume it or move it away."
+                    f"{kept.path}: an interrupted run of another plan is kept here; resume it or move it away."
                 )
             self.run, self.public_key = head["run"], bytes.fromhex(head["public_key"])
             good = file.tell()
             while (entry := _line(file.readline())) is not None:
-                if "asked" in entry:
+                if "ended" in entry:
+                    self.ended = True
+                elif "asked" in entry:
                     self._count(entry["asked"], entry["slot"], entry["rho"])
                 else:
                     body = file.read(8 * entry["numbers"])
@@ -107,8 +122,14 @@ class AggregateStore:
                         break
                     self.done.append(Done(entry["slot"], np.frombuffer(body, "<f8").astype(np.float64)))
                 good = file.tell()
-        if good < path.stat().st_size:
-            os.truncate(path, good)
+            if file.seek(0, 2) > good:
+                kept.cut(good)
+        return True
+
+
+def has_ended(path: Path) -> bool:
+    """Whether the run that is kept in ``path`` came to its end, so that nobody needs to be asked any more."""
+    return path.exists() and path.read_bytes().endswith(json.dumps({"ended": True}).encode() + b"\n")
 
 
 def _line(line: bytes) -> dict[str, Any] | None:

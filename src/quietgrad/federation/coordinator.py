@@ -31,6 +31,9 @@ from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.identity import Identity, Roster
 
+AGGREGATES = "aggregates.bin"
+"""What a coordinator keeps of a run that is not over, in its folder."""
+
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger
 
@@ -80,25 +83,48 @@ class FederatedCurator:
         absent = {*plan.names, *plan.servers} - set(self.transport.parties())
         if absent:
             raise ProtocolError(", ".join(sorted(absent)), "cannot be reached by this transport")
-        path = None if self.folder is None else self.folder / "aggregates.bin"
+        path = None if self.folder is None else self.folder / AGGREGATES
         public = self._key if self.seeded else os.urandom(32)
+        event = plan.event if plan.is_private else None
         store = AggregateStore(path, digest=plan.digest, run=os.urandom(16).hex(), public_key=public)
         caller = Caller(self.transport, self.timeout, largest_reply(plan))
+        try:
+            charge = self._account.reopen(event, plan.budget, run=store.run) if store.resumed else None
+            if charge is None and event is not None and plan.budget is not None:
+                self._account.check(event, plan.budget)  # before anybody else has paid
+            if not store.ended:
+                self._gather(plan, caller, store)
+            if charge is None:
+                note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
+                charge = self._account.reserve(event, plan.budget, run=store.run, note=note)
+        except BaseException as error:
+            if isinstance(error, Exception) and not store.resumed:
+                self._call_off(plan, store, str(error))
+            store.close()
+            raise
+        return FederatedSession(plan, self, store, caller, charge)
+
+    @staticmethod
+    def _gather(plan: FederatedPlan, caller: Caller, store: AggregateStore) -> None:
+        """Open the run at the parties."""
         faults: dict[str, str] = {}
         message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
-        ready = caller.call(dict.fromkeys(plan.names, message), faults)
-        if len(ready) < plan.quorum:
+        replies = caller.call(dict.fromkeys(plan.names, message), faults)
+        faults |= {name: "says that this run is over" for name, r in replies.items() if r.kind != "ready"}
+        if len(plan.names) - len(faults) < plan.quorum:
             raise LostRound(faults)
-        event = plan.event if plan.is_private else None
-        charge = self._account.reopen(event, plan.budget, run=store.run) if store.resumed else None
-        if charge is None:
-            note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
-            charge = self._account.reserve(event, plan.budget, run=store.run, note=note)
-        return FederatedSession(plan, self, store, caller, charge)
+
+    def _call_off(self, plan: FederatedPlan, store: AggregateStore, why: str) -> None:
+        """The run could not be opened: those who paid get it back, for they were asked nothing."""
+        over = encode(Message("close", {"run": store.run, "reason": f"not opened: {why}"[:200]}))
+        self.transport.exchange(dict.fromkeys(plan.names, over), self.timeout)
+        store.remove()
 
 
 def adversary(plan: FederatedPlan) -> str:
     """Against whom the plan's ε holds, in words."""
+    if not plan.is_private:
+        return "nobody: NOT PRIVATE, the plan adds no noise and every sum and model is exact"
     if plan.trust == "curator":
         return (
             "anyone who sees every released number, other parties included; the coordinator sees each party's "

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Charge
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import Spent, relative
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.cohorts import draw, rescaling
@@ -69,7 +69,7 @@ class FederatedSession:
         self._filter = plan.schedule.composition == "filter"
         self._rho = plan.event_rho if self._filter and plan.budget is not None else math.inf
         self.rho_left = self._rho
-        self._closed = False
+        self.closed = False
         if store.resumed and not store.done:
             self._catch_up()
 
@@ -106,7 +106,7 @@ class FederatedSession:
         ``offsets`` are added here, once: parties answer for their records only.
         """
         relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
-        public = np.zeros(len(queries)) if offsets is None else np.asarray(offsets, np.float64)
+        public = relative(offsets, len(queries))
         chosen = self._replayed(slot, rho)
         if chosen is None:
             chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
@@ -116,23 +116,34 @@ class FederatedSession:
         raise BudgetError("a noisy search needs one curator of all held-out records; parties use Algorithm 4.")
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
-        if self._closed:
+        """Book the run here and at every party; a run that was interrupted meanwhile may simply close again."""
+        if self.closed:
             raise BudgetError("this session is closed already; open a new one for a new plan.")
-        self._closed = True
-        event = self._spent_event(data_dependent)
-        words = {"run": self._store.run, "reason": reason, "data_dependent": data_dependent}
-        # A party who does not hear of the end keeps the whole plan charged: too much, never too little.
-        self._caller.call(dict.fromkeys(self._plan.names, encode(Message("close", words))), {})
-        event = self._charge.close(event, reason=reason, data_dependent=data_dependent)
-        self._store.remove()
+        self.closed = True
+        self._store.end()
+        words = {"run": self._store.run, "reason": reason}
+        # A party who does not hear of the end keeps the whole plan charged, which is what it books anyway.
+        message = encode(Message("close", words))
+        self._caller.transport.exchange(dict.fromkeys(self._plan.names, message), self._caller.timeout)
+        event = self._charge.close(self._spent_event(), reason=reason, data_dependent=data_dependent)
         return Spent(event, self.used, reason, data_dependent)
+
+    def forget(self) -> None:
+        """The result is safe: remove what was kept to continue the run."""
+        self._store.remove()
+
+    def leave(self) -> None:
+        """Let go of what was kept, for whoever continues the run."""
+        self._store.close()
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
     def _ask(self, slot: str, query: Query, rho: float | None, offsets: Floats | None = None) -> Floats:
         """Ask until a round is complete, each time as a new release, and keep the aggregate before it is used."""
-        if self._closed:
+        if self.closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
+        if self._store.ended:
+            raise BudgetError("the kept run had ended and this one asks for more; not the same run.")
         if self._made[slot] >= self._plan.schedule[slot].count:
             raise ExhaustedError(
                 f"the plan allows {self._plan.schedule[slot].count} releases of {slot!r} and all were made."
@@ -173,8 +184,9 @@ class FederatedSession:
             self._rounds.reset()
         if back:
             message = encode(Message("open", {"run": self._store.run, "plan": self._plan.digest}))
-            ready = self._caller.call(dict.fromkeys(back, message), {})
-            fresh = any(isinstance(slot.sampling, SinglePass) for slot in self._plan.schedule.slots)
+            replies = self._caller.call(dict.fromkeys(back, message), {})
+            ready = {name: reply for name, reply in replies.items() if reply.kind == "ready"}
+            fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
             for name, reply in ready.items():
                 if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
                     raise ProtocolError(
@@ -185,9 +197,9 @@ class FederatedSession:
         """Charge a new release of ``slot``, durably, and return its round number."""
         if self._draws[slot] - self._made[slot] > self._plan.spare:
             t, faults = self.faults[-1] if self.faults else (self._store.last_round, {})
-            why = named(faults) or "the coordinator was interrupted"
+            why = named(faults) or "interrupted"
             raise DropoutError(
-                list(faults),
+                list(faults) or ["coordinator"],
                 f"round {t} was lost ({why}) and the plan's {self._plan.spare} spare rounds are used up",
             )
         if rho is not None and self._plan.is_private:
@@ -210,13 +222,13 @@ class FederatedSession:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
-        source = self._sources[ask.slot]
+        source, number = self._sources[ask.slot], self._draws[ask.slot] - 1
         if isinstance(query, Scores):
             assert rho is not None
             most = max(each.bound for each in query.candidates) * self._plan.largest_factor
             scores = total if offsets is None else total + offsets
-            return np.array([float(source.choose(scores, ask.round, rho, most))])
-        source.add(total, ask.round, ask.multiplier, ask.bound * self._plan.largest_factor)
+            return np.array([float(source.choose(scores, number, rho, most))])
+        source.add(total, number, ask.multiplier, ask.bound * self._plan.largest_factor)
         return total
 
     def _keep(self, slot: str, total: Floats, t: int) -> Floats:
@@ -247,13 +259,17 @@ class FederatedSession:
         if self._filter and self._plan.is_private:
             self.rho_left = self._rho - self._store.rho
 
-    def _spent_event(self, data_dependent: bool) -> events.Event | None:
+    def _spent_event(self) -> events.Event | None:
+        """The whole plan, or what its zCDP filter counted.
+
+        Spare rounds that were not needed are not given back: whether a round is lost is up to any member, who has
+        seen earlier releases by then.
+        """
         if self._plan.budget is None:
             return None
         if self._filter and self.rho_left < self._rho:
             return self._plan.filter_event(self._rho - self.rho_left)
-        whole = data_dependent or self._plan.whole_only
-        return self._plan.event if whole or not any(self._draws.values()) else self._plan.event_of(self._draws)
+        return self._plan.event
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def deal(
     Args:
         X, y: the table.
         m: how many parties.
-        unevenness: u of paper 002's experiments; 1 is even.
+        unevenness: n_max/n_min, sizes between them geometric; 1 is even. (Paper 002's u has two groups of sizes.)
         dirichlet: α of label shares drawn from Dirichlet(α) instead; small α makes the parties' labels differ.
         seed: of the shuffle; ``None`` keeps the order (even and uneven splits only).
 

@@ -12,21 +12,23 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError
 from quietgrad.federation import network
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.toml_plan import PlanFile
-from quietgrad.federation.transport import Handler
-from quietgrad.files import write_atomically
+from quietgrad.files import close_to_others, read_json, write_atomically
 from quietgrad.privacy.budget import Budget
 
 ADMIN = "admin@quietgrad.local"
 KIT, ADMIN_KIT = "nvflare", "nvflare-admin"
-_ORG = "quietgrad"
+_ORG = _PROJECT = "quietgrad"
 _HOME = "quietgrad.federation.flare_job"
 _ALLOWED = (
     "nvflare.collab.runtime.controller.CollabController",
@@ -63,7 +65,7 @@ class SiteSettings:
     @classmethod
     def read(cls, local: str | Path) -> SiteSettings:
         """Read the settings of the site that runs here."""
-        return cls(**json.loads((Path(local) / cls.FILE).read_text()))
+        return cls(**read_json(Path(local) / cls.FILE))
 
     @property
     def out(self) -> Path:
@@ -82,13 +84,13 @@ class SiteSettings:
             return None
         return Budget(self.cap_epsilon, file.budget.delta, file.budget.relation)
 
-    def handler(self, file: PlanFile) -> Handler:
+    def member(self, file: PlanFile) -> PartyCurator | SumMember:
         """What answers at this site: a party with its records, or a server of a secure sum."""
         credentials = Credentials.read(self.keys)
         if self.data is None:
-            return network.server_handler(file, credentials)
+            return network.server(file, credentials)
         table = network.records(file, self.data)
-        return network.party_handler(
+        return network.party(
             file, credentials, (table.X, table.y), folder=self.out, ledger=self.ledger_for(file),
             account=self.account, cap=self.cap_for(file),
         )  # fmt: skip
@@ -114,11 +116,12 @@ def make_kits(file: PlanFile, keys: Path) -> None:
     from nvflare.lighter.provisioner import Provisioner
 
     project = _project(file)
-    with tempfile.TemporaryDirectory() as scratch:
+    # FLARE writes its root's private key with the rights of any file: here only the owner may enter and read.
+    with tempfile.TemporaryDirectory() as scratch, _private_files():
         builders, packager = prepare_builders(project), prepare_packager(project)
         with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
             Provisioner(scratch, builders, packager).provision(prepare_project(project))
-        made = Path(scratch) / str(project["name"]) / "prod_00"
+        made = Path(scratch) / _PROJECT / "prod_00"
         for name in file.members:
             _move(made / name, keys / name / KIT)
         _move(made / ADMIN, keys / COORDINATOR / ADMIN_KIT)
@@ -214,7 +217,7 @@ def _project(file: PlanFile) -> dict[str, Any]:
     impl = "nvflare.lighter.impl"
     return {
         "api_version": 3,
-        "name": file.name,
+        "name": _PROJECT,  # it becomes a folder; the federation's own name is of no use to FLARE
         "description": "made by quietgrad federate provision",
         "participants": [
             server, *clients, {"name": ADMIN, "type": "admin", "org": _ORG, "role": "project_admin"},
@@ -232,5 +235,14 @@ def _move(source: Path, target: Path) -> None:
     import shutil
 
     shutil.move(str(source), str(target))
-    for secret in target.glob("startup/*.key"):
-        secret.chmod(0o600)
+    close_to_others(target)
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Whatever a library writes inside, others may not read."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

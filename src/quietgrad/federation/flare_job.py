@@ -15,6 +15,8 @@ from nvflare.collab import collab
 from quietgrad.errors import QuietgradError
 from quietgrad.federation import network
 from quietgrad.federation.flare import SiteSettings
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import Credentials
 from quietgrad.federation.toml_plan import PlanFile, read_plan
 from quietgrad.federation.transport import Bytes, Handler
@@ -58,6 +60,7 @@ class Site:
         self._lock = threading.Lock()
         self._settings: SiteSettings | None = None
         self._file: PlanFile | None = None
+        self._member: PartyCurator | SumMember | None = None
         self._handler: Handler | None = None
         self._failure = "is not ready"
         self._asked: tuple[str, int] | None = None
@@ -71,7 +74,8 @@ class Site:
         self._settings.tell("the coordinator's job has started here")
         try:
             self._file = read_plan(self._settings.plan)
-            self._handler = self._settings.handler(self._file)
+            self._member = self._settings.member(self._file)
+            self._handler = self._member.handle
         except (QuietgradError, ValueError, OSError) as error:
             self._failure = str(error)
         gc.freeze()  # as at the coordinator
@@ -98,7 +102,9 @@ class Site:
         if collab.caller != _SERVER or self._settings is None or self._file is None:
             return False
         try:
-            done = network.save_parting(parting, self._file, self._settings.out)
+            done = network.save_parting(parting, self._file, self._settings.out, self._member)
+            if isinstance(self._member, PartyCurator):
+                self._member.discard() if done else self._member.withdraw()
         except QuietgradError as error:
             words, done = str(error), False
         self._settings.end(words, done=done)

@@ -1,6 +1,12 @@
-"""A party's memory of one run: which rounds it answered, so that none is ever answered twice.
+"""A party's memory of the one run it approved: which run that is, and which rounds it answered.
 
-With a folder every line is on the disk before the answer leaves, and a party that restarts continues where it was.
+One approval is one run. The first run that a coordinator opens is written down here before anything else happens,
+and no other is answered, whatever process of this party is asked; a party that restarts continues where it was.
+With a folder every line is on the disk before the answer leaves.
+
+The key of the samples stands in the first line: where records are used once (a single pass), which of them were
+used follows from it and the rounds, so it must not be lost alone; once the run is over nothing follows from it any
+more, and it is blotted out. Noise is drawn from keys that are kept nowhere.
 """
 
 from __future__ import annotations
@@ -10,27 +16,47 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quietgrad.errors import LedgerError
+from quietgrad.curators.kept_file import KeptFile
+from quietgrad.errors import DataError, LedgerError
+from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 
 class Journal:
-    """Rounds and draws answered in a run, in memory and optionally in ``folder``.
+    """The run that an approval was used for, and the rounds answered in it; in memory, or also in ``folder``.
+
+    Args:
+        folder: where to keep it; one process at a time may hold it.
+        name: the party's.
+        digest: of the plan; a journal of another plan is refused.
 
     >>> journal = Journal(None, "clinic", "digest")
-    >>> journal.start("run1")
-    False
+    >>> journal.run
+    >>> journal.bind("run1")
     >>> journal.record(0, "gradient", 0, None)
-    >>> journal.last_round, journal.draws("gradient")
-    (0, 1)
+    >>> journal.run, journal.last_round, journal.draws("gradient"), journal.ended
+    ('run1', 0, 1, False)
     """
 
     def __init__(self, folder: Path | None, name: str, digest: str) -> None:
-        self._folder, self._name, self._digest = folder, name, digest
-        self._path: Path | None = None
-        self._run = ""
+        self._name, self._digest = name, digest
         self._forget()
+        self._file: KeptFile | None = None
+        if folder is not None:
+            self._file = KeptFile(folder / f"{name}.journal", f"answers for {name}")
+            try:
+                self._read(self._file)
+            except BaseException:
+                self._file.close()
+                raise
 
     def _forget(self) -> None:
+        self.run: str | None = None
+        """The run that this approval was used for."""
+        self.entry = ""
+        """Its name in the party's ledger, which nobody else chose."""
+        self.key = b""
+        """Of its samples."""
+        self.ended = False
         self.last_round = -1
         self.rho = 0.0
         self._draws: dict[str, int] = {}
@@ -39,49 +65,53 @@ class Journal:
         """One more than the largest draw of a slot that was answered."""
         return self._draws.get(slot, 0)
 
-    def start(self, run: str) -> bool:
-        """Begin or continue ``run``; whether it was known already."""
-        self._forget()
-        self._run = run
-        if self._folder is None:
-            return False
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._path = self._folder / f"{self._name}-{run}.journal"
-        known = self._path.exists()
-        if known:
-            self._replay(self._path)
-        else:
-            self._write({"plan": self._digest, "run": run})
-        return known
-
-    def interrupted(self) -> bool:
-        """Whether the folder holds a run of this party that did not end."""
-        return self._folder is not None and any(self._folder.glob(f"{self._name}-*.journal"))
+    def bind(self, run: str) -> None:
+        """Use the approval for ``run``, and for no other from now on."""
+        head = {"plan": self._digest, "run": run, "entry": f"{run}.{os.urandom(8).hex()}", "key": fresh_key().hex()}
+        self._write(head)
+        self._begin(head)
 
     def record(self, t: int, slot: str, draw: int, rho: float | None) -> None:
         """Round ``t`` is about to be answered."""
         self._write({"round": t, "slot": slot, "draw": draw, "rho": rho})
         self._apply(t, slot, draw, rho)
 
-    def key(self, run: str) -> bytes | None:
-        """The run's secret key, kept apart from the journal; ``None`` without a folder."""
-        if self._path is None:
-            return None
-        from quietgrad.privacy.keys import KeyFile, KeyFileError
+    def end(self) -> None:
+        """The run is closed and paid for: nothing more is answered in it."""
+        if not self.ended:
+            self._write({"ended": self.run})
+            self.ended = True
+            self._blot()
 
-        name = f"{run}-{self._name}"
-        try:
-            return KeyFile.load(name)
-        except KeyFileError:
-            return KeyFile.create(name)
+    def unbind(self) -> None:
+        """Nothing was asked in the run: the approval was not used."""
+        if self.last_round >= 0:
+            raise LedgerError(f"{self._name}: rounds were answered, so the approval is used.")
+        self._forget()
+        if self._file is not None:
+            self._file.cut(0)
 
-    def finish(self) -> None:
-        """The run is over: remove its journal and its key."""
-        if self._path is not None:
-            from quietgrad.privacy.keys import KeyFile
+    def discard(self) -> None:
+        """What came out of the run is safe: remove the journal; nothing more is answered in it."""
+        self.ended = True
+        if self._file is not None:
+            self._file.remove()
 
-            KeyFile.destroy(f"{self._run}-{self._name}")
-            self._path.unlink(missing_ok=True)
+    def close(self) -> None:
+        """Let go of the folder; one that no run was opened in is left as it was found."""
+        if self._file is not None:
+            if self.run is None:
+                self._file.remove()
+            self._file.close()
+
+    def _blot(self) -> None:
+        """Write zeros over the key of a run that is over: which records it used is nobody's business."""
+        if self._file is not None and any(self.key):
+            self._file.blot(self.key.hex().encode())
+        self.key = bytes(KEY_BYTES)
+
+    def _begin(self, head: dict[str, Any]) -> None:
+        self.run, self.entry, self.key = str(head["run"]), str(head["entry"]), bytes.fromhex(head["key"])
 
     def _apply(self, t: int, slot: str, draw: int, rho: float | None) -> None:
         self.last_round = t
@@ -89,23 +119,42 @@ class Journal:
         self.rho += rho or 0.0
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        with self._path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self._file is not None:
+            self._file.append(json.dumps(line).encode() + b"\n")
 
-    def _replay(self, path: Path) -> None:
-        lines = path.read_bytes().split(b"\n")
+    def _read(self, file: KeptFile) -> None:
+        whole, newline, torn = file.content().rpartition(b"\n")
+        if torn:  # by a crash, before its answer left
+            file.cut(len(whole) + len(newline))
+        if not newline:
+            return
         try:
-            # What follows the last newline was torn by a crash, before its answer left.
-            entries = [json.loads(line) for line in lines[:-1]]
-        except ValueError:
-            raise LedgerError(f"{path}: the journal is damaged; remove it and pay for a new run.") from None
-        if not entries or entries[0].get("plan") != self._digest:
-            raise LedgerError(f"{path}: the journal is of another plan.")
-        for entry in entries[1:]:
-            self._apply(entry["round"], entry["slot"], entry["draw"], entry["rho"])
-        if lines[-1]:
-            path.write_bytes(b"\n".join(lines[:-1]) + b"\n")
+            head, *entries = [json.loads(line) for line in whole.split(b"\n")]
+            other = head["plan"] != self._digest
+            self._begin(head)
+            if len(self.key) != KEY_BYTES:
+                raise ValueError
+            for entry in entries:
+                if "ended" in entry:
+                    self.ended = True
+                else:
+                    self._apply(int(entry["round"]), str(entry["slot"]), int(entry["draw"]), entry["rho"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise LedgerError(
+                f"{file.path}: is damaged, so nobody can tell what was answered; choose another folder, and pay "
+                "for a new run."
+            ) from None
+        if self.ended:
+            self._blot()  # killed between the two
+        if other:
+            raise DataError(
+                f"{file.path}: an interrupted run of another plan is kept here; continue that one, or choose "
+                "another folder."
+            )
+
+
+def forget(folder: Path, name: str) -> None:
+    """Remove a party's journal: for whoever approves runs by calling for them, as a simulation does."""
+    path = folder / f"{name}.journal"
+    if path.exists():
+        KeptFile(path, f"answers for {name}").remove()

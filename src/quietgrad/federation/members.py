@@ -20,6 +20,7 @@ from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.masking import MaskingParty
 from quietgrad.secure.mpc import NoiseServer
+from quietgrad.secure.noise_share import NoiseShare
 from quietgrad.secure.replicated import Exchange
 from quietgrad.secure.servers import SharingParty, SumServer
 
@@ -42,11 +43,26 @@ class _Member:
             seed,
         )
         self._roles: dict[int, Any] = {}
+        self._shares: dict[int, NoiseShare] = {}
+        self._key: bytes | None = None
         self._drawn: dict[str, int] = {}
         self._most_drawn = GRAPHS_PER_RELEASE * sum(plan.limit(slot.name) for slot in plan.schedule.slots)
 
     def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         raise NotImplementedError
+
+    def begin(self, key: bytes) -> None:
+        """A run begins or continues, with this secret for noise that outlives a set-up."""
+        self._key, self._shares = key, {}
+
+    def _share(self, dim: int) -> NoiseShare | None:
+        """Noise that is correlated over rounds goes on whatever keys the rounds have; other noise does not."""
+        terms = self._plan.terms(dim)
+        if terms.correlated is None:
+            return None
+        if dim not in self._shares:
+            self._shares[dim] = NoiseShare(terms, self._roster.index(self.name), self._seed, self._key)
+        return self._shares[dim]
 
     def _role(self, message: Message) -> Any:
         dim = message.fields.get("dim")
@@ -63,6 +79,8 @@ class _Member:
         if dim not in set(self._plan.dims.values()):
             raise ProtocolError("coordinator", f"asks for sums of length {dim!r}, which the plan does not have")
         run = str(message.fields.get("run"))
+        if run not in self._drawn:
+            self._shares = {}
         self._drawn = {run: self._drawn.get(run, 0) + 1}
         if self._drawn[run] > self._most_drawn:
             # Each set-up draws neighbours anew; whoever could ask for ever would find some that do not protect us.
@@ -81,7 +99,11 @@ class SecureMember(_Member):
     def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         terms = self._plan.terms(dim)
         if terms.mode == "masks":
-            return MaskingParty(self._identity, roster, terms, epoch, seed=self._seed)
+            seen = [role.witness for role in self._roles.values() if role.witness is not None]
+            last = max(seen, key=lambda witness: witness.round, default=None)
+            return MaskingParty(
+                self._identity, roster, terms, epoch, seed=self._seed, witness=last, noise=self._share(dim)
+            )
         return SharingParty(self._identity, roster, terms, epoch)
 
     def answer(self, message: Message) -> Message:
@@ -123,8 +145,10 @@ class SumMember(_Member):
         self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
 
     def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
-        kind = NoiseServer if self._plan.secure == "mpc" else SumServer
-        return kind(self._identity, roster, self._plan.terms(dim), epoch, seed=self._seed)
+        terms = self._plan.terms(dim)
+        if self._plan.secure == "mpc":
+            return NoiseServer(self._identity, roster, terms, epoch, seed=self._seed)
+        return SumServer(self._identity, roster, terms, epoch, seed=self._seed, noise=self._share(dim))
 
     def handle(self, data: Bytes) -> bytearray:
         """Answer one message; never raises."""
@@ -134,6 +158,9 @@ class SumMember(_Member):
             return encode(Message("refused", {"code": "stranger", "reason": str(refusal)}))
         except (ProtocolError, WireError, ValueError, KeyError, TypeError) as refusal:
             return encode(Message("refused", {"code": "protocol", "reason": f"{refusal}"}))
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
     def _answer(self, message: Message) -> Message:
         if message.kind in ("hello", "meet"):

@@ -6,6 +6,7 @@ then answers from its records; a server of a secure sum adds up shares it cannot
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -15,21 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError
-from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
+from quietgrad.federation.journal import forget
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.simulation import train
 from quietgrad.federation.toml_plan import PlanFile
-from quietgrad.federation.transport import Bytes, Handler, Transport
+from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.files import write_atomically
+from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.identity import Roster
-from quietgrad.training.result import Result
+from quietgrad.training.result import Result, load
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -55,21 +59,41 @@ def coordinate(
 ) -> Result:
     """Train through ``transport``, or continue the interrupted run in ``folder``, and save the model there.
 
+    A folder that holds the result of this plan already is left as it is: nobody is asked anything.
+
     ``tell`` is told in words of the rounds, now and then, and of every one that went wrong.
     """
     check_coordinator(credentials)
-    if (folder / "result.json").exists():
-        raise DataError(f"{folder}: holds a finished run; choose another folder.")
+    done = finished(file, folder)
+    if done is not None:
+        return done
     curator = FederatedCurator(
         file.objective, transport, timeout=file.timeout, ledger=ledger, account=account, cap=cap,
         identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
         tell=tell,
     )  # fmt: skip
-    start = file.objective.initial(file.plan.shape)
-    result = train(file.algorithm, curator, file.plan, start, account=account, callback=report_rounds(tell))
-    details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
-    result = replace(result, details=details, data={"name": file.name, "notes": []})
-    result.save(folder)
+
+    def named(result: Result) -> Result:
+        details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
+        return replace(result, details=details, data={"name": file.name, "notes": []})
+
+    return named(
+        train(
+            file.algorithm, curator, file.plan, file.objective.initial(file.plan.shape), account=account,
+            callback=report_rounds(tell), keep=lambda result: named(result).save(folder),
+        )
+    )  # fmt: skip
+
+
+def finished(file: PlanFile, folder: Path) -> Result | None:
+    """The result of this plan that ``folder`` holds, if it does: a coordinator that restarts only hands it out."""
+    if not (folder / "result.json").exists():
+        return None
+    result = load(folder)
+    if result.details.get("plan_file") != file.digest:
+        raise DataError(f"{folder}: holds a finished run of another plan; choose another --out.")
+    if (folder / AGGREGATES).exists():  # killed after saving
+        KeptFile(folder / AGGREGATES, "coordinates this run").remove()
     return result
 
 
@@ -79,7 +103,7 @@ def check_coordinator(credentials: Credentials) -> None:
         raise DataError(f"{credentials.folder}: are the keys of {credentials.name!r}, not the coordinator's.")
 
 
-def party_handler(
+def party(
     file: PlanFile,
     credentials: Credentials,
     data: Any,
@@ -88,26 +112,45 @@ def party_handler(
     ledger: str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
-) -> Handler:
-    """What answers for a party; refuses here if the plan does not prove its promise or the data do not fit it."""
+) -> PartyCurator:
+    """Approve one run of the plan, which answers for a party; the one that ``folder`` has begun, if it has.
+
+    Refuses here if the plan does not prove its promise or the data do not fit it. Without a cap, here or in the
+    ledger, the account may spend what the plan costs and no more.
+    """
+    if (folder / "result.json").exists():
+        forget(folder, credentials.name)  # killed after it had saved the model
+        raise DataError(f"{folder}: holds a finished run; choose another --out to approve another one.")
     if file.budget is not None:
         file.plan.proves()
-    party = PartyCurator(
-        credentials.name, file.objective, data, file.plan, ledger=ledger, account=account, cap=cap,
-        identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
+    member = PartyCurator(
+        credentials.name, file.objective, data, file.plan, ledger=ledger, account=account,
+        cap=cap or default_cap(file, ledger, account), identity=credentials.identity,
+        roster=_roster(file, credentials), folder=folder,
     )  # fmt: skip
-    party.check_cap()  # now, and not when the others have paid already
-    return party.handle
+    try:
+        member.check_cap()  # now, and not when the others have paid already
+    except BaseException:
+        member.close()
+        raise
+    return member
 
 
-def server_handler(file: PlanFile, credentials: Credentials) -> Handler:
+def default_cap(file: PlanFile, ledger: str | Path | None, account: str) -> Budget | None:
+    """The ε that the plan promises, unless whoever keeps the ledger has set a cap there."""
+    if file.budget is None or ledger is None or Ledger(ledger).cap(account) is not None:
+        return None
+    return file.budget
+
+
+def server(file: PlanFile, credentials: Credentials) -> SumMember:
     """What answers for a server of a secure sum."""
     if credentials.name not in file.plan.servers:
         servers = ", ".join(file.plan.servers) or "none"
         raise DataError(f"{credentials.name!r} is not a server of this plan; its servers are: {servers}.")
     roster = _roster(file, credentials)
     assert roster is not None  # a plan with servers has secure sums
-    return SumMember(file.plan, credentials.identity, roster).handle
+    return SumMember(file.plan, credentials.identity, roster)
 
 
 def parting(result: Result) -> bytearray:
@@ -116,15 +159,19 @@ def parting(result: Result) -> bytearray:
     return encode(Message("model", {}, {"params": np.asarray(result.params, np.float64), "result": text}))
 
 
-def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
-    """Write the model that the coordinator handed out; ``False`` if it handed out none."""
+def save_parting(data: Bytes, file: PlanFile, folder: Path, party: object = None) -> bool:
+    """Write the model that the coordinator handed out; ``False`` if it handed out none.
+
+    What the coordinator states about privacy must follow from the plan that was approved here and, where
+    ``party`` is given, from what this party answered.
+    """
     if not len(data):
         return False
     from safetensors.numpy import save as to_bytes
 
     try:
         message = decode(data, most=largest_frame(file))
-        statement = json.loads(message.blob("result"))
+        statement = parse_json(message.blob("result"))
         params = message.arrays["params"]
         if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,):
             raise WireError("not the model of this plan")
@@ -132,19 +179,68 @@ def save_parting(data: Bytes, file: PlanFile, folder: Path) -> bool:
         raise ProtocolError(COORDINATOR, f"handed out something that is not a model ({error})") from None
     if not np.isfinite(params).all():
         raise ProtocolError(COORDINATOR, "handed out a model with numbers that are not finite")
+    problem = _unlike_the_plan(statement, file, party.answered() if isinstance(party, PartyCurator) else {})
+    if problem is not None:
+        raise ProtocolError(COORDINATOR, f"handed out a statement that this plan refutes: {problem}")
     folder.mkdir(parents=True, exist_ok=True)
-    statement = {**statement, "said_by": COORDINATOR}
+    statement = {**statement, "details": {**statement["details"], "said_by": COORDINATOR}}
     write_atomically(folder / "model.safetensors", to_bytes({"params": params}))
     write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
     return True
 
 
+def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Mapping[str, int]) -> str | None:
+    """Why a statement is not one that a run of this plan can end with."""
+    from quietgrad.training.result import Privacy
+    from quietgrad.training.verification import contradiction
+
+    try:
+        said = Privacy.from_json(statement["privacy"])
+        dict(statement["details"])
+        releases = {str(slot): int(made) for slot, made in said.releases.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it has no readable statement of privacy ({type(error).__name__})"
+    plan = file.plan
+    if statement.get("algorithm") != plan.algorithm or statement["details"].get("plan_file") != file.digest:
+        return "it is of another algorithm or plan"
+    if any(releases.get(slot, 0) < made for slot, made in answered.items()):
+        return "it lists fewer releases than were answered here"
+    allowed = {slot.name: plan.limit(slot.name) for slot in plan.schedule.slots}
+    if any(made > allowed.get(slot, 0) for slot, made in releases.items()):
+        return "it lists more releases than the plan allows"
+    if file.budget is None:
+        private = said.is_private or said.epsilon is not None
+        return "it is called private, and the plan adds no noise" if private else None
+    if said.epsilon is None:
+        return "it states no ε"
+    if said.delta != file.budget.delta or said.relation is not file.budget.relation:
+        return f"δ = {said.delta} under {said.relation} is not what was agreed"
+    # Whenever a run stops, all of its plan is spent: spare rounds and what an early stop left are not given back.
+    if said.events != plan.event or said.noise_multiplier != plan.noise_multiplier:
+        return "it lists other releases or other noise than the plan's"
+    return contradiction(said)
+
+
+def model_digest(folder: Path) -> str:
+    """SHA-256 of a saved model: the same at the coordinator and at every party, or somebody has another one."""
+    return hashlib.sha256(read_bytes(folder / "model.safetensors")).hexdigest()
+
+
+def spoken(digest: str) -> str:
+    """The first 80 bits of a digest in groups that can be read out over the telephone.
+
+    >>> spoken("0123456789abcdef0123456789abcdef")
+    '0123 4567 89ab cdef 0123'
+    """
+    return " ".join(digest[k : k + 4] for k in range(0, 20, 4))
+
+
 def records(file: PlanFile, path: str | Path) -> Dataset:
     """A party's table, read as the plan says."""
-    from quietgrad.data import load
+    from quietgrad.data import load as load_table
 
     # A party whose records are all of one class is welcome: the others have the rest.
-    data = load(path, train=False, **file.reading)
+    data = load_table(path, train=False, **file.reading)
     if data.d != file.features:
         raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
     return data

@@ -2,7 +2,7 @@
 
 Everything a coordinator may say arrives at :meth:`PartyCurator.handle` as bytes. The party draws its own sample,
 clips, sums, and lets go of the sum only as the plan's trust says: to a trusted curator, under its own noise, or
-inside a secure sum. Its whole cost is in the party's own ledger before the first answer.
+inside a secure sum.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.account import Account, Charge
+from quietgrad.curators.account import Account
 from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.federation.approval import Approval
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.members import SecureMember, Stranger
 from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.queries import flat, off_plan, unpack
 from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode, limit
+from quietgrad.files import reason as error_words
+from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.events import Event, PerParty
 from quietgrad.privacy.mechanisms import Source
 from quietgrad.privacy.rng import fresh_key, run_key, seed_key
 from quietgrad.sampling import FixedSize
@@ -51,10 +53,10 @@ class PartyCurator:
         plan: the plan this party approved; a coordinator with another one is refused.
         ledger, account, cap: as in :class:`~quietgrad.curators.central.CentralCurator`; this party's own.
         identity, roster: who is who, for secure sums.
-        folder: keep a journal here, so that this party can restart within a run; without it a restarted party is
-            charged for the whole plan again.
+        folder: keep a journal here, so that this party can restart within the run; without it a restarted party
+            has approved another run and is charged for the whole plan again. One process at a time.
         ids: whole numbers that name the records, if all parties share ``key`` and sample by record.
-        key: 32 secret bytes for samples and noise.
+        key: 32 secret bytes for the samples. Noise never comes from it: it is drawn anew in every process.
         seed: fixed randomness, for tests: the run is then **not private**.
     """
 
@@ -79,12 +81,10 @@ class PartyCurator:
         self.records = objective.prepare(data)
         self._place = plan.index(name)
         self._check_records()
-        self._account = Account(account, ledger, cap)
+        people = Account(account, ledger, cap)
         self._seeded = seed is not None
         self._given = seed_key(seed) if seed is not None else key
-        self._key: bytes | None = None
         self._ids = None if ids is None else np.asarray(ids)
-        self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
         self._member: SecureMember | None = None
         if plan.trust == "secure":
             if identity is None or roster is None:
@@ -92,11 +92,11 @@ class PartyCurator:
             self._member = SecureMember(plan, identity, roster, seed)
         self._zero = zeros_like(objective.initial(self.records))
         self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
-        self._charge: Charge | None = None
         self._samplers: dict[str, Draw] = {}
-        self._run: str | None = None
         self._reply: bytearray | None = None
         self._sources: dict[str, Source] = {}
+        self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
+        self._approval = Approval(plan, self._place, people, self._journal, self.records.fingerprint_parts)
 
     def _check_records(self) -> None:
         shape = Shape(self.records.dim, getattr(self.records, "features", 0))
@@ -114,17 +114,12 @@ class PartyCurator:
             )
 
     def check_cap(self) -> None:
-        """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing.
+        """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing."""
+        self._approval.check_cap()
 
-        A run that was interrupted and may be continued is paid for already.
-        """
-        event, budget = self._event, self.plan.budget
-        if event is not None and budget is not None and not self._journal.interrupted():
-            self._account.check(event, budget)
-
-    @property
-    def _event(self) -> Event | None:
-        return None if self.plan.budget is None else self.plan.party_event(self._place, None)
+    def answered(self) -> dict[str, int]:
+        """How many draws of each slot this party answered in the run it knows."""
+        return {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -147,6 +142,8 @@ class PartyCurator:
             )
         except QuietgradError as refusal:
             return _refused("failed", f"{self.name}: {refusal}")
+        except OSError as error:  # a full disk has a name, and that carries no record
+            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
         except Exception as error:  # its text could carry a record's value
             return _refused("failed", f"{self.name}: could not answer ({type(error).__name__})")
 
@@ -154,51 +151,51 @@ class PartyCurator:
         kind = message.kind
         if kind == "open":
             return self._open(message)
-        if self._run is None or message.fields.get("run") != self._run:
+        run = message.fields.get("run")
+        if kind == "close" and run is not None and run == self._journal.run:
+            self._approval.close(run, str(message.fields.get("reason", ""))[:200])
+            return Message("closed", {"run": run})
+        if run is None or run != self._journal.run or not (self._approval.in_use or self._journal.ended):
             raise Stranger(self.name, "does not know this run")
+        if self._journal.ended:
+            raise BudgetError("this run is over; nothing was given.")
         if kind == "ask":
             return self._ask(message)
-        if kind == "close":
-            return self._close(message)
         if self._member is not None and kind in ("hello", "meet", "prepare", "reveal"):
             return self._member.answer(message)
         raise ProtocolError("coordinator", f"says {kind!r}, which this party does not understand")
 
     def _open(self, message: Message) -> Message:
-        """Compare plans, pay, and be ready; opening the same run again continues it."""
+        """Compare plans, pay, and be ready; opening the same run again continues it, and there is no other."""
         run = message.fields.get("run")
-        if not isinstance(run, str) or not run.isalnum() or len(run) > 64:
+        if not isinstance(run, str) or not run.isalnum() or not is_path_name(run) or len(run) > 64:
             raise ProtocolError("coordinator", "gives no name to the run")
         if message.fields.get("plan") != self.plan.digest:
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
-        if self._run != run:
-            resumed = self._journal.start(run)
-            self._charge = self._reserve(run, resumed)
-            self._key = self._key_of(run)
-            self._sources = {
-                slot.name: slot.mechanism.source(self._key, f"local/{self.name}/{slot.name}", _ROUNDS_AT_ONCE)
-                for slot in self.plan.schedule.slots
-            }
-            self._run = run
-            self._samplers = samplers(
-                self.plan, self._place, self._key, len(self.records), self._ids, self._journal.draws
-            )
+        if not self._approval.use(run):
+            return Message("closed", {"run": run})
+        if not self._samplers:
+            self._draw_keys()
         return Message("ready", {"run": run, "round": self._journal.last_round, **self.plan.shape.to_json()})
 
-    def _key_of(self, run: str) -> bytes:
-        """A key for this run alone: two runs that drew the same noise would let anyone subtract it."""
-        if self._given is None:
-            return self._journal.key(run) or fresh_key()
-        return self._given if self._seeded else run_key(self._given, run)
-
-    def _reserve(self, run: str, resumed: bool) -> Charge:
-        charge = self._account.reopen(self._event, self.plan.budget, run=run) if resumed else None
-        return charge or self._account.reserve(
-            self._event,
-            self.plan.budget,
-            run=run,
-            note=f"{self.plan.algorithm}, party {self.name}",
-            contents=None if self._account.ledger is None else self.records.fingerprint_parts(),
+    def _draw_keys(self) -> None:
+        """Samples go on where an earlier process of this run was; noise is of this process alone."""
+        if self._seeded:
+            assert self._given is not None
+            samples = noise = self._given
+        else:
+            shared = self._journal.entry if self._ids is None else str(self._journal.run)
+            samples = self._journal.key if self._given is None else run_key(self._given, shared)
+            # A round is answered once, so the same noise never has to be drawn again: then it cannot be, either.
+            noise = fresh_key()
+        self._sources = {
+            slot.name: slot.mechanism.source(noise, f"local/{self.name}/{slot.name}", _ROUNDS_AT_ONCE)
+            for slot in self.plan.schedule.slots
+        }
+        if self._member is not None:
+            self._member.begin(noise)
+        self._samplers = samplers(
+            self.plan, self._place, samples, len(self.records), self._ids, self._journal.draws
         )
 
     # --- one release ------------------------------------------------------------------------------------------
@@ -226,8 +223,8 @@ class PartyCurator:
         if self.plan.trust == "local" and multiplier > 0.0:
             bound = query.bound * self.plan.factors[self._place]
             if bound > 0.0:
-                self._sources[slot].add(total, t, multiplier, bound)
-        return Message("sum", {"run": self._run, "round": t}, {"total": total})
+                self._sources[slot].add(total, draw, multiplier, bound)
+        return Message("sum", {"run": self._journal.run, "round": t}, {"total": total})
 
     def _check_stability(self, fit: LocalFit) -> None:
         """A fit's noise follows from its claimed sensitivity: prove it here instead of believing it."""
@@ -242,6 +239,9 @@ class PartyCurator:
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")
+        if draw != t and self.plan.schedule[slot].mechanism.whole_run:
+            # One slot: its draws are the rounds. Otherwise one cohort could be asked in every round.
+            raise ProtocolError("coordinator", f"asks for draw {draw} in round {t}; they are the same here")
         if not self._journal.draws(slot) <= draw < limit:
             raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")
         if rho is not None:
@@ -265,26 +265,18 @@ class PartyCurator:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def _close(self, message: Message) -> Message:
-        reason = str(message.fields.get("reason", ""))[:200]
-        if self._charge is not None:
-            spent = self._spent() if self.plan.is_private else None
-            self._charge.close(spent, reason=reason, data_dependent=self._whole(message))
-            self._charge = None
-        self._journal.finish()
-        self._run = None
-        return Message("closed", {"run": message.fields["run"]})
+    def withdraw(self) -> bool:
+        """The coordinator gave up: if it asked nothing, all is given back and the folder as before; whether so."""
+        self._samplers = {}
+        return self._approval.withdraw()
 
-    def _whole(self, message: Message) -> bool:
-        """Whether the whole plan stays charged: a stop that may have seen data, or a random round."""
-        return bool(message.fields.get("data_dependent", True)) or self.plan.whole_only
+    def discard(self) -> None:
+        """What came out of the run is safe: remove its journal."""
+        self._journal.discard()
 
-    def _spent(self) -> Any:
-        counts = {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
-        if self.plan.schedule.composition == "filter" and 0.0 < self._journal.rho < self.plan.event_rho:
-            event = self.plan.filter_event(self._journal.rho)
-            return event.parties[self._place] if isinstance(event, PerParty) else event
-        return self.plan.party_event(self._place, counts if any(counts.values()) else None)
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._journal.close()
 
 
 def _most_arrays(plan: FederatedPlan) -> int:

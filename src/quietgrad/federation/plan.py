@@ -28,6 +28,7 @@ from quietgrad.federation.weights import shares
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.sampling import FixedSize, SinglePass
 from quietgrad.secure.terms import Mode, Terms
 
@@ -107,6 +108,8 @@ class FederatedPlan(Plan):
         if self.trust == "secure":
             if self.is_private and not all(slot.mechanism.in_secure_sums for slot in self.schedule.slots):
                 raise ValueError("mechanism: secure sums have Gaussian noise only; choose mechanism='gaussian'.")
+            if self._correlated is not None and len(set(self.dims.values())) > 1:
+                raise ValueError("correlated noise is over vectors of one length; the queries have several.")
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
 
@@ -164,7 +167,13 @@ class FederatedPlan(Plan):
             colluders=self.colluders if masks else 1,
             servers=None if masks else len(self.servers),
             quorum=None if masks else self.quorum,
+            correlated=self._correlated if self.is_private else None,
         )
+
+    @cached_property
+    def _correlated(self) -> Correlated | None:
+        found = [slot.mechanism for slot in self.schedule.slots if isinstance(slot.mechanism, Correlated)]
+        return found[0] if found else None
 
     def scale(self, multiplier: float, bound: float, dimension: int) -> float:
         """What a party divides its sum by before a secure sum: σ in the query's own units, rounding paid.
@@ -177,6 +186,8 @@ class FederatedPlan(Plan):
             )
         if multiplier == 0.0:
             return bound
+        if self._correlated is not None:
+            multiplier *= self._correlated.factor
         share = multiplier * math.sqrt(dimension) / self.terms(dimension).noise_units
         if share >= 0.5:
             raise ValueError(f"noise multiplier {multiplier:g} in {dimension} dimensions: the grid is too coarse.")
@@ -282,6 +293,11 @@ class FederatedPlan(Plan):
             )
         if self.secure == "masks":
             lines.append(f"masks: {self.neighbourhood()}")
+        if self._correlated is not None and self.quorum < self.invited:
+            lines.append(
+                "absences: every round keeps enough noise whoever is missing; a missing share is never taken back, "
+                "so the sums of later rounds have more noise"
+            )
         lines += [f"retries: {self.spare} spare rounds of each kind are in the cost"] if self.spare else []
         lines += [f"batches: {text}" for text in [self.local_batches()] if text]
         if self.largest_factor != 1.0:
@@ -306,10 +322,10 @@ class FederatedPlan(Plan):
                 f"everybody holds shares of everybody, {graph.threshold} open a secret; the coordinator {deviate}"
             )
         return (
-            f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret) and masks "
-            f"with {graph.partners} of them; privacy fails with probability 2^{math.log2(graph.failure):.1f} per "
-            f"drawing (in δ), a round is lost for lack of holders with 2^{math.log2(graph.lost):.1f}; the "
-            f"coordinator {deviate}"
+            f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret) and "
+            f"masks with {graph.partners} of them; privacy fails with probability "
+            f"2^{math.log2(graph.failure):.1f} per drawing (in δ), a round is lost for lack of holders with "
+            f"2^{math.log2(graph.lost):.1f}; the coordinator {deviate}"
         )
 
     def local_batches(self) -> str:

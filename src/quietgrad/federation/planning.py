@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,14 +76,14 @@ def federate(
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(n)
+    schedule = replace(schedule, slots=tuple(slot.lengthened(spare) for slot in schedule.slots))
     if any(slot.mechanism.one_curator for slot in schedule.slots):
         raise ValueError(
             f"{algorithm.name}: its noisy search needs one curator of all held-out records; use minimize."
         )
     if budget is not None:
         schedule = schedule.under(budget.relation)
-        if hasattr(algorithm, "check_budget"):
-            algorithm.check_budget(budget)
+        algorithm.check_budget(budget)
     plan = FederatedPlan(
         algorithm=algorithm.name,
         config=json.loads(json.dumps(algorithm.config())),
@@ -106,7 +107,7 @@ def federate(
     settings = {**_settings(plan), "templates": door.templates, "dims": door.dims}
     if budget is None:
         return FederatedPlan(**settings)
-    printed = algorithm.paper_noise(n, budget) if hasattr(algorithm, "paper_noise") else None
+    printed = algorithm.paper_noise(n, budget)
     if printed is not None:
         return FederatedPlan(**{**settings, "noise_multiplier": printed, "paper_noise": algorithm.name})
     if noise_multiplier is None:
@@ -173,8 +174,10 @@ class Rehearsal:
         if self.used[slot] > self.plan.schedule[slot].count:
             raise ExhaustedError(f"the plan allows {self.plan.schedule[slot].count} releases of {slot!r}.")
         packed = json.loads(json.dumps(flat(*pack(query))))
-        old = self.templates.get(slot)
-        self.templates[slot] = (merged(None if old is None else old[0], packed),)
+        # A slot may have several kinds of query (the first step of a recursion, and the others).
+        others = [old for old in self.templates.get(slot, ()) if old["query.kind"] != packed["query.kind"]]
+        same = [old for old in self.templates.get(slot, ()) if old["query.kind"] == packed["query.kind"]]
+        self.templates[slot] = (*others, merged(same[0] if same else None, packed))
         self.dims[slot] = dim
 
 
@@ -206,10 +209,9 @@ def _rehearsed(algorithm: Any, door: Rehearsal) -> Rehearsal:
                 break
     except ExhaustedError:
         pass  # made-up answers may use a slot up sooner than real ones
-    if hasattr(algorithm, "examples"):
-        door.used = dict.fromkeys(door.used, 0)
-        for slot, query in algorithm.examples(initial, door):
-            door._note(slot, query, query.dim(door._shape))
+    door.used = dict.fromkeys(door.used, 0)
+    for slot, query in algorithm.examples(initial, door):
+        door._note(slot, query, query.dim(door._shape))
     return door
 
 

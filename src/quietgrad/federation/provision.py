@@ -77,6 +77,24 @@ class Credentials:
             raise DataError(f"{path}: the identity key is not the one of {name!r} in member.json.")
         return cls(path, name, identity, publics)
 
+    def check_dates(self) -> None:
+        """Refuse a certificate that everybody else would refuse, and say why."""
+        try:
+            own = x509.load_pem_x509_certificate((self.folder / "cert.pem").read_bytes())
+            authority = x509.load_pem_x509_certificate((self.folder / "ca.pem").read_bytes())
+            own.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            raise DataError(
+                f"{self.folder}: cert.pem was not signed by the authority in ca.pem; copy both from one provision."
+            ) from None
+        now = datetime.datetime.now(datetime.UTC)
+        if now > own.not_valid_after_utc:
+            day = own.not_valid_after_utc.date()
+            raise DataError(f"{self.folder}: the certificate expired on {day}; provision again.")
+        if now < own.not_valid_before_utc:
+            begin = own.not_valid_before_utc.isoformat(timespec="minutes")
+            raise DataError(f"{self.folder}: the certificate is valid from {begin} on; is the clock right?")
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everybody's public identities: the same at every member, or somebody changed one."""
@@ -212,7 +230,7 @@ class _Authority:
         return builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.UTC)
+        now = _now()
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -250,6 +268,10 @@ def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, byt
         raise DataError(f"{path}: not a valid request of {name!r}.")
     assert isinstance(key, ec.EllipticCurvePublicKey)
     return key, public
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _bound(name: str, pem: bytes) -> bytes:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, decode, encode, limit
-from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.faults import DropoutError, ImpossibleSum, ProtocolError
 from quietgrad.secure.identity import Identity, Roster
 
 Floats = npt.NDArray[np.float64]
@@ -201,13 +201,16 @@ def blame(faults: Mapping[str, str], colluders: float = math.inf) -> dict[str, s
     {'c': 'dealt a false share (so say a, b)'}
     """
     accusers: dict[str, list[str]] = {}
+    out: dict[str, str] = {}
     said: dict[str, str] = {}
     for name, why in faults.items():
         accused, colon, reason = why.removeprefix("refuses: ").partition(": ")
-        if why.startswith("refuses: ") and colon and " " not in accused and accused not in (name, "coordinator"):
+        if accused == ImpossibleSum.CHECK:  # found by whoever adds up; that is not who made it so
+            out[accused] = said[name] = f"{reason} (so says {name})"
+        elif why.startswith("refuses: ") and colon and " " not in accused and accused not in (name, "coordinator"):
             accusers.setdefault(accused, []).append(name)
             said[name] = reason
-    out = {name: why for name, why in faults.items() if name not in said}
+    out |= {name: why for name, why in faults.items() if name not in said}
     for accused, names in accusers.items():
         if len(names) > colluders:
             out[accused] = f"{said[names[0]]} (so say {', '.join(names)})"

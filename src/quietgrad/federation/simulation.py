@@ -12,8 +12,9 @@ import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.weighted_average import WeightedAverage
-from quietgrad.federation.coordinator import FederatedCurator, adversary
+from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, adversary
 from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.journal import forget
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.parties import Party, names_of
 from quietgrad.federation.party import PartyCurator
@@ -56,6 +57,7 @@ def simulate(
     processes: bool = False,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
+    keep: Callable[[Result], object] = lambda result: None,
 ) -> Result:
     """Train one model on the records of many parties.
 
@@ -76,9 +78,11 @@ def simulate(
             Who is drawn is known to all, so ε is that of parties who are asked in every round.
         ledger, account, cap: the coordinator's record; each :class:`Party` can have its own.
         seed: fixed randomness for tests; the result is then not private.
-        folder: keep aggregates and the parties' journals here; calling again after an interruption resumes.
+        folder: keep aggregates and the parties' journals here; calling again after an interruption resumes. A
+            call that finds no interrupted run there approves a new one for everybody.
         faults: things that go wrong, for rehearsals.
         processes: give every party a process of its own.
+        keep: called with the result before what could resume the run is removed: save it there.
 
     >>> import numpy as np, quietgrad as qg
     >>> from quietgrad.federation import Party, simulate
@@ -91,6 +95,10 @@ def simulate(
     """
     if isinstance(algorithm, WeightedAverage) and algorithm.noise == "paper":
         return _as_printed(algorithm, objective, parties, budget, trust, weights, seed)
+    home = None if folder is None else Path(folder)
+    if home is not None and not (home / AGGREGATES).exists():
+        for name in names_of(parties):
+            forget(home, name)
     plan, federation = assemble(
         algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
         colluders=colluders, servers=servers, spare=spare, cohort=cohort, seed=seed, folder=folder,
@@ -107,9 +115,14 @@ def simulate(
     notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
     x0 = objective.initial(plan.shape) if start is None else start
     try:
-        return train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes)
+        result = train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes, keep=keep)
     finally:
         transport.close()
+        federation.close()
+    if home is not None:
+        for name in plan.names:
+            forget(home, name)
+    return result
 
 
 def _as_printed(
@@ -135,17 +148,33 @@ def _as_printed(
 class Federation:
     """Everybody of a simulated federation, ready to be put behind a transport."""
 
-    def __init__(self, identity: Identity, roster: Roster, makers: dict[str, Callable[[], Handler]]) -> None:
-        self.identity, self.roster, self.makers = identity, roster, makers
+    def __init__(
+        self, identity: Identity, roster: Roster, members: dict[str, Callable[[], PartyCurator | SumMember]]
+    ) -> None:
+        self.identity, self.roster, self._members = identity, roster, members
+        self._here: dict[str, PartyCurator | SumMember] = {}
+
+    @property
+    def makers(self) -> dict[str, Callable[[], Handler]]:
+        """By name, what makes a member in a process of its own."""
+        return {name: partial(_handler, make) for name, make in self._members.items()}
 
     @cached_property
     def handlers(self) -> dict[str, Handler]:
         """Everybody in this process."""
-        return {name: make() for name, make in self.makers.items()}
+        return {name: self.again(name) for name in self._members}
 
     def again(self, name: str) -> Handler:
         """A party that restarts: it knows its data, its plan and its folder, and nothing else."""
-        return self.makers[name]()
+        if name in self._here:
+            self._here[name].close()
+        self._here[name] = self._members[name]()
+        return self._here[name].handle
+
+    def close(self) -> None:
+        """Those in this process let go of their folders."""
+        for member in self._here.values():
+            member.close()
 
 
 def assemble(
@@ -168,7 +197,7 @@ def assemble(
     people = {name: Identity(name) for name in (*names, *plan.servers)}
     last = [people[name] for name in plan.servers] or [coordinator]
     roster = Roster.of([*(people[name] for name in names), *last])
-    makers: dict[str, Callable[[], Handler]] = {}
+    makers: dict[str, Callable[[], PartyCurator | SumMember]] = {}
     for name, party in zip(names, parties, strict=True):
         makers[name] = partial(
             _party, name, objective, party.data, plan, ledger=party.ledger, account=party.account, cap=party.cap,
@@ -180,12 +209,16 @@ def assemble(
     return plan, Federation(coordinator, roster, makers)
 
 
-def _party(name: str, *args: Any, secret: bytes, **settings: Any) -> Handler:
-    return PartyCurator(name, *args, identity=Identity(name, secret), **settings).handle
+def _party(name: str, *args: Any, secret: bytes, **settings: Any) -> PartyCurator:
+    return PartyCurator(name, *args, identity=Identity(name, secret), **settings)
 
 
-def _server(name: str, plan: FederatedPlan, secret: bytes, roster: Roster, seed: int | None) -> Handler:
-    return SumMember(plan, Identity(name, secret), roster, seed=seed).handle
+def _server(name: str, plan: FederatedPlan, secret: bytes, roster: Roster, seed: int | None) -> SumMember:
+    return SumMember(plan, Identity(name, secret), roster, seed=seed)
+
+
+def _handler(make: Callable[[], PartyCurator | SumMember]) -> Handler:
+    return make().handle
 
 
 def train(
@@ -197,19 +230,29 @@ def train(
     account: str | None = None,
     callback: Callable[..., None] | None = None,
     notes: tuple[str, ...] = (),
+    keep: Callable[[Result], object] = lambda result: None,
 ) -> Result:
-    """Run ``algorithm`` through a federation that is up; the coordinator's whole job, on any transport."""
+    """Run ``algorithm`` through a federation that is up; the coordinator's whole job, on any transport.
+
+    ``keep`` is called with the result while the run could still be continued: a kill before it has returned costs
+    nothing, since calling again with the same folder asks nobody and comes to the same result.
+    """
     session = curator.open(plan)
     try:
         result = run(
             algorithm, session, np.array(x0) if isinstance(x0, np.ndarray) else x0, callback=callback,
             account=account, notes=notes,
         )  # fmt: skip
+        result = _described(result, session, plan)
+        keep(result)
+        session.forget()
     except Exception as error:
-        if curator.folder is None:
+        if curator.folder is None and not session.closed:
             session.close(f"aborted: {error}"[:200], data_dependent=True)
         raise
-    return _described(result, session, plan)
+    finally:
+        session.leave()
+    return result
 
 
 def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -> Result:
@@ -226,6 +269,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
     details = {
         **result.details,
+        "slots": [{**slot, "count": plan.limit(slot["name"])} for slot in result.details["slots"]],
         "trust": plan.trust,
         "secure": plan.secure,
         "parties": list(plan.names),

@@ -88,7 +88,9 @@ class Rule:
             raise ValueError(f"alpha, beta, gamma = {weights}: each must be in [0, 1].")
         if not (self.clip >= 0.0 and self.second_clip >= 0.0):  # refuses NaN, which no contribution would exceed
             raise ValueError(f"clips {self.clip!r} and {self.second_clip!r}: must be ≥ 0.")
-        first, second = tightened(float(self.clip)), tightened(float(self.second_clip))
+        for name in ("alpha", "beta", "clip", "gamma", "second_clip"):  # a narrow float would round the bound down
+            object.__setattr__(self, name, float(getattr(self, name)))
+        first, second = tightened(self.clip), tightened(self.second_clip)
         numbers = (float(self.alpha), float(self.beta), first, float(self.gamma), second)
         object.__setattr__(self, "numbers", numbers)
         object.__setattr__(self, "bound", self.alpha * self.clip + self.gamma * self.second_clip)

@@ -6,15 +6,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Objective, Query
-from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling
+from quietgrad.plans.schedule import Law, Plan, Slot
+from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
+from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, Turns
 from quietgrad.vectors import Vector
 
-SamplingName = Literal["poisson", "fixed-size", "full"]
+SamplingName = Literal["poisson", "fixed-size", "full", "single-pass", "turns"]
+Noise = Literal["independent", "correlated"] | Correlated
+"""Whether releases have noise of their own, or noise that the next ones take back (by name, or made already)."""
 
 
 @dataclass(slots=True)
@@ -70,12 +74,20 @@ class Oracle(Protocol):
         return iter(())
 
 
-def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sampling:
+def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohorts: int | None = None) -> Sampling:
     """The sampling a name stands for at a public n.
+
+    ``"turns"`` asks one of ``cohorts`` after the other; the batch is then n ÷ cohorts, whatever is given for it.
 
     >>> sampling_of("poisson", n_public=1000, batch_size=10)
     Poisson(rate=0.01)
     """
+    if (name == "turns") != (cohorts is not None):
+        raise ValueError(f"sampling={name!r}, cohorts={cohorts}: name the cohorts exactly when they take turns.")
+    if cohorts is not None:
+        if cohorts > n_public:
+            raise ValueError(f"cohorts={cohorts}: must be at most n={n_public}.")
+        return Turns(cohorts)
     if name == "full" or batch_size is None:
         return FullBatch()
     if not 1 <= batch_size <= n_public:
@@ -84,7 +96,34 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None) -> Sa
         return Poisson(batch_size / n_public)
     if name == "fixed-size":
         return FixedSize(n_public, batch_size)
-    raise ValueError(f"sampling={name!r}: must be 'poisson', 'fixed-size' or 'full'.")
+    if name == "single-pass":
+        return SinglePass(n_public, batch_size)
+    raise ValueError(f"sampling={name!r}: must be one of {', '.join(map(repr, get_args(SamplingName)))}.")
+
+
+def slot_of(
+    name: str, sampling: Sampling, steps: int, noise: Noise = "independent", law: Law | None = None
+) -> Slot:
+    """A slot of ``steps`` releases with the noise that is named.
+
+    >>> slot_of("gradient", Turns(16), 64, "correlated").mechanism.participations
+    4
+    """
+    if isinstance(sampling, SinglePass) and steps * sampling.batch_size > sampling.n:
+        raise ValueError(
+            f"{steps} steps of {sampling.batch_size} fresh records are more than n={sampling.n}: in a single pass "
+            f"every record is used once. Plan {sampling.n // sampling.batch_size} steps, or smaller batches."
+        )
+    mechanism: Mechanism = GaussianNoise()
+    if isinstance(noise, Correlated):
+        mechanism = noise
+    elif noise == "correlated":
+        held = sampling.participation(steps)
+        # A strategy for one participation; where it is not known, the slot refuses any.
+        mechanism = Correlated.made(steps, *(held or (1, steps)))
+    elif noise != "independent":
+        raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a Correlated.")
+    return Slot(name, sampling, steps, law=law, mechanism=mechanism)
 
 
 def preview(objective: Objective, plan: Plan) -> Any:
@@ -98,9 +137,13 @@ def preview(objective: Objective, plan: Plan) -> Any:
 
 
 def noise_multiplier(door: Session) -> float:
-    """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to."""
+    """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to.
+
+    Correlated noise is louder in a single release, which is what is asked here.
+    """
     factor: float = getattr(door, "noise_sources", getattr(door.plan, "variance_factor", 1.0))
-    return door.plan.noise_multiplier * math.sqrt(factor)
+    louder = max(slot.mechanism.loudness for slot in door.plan.schedule.slots)
+    return door.plan.noise_multiplier * math.sqrt(factor) * louder
 
 
 def constant_of(setting: str, name: str, given: float | None, door: Session) -> float:

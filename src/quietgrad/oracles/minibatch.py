@@ -8,7 +8,16 @@ from typing import Any
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
-from quietgrad.oracles.base import Error, Estimate, Oracle, SamplingName, noise_multiplier, sampling_of
+from quietgrad.oracles.base import (
+    Error,
+    Estimate,
+    Noise,
+    Oracle,
+    SamplingName,
+    noise_multiplier,
+    sampling_of,
+    slot_of,
+)
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector
 
@@ -25,10 +34,12 @@ class MiniBatch(Oracle):
     clip: float = 1.0
     sampling: SamplingName = "poisson"
     law: Law | None = None
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
-        sampling = sampling_of(self.sampling, n_public, self.batch_size)
-        return (Slot("gradient", sampling, steps, law=self.law),)
+        sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
+        return (slot_of("gradient", sampling, steps, self.noise, self.law),)
 
     def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
         total = door.release("gradient", Gradient(params, self.clip))

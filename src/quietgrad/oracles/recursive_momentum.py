@@ -13,7 +13,7 @@ from typing import Any
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum, Query
 from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
-from quietgrad.oracles.base import Estimate, Oracle, SamplingName, sampling_of
+from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector, norm
 
@@ -31,6 +31,8 @@ class RecursiveMomentum(Oracle):
         joint_clip: clip the combination once instead of its two parts.
         smoothness: if given, C2 follows the public step: smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
         first_noise: noise multiplier of the first release relative to the others.
+        cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. Correlated noise is over all releases,
+            the first among them: it is then one of ``next``.
     """
 
     batch_size: int
@@ -43,19 +45,33 @@ class RecursiveMomentum(Oracle):
     sampling: SamplingName = "poisson"
     first_noise: float = 1.0
     law: Law | None = None
+    cohorts: int | None = None
+    noise: Noise = "independent"
 
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        then = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
+        if self._first == "next":
+            if self.first_batch_size not in (None, self.batch_size) or self.first_noise != 1.0:
+                raise ValueError(
+                    "first_batch_size, first_noise: in turns, or under correlated noise, the first release is like "
+                    "all others; leave both out."
+                )
+            return (slot_of("next", then, steps, self.noise, self.law),)
         first = sampling_of(self.sampling, n_public, self.first_batch_size or self.batch_size)
         slots = [Slot("first", first, 1, noise=self.first_noise)]
         if steps > 1:
-            then = sampling_of(self.sampling, n_public, self.batch_size)
-            slots.append(Slot("next", then, steps - 1, law=self.law))
+            slots.append(slot_of("next", then, steps - 1, law=self.law))
         return tuple(slots)
+
+    @property
+    def _first(self) -> str:
+        """The slot of the first release: its own, unless all releases together are one thing."""
+        return "first" if self.noise == "independent" and self.sampling != "turns" else "next"
 
     def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
         if state.value is None:
-            total = door.release("first", Gradient(params, self.clip))
-            total *= 1.0 / door.expected_batch("first")
+            total = door.release(self._first, Gradient(params, self.clip))
+            total *= 1.0 / door.expected_batch(self._first)
             return Estimate(total, params, 0.0, 1)
         total = door.release("next", self._query(params, state.previous))
         total *= 1.0 / door.expected_batch("next")

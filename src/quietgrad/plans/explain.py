@@ -45,11 +45,13 @@ def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
     )
     if plan.schedule.composition == "filter":
         return text + "noise chosen per release within one zCDP filter"
-    text += f"{slot.mechanism.noise} noise of scale {slot.multiplier(plan.noise_multiplier):.4g}·C"
+    text += slot.mechanism.describe(slot.multiplier(plan.noise_multiplier))
     return text + ("; the number of releases is drawn before the run" if slot.law else "")
 
 
 def _composition(plan: Plan) -> str:
+    if any(slot.mechanism.whole_run for slot in plan.schedule.slots):
+        return "none: all releases of the run are one Gaussian release, whatever is asked in each"
     return {
         "sequential": "adaptive, all releases on the same people",
         "parallel": "each record is used in one release only, so the worst release counts",

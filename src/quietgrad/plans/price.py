@@ -15,7 +15,7 @@ from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Budget
 
 if TYPE_CHECKING:
-    from quietgrad.algorithms.base import Algorithm
+    from quietgrad.algorithms.base import Releases
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
@@ -31,7 +31,7 @@ def price(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
 
 
 def plan(
-    algorithm: Algorithm,
+    algorithm: Releases,
     *,
     n: int,
     budget: Budget | None,
@@ -68,9 +68,8 @@ def plan(
     if budget is None:
         return made(0.0)
     schedule = schedule.under(budget.relation)
-    if hasattr(algorithm, "check_budget"):
-        algorithm.check_budget(budget)
-    printed = algorithm.paper_noise(int(n), budget) if hasattr(algorithm, "paper_noise") else None
+    algorithm.check_budget(budget)
+    printed = algorithm.paper_noise(int(n), budget)
     if printed is not None:
         return made(printed, algorithm.name)
     return price(made, budget) if noise_multiplier is None else made(noise_multiplier)

@@ -53,6 +53,20 @@ class Slot:
             raise ValueError(f"slot {self.name!r}: noise={self.noise}: must be a finite number > 0.")
         if self.fixed is not None and not 0.0 < self.fixed < math.inf:
             raise ValueError(f"slot {self.name!r}: fixed={self.fixed}: must be a finite number > 0, or None.")
+        if self.law is not None and self.mechanism.whole_run:
+            raise ValueError(
+                f"slot {self.name!r}: a random number of releases has no price under noise that is correlated over "
+                "them; return the last iterate or an average."
+            )
+        self.mechanism.check(self.count, self.sampling.participation(self.count), self.sampling.describe())
+
+    def lengthened(self, more: int) -> Slot:
+        """The slot with a mechanism that serves ``more`` releases beyond its count (rounds that may be lost)."""
+        count = self.count + more
+        participation = self.sampling.participation(count)
+        if not more or participation is None:
+            return self
+        return replace(self, mechanism=self.mechanism.over(count, *participation))
 
     def multiplier(self, noise_multiplier: float) -> float:
         """The slot's own noise multiplier at the plan's; 0 in a run without noise."""
@@ -65,7 +79,10 @@ class Slot:
         z = self.multiplier(noise_multiplier)
         if count is None and self.law is not None:
             return events.RandomRound(self.mechanism.event(self.sampling.event, z, relation, 1), self.law)
-        return self.mechanism.event(self.sampling.event, z, relation, count or self.count)
+        count = count or self.count
+        held = None if self.mechanism.whole_run else self.sampling.participation(count)
+        # Where a record is certainly not in every release, it pays for those that it is in.
+        return self.mechanism.event(self.sampling.event, z, relation, count if held is None else held[0])
 
     def to_json(self) -> dict[str, Any]:
         """The slot as plain JSON values."""
@@ -117,6 +134,15 @@ class Schedule:
     def __post_init__(self) -> None:
         if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
             raise ValueError("select: a private search has one slot, its round, and the law of their number.")
+        if any(slot.mechanism.whole_run for slot in self.slots):
+            # A look before the run has its own part of the budget. Releases of other slots in between would need a
+            # theorem on concurrent composition, and none of our methods does.
+            run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.whole_run]
+            if self.composition != "sequential" or len(run) > 1:
+                raise ValueError(
+                    "correlated noise: its releases are one slot of a run, without filters, searches or other "
+                    "noise in between; use independent noise with this method."
+                )
         if self.composition == "parallel":
             passes = [slot.sampling for slot in self.slots if isinstance(slot.sampling, SinglePass)]
             if len(passes) < len(self.slots) or len({p.n for p in passes}) > 1:

@@ -1,21 +1,44 @@
 """Key files: where a run's secret key waits until the run is closed, so that it can be resumed.
 
 The key is kept apart from results and checkpoints, readable by its owner only, and destroyed when the run is
-closed: whoever holds it can subtract the noise from everything the run published.
+closed: whoever holds it can subtract the noise from everything the run published. A key whose run was abandoned,
+its folder deleted or its federation gone, outlives its purpose: ``quietgrad keys`` lists and destroys such keys.
+While a process holds a key it leaves no core dump.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from quietgrad.errors import QuietgradError
-from quietgrad.naming import check_path_name
+from quietgrad.files import read_bytes, read_json, reason, sync_folder, write_atomically
+from quietgrad.naming import check_path_name, is_path_name
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
+
+_PR_SET_DUMPABLE = 4
 
 
 class KeyFileError(QuietgradError, RuntimeError):
     """A run's key is missing, damaged, already there, or open to others; nothing was released."""
+
+
+@dataclass(frozen=True)
+class WaitingKey:
+    """A key that waits: its run, since when (seconds since 1970), and the run's folder if it was noted."""
+
+    run: str
+    since: float
+    folder: str | None
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the run's folder is gone, so that nobody can resume it."""
+        return self.folder is not None and not Path(self.folder).is_dir()
 
 
 class KeyFile:
@@ -40,9 +63,22 @@ class KeyFile:
         return (Path(state) if state else Path.home() / ".local" / "state" / "quietgrad") / "keys"
 
     @classmethod
-    def create(cls, run_id: str) -> bytes:
-        """Write a fresh key for ``run_id``, durably, and return it; refuse if the run has one already."""
+    def waiting(cls) -> list[WaitingKey]:
+        """All keys that wait for their runs to be resumed or closed, oldest first."""
+        folder = cls.directory()
+        found = [path for path in (folder.glob("*.key") if folder.is_dir() else ()) if is_path_name(path.stem)]
+        keys = [WaitingKey(path.stem, path.lstat().st_mtime, _place_of(path)) for path in found]
+        return sorted(keys, key=lambda key: key.since)
+
+    @classmethod
+    def create(cls, run_id: str, folder: str | os.PathLike[str] | None = None) -> bytes:
+        """Write a fresh key for ``run_id``, durably, and return it; refuse if the run has one already.
+
+        ``folder`` is where the run keeps its checkpoints: it is noted beside the key, so that a key whose folder
+        was deleted can be told from one that still has a use.
+        """
         path = cls._path(run_id)
+        forbid_core_dumps()
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(path.parent, "chmod 700")
@@ -53,31 +89,41 @@ class KeyFile:
             ) from None
         except OSError as error:
             raise KeyFileError(
-                f"cannot write a key to {path.parent} ({error.strerror}): "
-                "set QUIETGRAD_STATE to a folder that can be written."
+                f"cannot write a key to {path.parent} ({reason(error)}): "
+                "set QUIETGRAD_STATE to a folder that can be written, best on the volume of the runs."
             ) from None
         key = fresh_key()
-        with os.fdopen(file, "wb") as out:
-            out.write(key)
-            out.flush()
-            os.fsync(out.fileno())
-        _sync_folder(path.parent)
+        try:
+            with os.fdopen(file, "wb") as out:
+                out.write(key)
+                out.flush()
+                os.fsync(out.fileno())
+            if folder is not None:
+                place = json.dumps({"folder": os.path.abspath(folder)}).encode()
+                write_atomically(path.with_suffix(".where"), place, private=True)
+            sync_folder(path.parent)
+        except OSError as error:
+            cls.destroy(run_id)
+            raise KeyFileError(
+                f"cannot write a key to {path.parent} ({reason(error)}); nothing was released."
+            ) from None
         return key
 
     @classmethod
     def load(cls, run_id: str) -> bytes:
         """Return the key of ``run_id``."""
         path = cls._path(run_id)
+        forbid_core_dumps()
         try:
             _check_private(path, "chmod 600")
-            key = path.read_bytes()
+            key = read_bytes(path, most=4096)
         except FileNotFoundError:
             raise KeyFileError(
                 f"run {run_id!r} has no key in {path.parent}: it was closed, or started elsewhere. "
                 "Start a new run; it draws fresh noise and is charged again."
             ) from None
         except OSError as error:
-            raise KeyFileError(f"cannot read the key {path} ({error.strerror}).") from None
+            raise KeyFileError(f"cannot read the key {path} ({reason(error)}).") from None
         if len(key) != KEY_BYTES:
             raise KeyFileError(
                 f"the key {path} has {len(key)} bytes instead of {KEY_BYTES}: it was cut short. "
@@ -94,7 +140,8 @@ class KeyFile:
         """
         path = cls._path(run_id)
         try:
-            with path.open("r+b") as file:
+            path.with_suffix(".where").unlink(missing_ok=True)
+            with os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "r+b") as file:
                 size = max(KEY_BYTES, os.fstat(file.fileno()).st_size)
                 file.write(os.urandom(size))
                 file.flush()
@@ -103,8 +150,8 @@ class KeyFile:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise KeyFileError(f"cannot destroy the key {path} ({error.strerror}): remove it by hand.") from None
-        _sync_folder(path.parent)
+            raise KeyFileError(f"cannot destroy the key {path} ({reason(error)}): remove it by hand.") from None
+        sync_folder(path.parent)
 
     @classmethod
     def _path(cls, run_id: str) -> Path:
@@ -117,10 +164,25 @@ def _check_private(path: Path, remedy: str) -> None:
         raise KeyFileError(f"{path} is open to other users (mode {mode & 0o777:o}): {remedy} it first.")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the creation or removal of a file in ``folder`` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _place_of(path: Path) -> str | None:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return str(read_json(path.with_suffix(".where"), most=1 << 16)["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def forbid_core_dumps() -> None:
+    """From now on this process leaves no core dump, which would hold its keys.
+
+    The limit alone does not bind kernels that hand dumps to a program; on Linux the process is also marked as not
+    to be dumped, which keeps other processes of the same user from reading its memory, debuggers included.
+    """
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

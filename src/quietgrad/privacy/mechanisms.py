@@ -85,8 +85,12 @@ class Mechanism(ABC):
     noise: ClassVar[str] = "Gaussian"
     in_secure_sums: ClassVar[bool] = True
     """Whether its noise can be made inside a secure sum, where only Gaussian shares add up to it."""
+    in_mpc: ClassVar[bool] = True
+    """Whether servers can draw that noise together, as integers that nobody sees."""
     one_curator: ClassVar[bool] = False
     """Whether it needs somebody who sees all records' exact numbers."""
+    whole_run: ClassVar[bool] = False
+    """Whether the releases have a price together only, so that nothing may stand between them."""
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
@@ -104,6 +108,38 @@ class Mechanism(ABC):
     def source(self, key: bytes, label: str, count: int) -> Source:
         """Noise for at most ``count`` releases under ``key`` and a label that no other source uses."""
 
+    @property
+    def factor(self) -> float:
+        """What the noise multiplier of a slot is multiplied by when noise is added."""
+        return 1.0
+
+    @property
+    def loudness(self) -> float:
+        """Standard deviation of the noise of one release ÷ z·C."""
+        return 1.0
+
+    def describe(self, multiplier: float) -> str:
+        """The noise in words."""
+        return f"{self.noise} noise of scale {multiplier:.4g}·C"
+
+    def stated(self, multiplier: float) -> str:
+        """The noise in the few words of a table."""
+        return f"{self.noise}, σ = {multiplier:.4g} C"
+
+    def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
+        """Raise unless ``count`` releases on such a sampling have a proof; most mechanisms do not mind.
+
+        Args:
+            participation: in how many releases a record is at most, and how far they are apart at least, if that is
+                fixed; ``None`` if it is drawn.
+            sampling: in words.
+        """
+        return
+
+    def over(self, releases: int, participations: int, separation: int) -> Mechanism:
+        """The same for a run of another length; most are the same for all."""
+        return self
+
     def reach(self, dim: int) -> float:
         """A length, in noise scales, that ``dim`` numbers of noise exceed with probability below 10⁻¹²."""
         return math.sqrt(dim) + 10.0
@@ -120,6 +156,8 @@ def from_json(data: Any) -> Mechanism:
     >>> from_json("gaussian"), from_json(FrequentLabels(1e-9).to_json())
     (GaussianNoise(), FrequentLabels(failure=1e-09))
     """
+    import quietgrad.privacy.correlated  # noqa: F401 — registers its kind; it builds on this module
+
     fields = {"kind": data} if isinstance(data, str) else dict(data) if isinstance(data, dict) else {}
     kind = _KINDS.get(fields.pop("kind", None))
     if kind is None or set(fields) != {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
@@ -301,7 +339,7 @@ class FrequentLabels(Mechanism, kind="labels"):
         """A Gaussian release of the counts, and the failure of the threshold."""
         return events.Composed((events.Gaussian(multiplier), events.Failure(self.failure)))
 
-    def scale(self, multiplier: float, bound: float) -> tuple[float, float]:
+    def counts_noise(self, multiplier: float, bound: float) -> tuple[float, float]:
         """σ and the grid's step of the counts.
 
         Neighbours differ in two counts at most, so no other is rounded apart: dim is 2. The number of labels must
@@ -313,7 +351,7 @@ class FrequentLabels(Mechanism, kind="labels"):
         """The noisy count a label must pass: that of one record does with probability at most ``failure``."""
         from scipy.special import ndtri
 
-        sigma, step = self.scale(multiplier, bound)
+        sigma, step = self.counts_noise(multiplier, bound)
         return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
 
     def source(self, key: bytes, label: str, count: int) -> Source:
@@ -328,7 +366,7 @@ class _LabelSource(Source):
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         total = np.array(counts, dtype=np.float64)
         unit = self._stream.normal(release, len(total))
-        release_gaussian(total, unit, *self._mechanism.scale(multiplier, bound))
+        release_gaussian(total, unit, *self._mechanism.counts_noise(multiplier, bound))
         return np.asarray(total > self._mechanism.threshold(multiplier, bound))
 
 

@@ -196,7 +196,7 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
     """Whether ``spent`` can be seen to be ``reserved`` stopped early, release by release.
 
     Only then is giving back safe whatever the accountant: fewer repetitions, some members of a composition in
-    their order, some of the disjoint parts, every party's own part, a smaller ρ.
+    their order, some of the disjoint parts, every party's own part, a smaller ρ, more noise.
     A :class:`~quietgrad.privacy.events.Slack` always stays.
 
     >>> step = events.Poisson(0.01, events.Gaussian(1.1))
@@ -209,6 +209,9 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
         return True
     if isinstance(reserved, events.ZCDP):
         return isinstance(spent, events.ZCDP) and spent.relation == reserved.relation and spent.rho < reserved.rho
+    if isinstance(reserved, events.Gaussian):
+        # A run of correlated noise is one Gaussian release; stopped early, one of more noise.
+        return isinstance(spent, events.Gaussian) and spent.noise_multiplier >= reserved.noise_multiplier
     if isinstance(reserved, events.Repeated):
         if isinstance(spent, events.Repeated) and spent.count <= reserved.count:
             return is_part(spent.inner, reserved.inner)

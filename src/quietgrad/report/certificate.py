@@ -12,6 +12,7 @@ from typing import Any
 
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.mechanisms import from_json as mechanism_from
 from quietgrad.training.result import Privacy, Result
 
 RELATION_WORDS = {
@@ -124,6 +125,8 @@ def certify_run(result: Result, ledger: Path | None) -> Certificate:
         "parallel": "Each record takes part in one release only, so the worst release counts.",
         "filter": "Noise levels were chosen during the run under a hard zCDP filter on their total.",
     }.get(str(result.details.get("composition", "sequential")), "")
+    if any(mechanism_from(slot["mechanism"]).whole_run for slot in result.details.get("slots", ())):
+        composition = "All releases of the run are together one Gaussian release: their noise is correlated."
     return Certificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
 
 
@@ -138,9 +141,9 @@ def _releases(result: Result) -> tuple[Release, ...]:
         noise = "none"
         if privacy.epsilon is not None:
             scale = privacy.noise_multiplier * slot.get("noise", 1.0)
-            kind = "L2-Laplace" if slot.get("mechanism") == "pure" else "Gaussian"
+            mechanism = mechanism_from(slot.get("mechanism", "gaussian"))
             filtered = result.details.get("composition") == "filter"
-            noise = "chosen per release" if filtered else f"{kind}, σ = {scale:.4g} C"
+            noise = "chosen per release" if filtered else mechanism.stated(scale)
         sampling = slot.get("sampling", {})
         rows.append(
             Release(
@@ -166,6 +169,8 @@ def _sampling(sampling: dict[str, Any]) -> str:
             return f"{sampling['batch_size']} of {sampling['n']}, without replacement"
         case "single-pass":
             return f"{sampling['batch_size']} fresh records"
+        case "turns":
+            return f"one of {sampling['cohorts']} cohorts, in turn"
     return "as stated above"
 
 

@@ -1,6 +1,7 @@
 """Which records take part in a release: public value objects that know what their secrecy is worth.
 
-``FullBatch`` · ``Poisson`` · ``FixedSize`` (without replacement) · ``SinglePass`` (disjoint, every record once).
+``FullBatch`` · ``Poisson`` · ``FixedSize`` (without replacement) · ``SinglePass`` (disjoint, every record once) ·
+``Turns`` (cohorts, one after the other).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from quietgrad.privacy.rng import SecureStream
     from quietgrad.sampling.samplers import KeyedSampler, SlotSampler
 
-__all__ = ["FixedSize", "FullBatch", "Poisson", "Sampler", "Sampling", "SinglePass", "from_json"]
+__all__ = ["FixedSize", "FullBatch", "Poisson", "Sampler", "Sampling", "SinglePass", "Turns", "from_json"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -63,6 +64,13 @@ class Sampling(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return one line for people."""
+
+    def participation(self, count: int) -> tuple[int, int] | None:
+        """Return (k, b) if in ``count`` releases every record takes part at most k times, at least b apart.
+
+        ``None`` if that is drawn, and so never certain.
+        """
+        return None
 
     def under(self, relation: Relation) -> Sampling:
         """Return the scheme that gives the same event when neighbours are those of ``relation``."""
@@ -256,6 +264,10 @@ class SinglePass(Sampling, kind="single-pass"):
             raise ValueError(f"{n_records} records: SinglePass was declared for n={self.n}. Declare the true n.")
         return SlotSampler(permuted_slots(self.n, stream), self.n, self.batch_size)
 
+    def participation(self, count: int) -> tuple[int, int]:
+        """Return (1, ``count``): once."""
+        return 1, count
+
     def under(self, relation: Relation) -> SinglePass:
         """Return the same pass with slots by permutation (replace-one) or by hash (add-remove)."""
         return dataclasses.replace(self, relation=relation)
@@ -263,6 +275,70 @@ class SinglePass(Sampling, kind="single-pass"):
     def describe(self) -> str:
         """Return one line for people."""
         return f"single pass: {self.n} slots, {self.batch_size} per batch, no record twice ({self.relation})"
+
+
+@dataclass(frozen=True)
+class Turns(Sampling, kind="turns"):
+    """Cohorts that take turns: every record belongs to one of b ``cohorts``; release t asks all of number t mod b.
+
+    Nothing is claimed for secrecy: who is in which cohort may be guessed. What the proof needs is that a record's
+    turns do not depend on other people. Under replace-one a record's cohort goes by its place, which the record
+    that replaces it inherits, and cohorts are of equal size. Under add-remove places move when a record is removed,
+    so every record draws its cohort on its own, by a keyed hash; of places this is sound because the key is secret
+    (the cohorts of the others then have the same law with and without the record), and cohorts that are to be
+    *published* must go by ids that stay with the people. A cohort is never capped or filled up from another:
+    sums are divided by the public n ÷ cohorts, whatever its size is.
+
+    A record takes part once in each round of turns, ``cohorts`` releases apart. Independent noise gains nothing
+    from that and is priced for every round; noise that is correlated over the releases does
+    (:class:`~quietgrad.privacy.correlated.Correlated`).
+
+    >>> Turns(16).participation(64), Turns(16).event(events.Gaussian(2.0), steps=64).count
+    ((4, 16), 4)
+    """
+
+    cohorts: int
+    relation: Relation = Relation.REPLACE_ONE
+
+    def __post_init__(self) -> None:
+        _check_count("cohorts", self.cohorts)
+        object.__setattr__(self, "relation", Relation.parse(self.relation))
+        if self.cohorts < 2:
+            raise ValueError(f"cohorts={self.cohorts}: must be ≥ 2; one cohort is the full batch.")
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return ``inner`` as often as one cohort has its turn."""
+        return events.repeated(inner, -(-steps // self.cohorts))
+
+    def participation(self, count: int) -> tuple[int, int]:
+        """Return (⌈count ÷ cohorts⌉, cohorts)."""
+        return -(-count // self.cohorts), self.cohorts
+
+    def expected_batch(self, n_public: int) -> float:
+        """Return ``n_public`` ÷ cohorts."""
+        return n_public / self.cohorts
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return the sampler whose batch i is the cohort i mod cohorts."""
+        from quietgrad.sampling.samplers import CohortSampler, permuted_slots
+
+        if self.relation is Relation.ADD_REMOVE:
+            return self.by_id(np.arange(n_records), stream)
+        return CohortSampler(permuted_slots(n_records, stream) % self.cohorts, self.cohorts)
+
+    def by_id(self, record_ids: npt.ArrayLike, stream: SecureStream) -> Sampler:
+        """Return the sampler over records named by ids: with one key, any split of them gives the same union."""
+        from quietgrad.sampling.samplers import CohortSampler, hashed_slots
+
+        return CohortSampler(hashed_slots(record_ids, self.cohorts, stream), self.cohorts)
+
+    def under(self, relation: Relation) -> Turns:
+        """Return the same turns with cohorts by place (replace-one) or by hash (add-remove)."""
+        return dataclasses.replace(self, relation=relation)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return f"turns: {self.cohorts} cohorts, one after the other, every record in one of them ({self.relation})"
 
 
 class _Everyone:

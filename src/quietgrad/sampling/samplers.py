@@ -169,6 +169,24 @@ def hashed_slots(record_ids: npt.ArrayLike, n: int, stream: SecureStream) -> Ind
     return ((high * m + ((low * m) >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
 
 
+class CohortSampler:
+    """Cohorts in turn: batch i is everybody of cohort i mod b.
+
+    >>> sampler = CohortSampler(np.array([1, 0, 1]), 2)
+    >>> sampler.batch(0).tolist(), sampler.batch(3).tolist()
+    ([1], [0, 2])
+    """
+
+    def __init__(self, cohort_of: Indices, cohorts: int) -> None:
+        order = np.argsort(cohort_of, kind="stable")
+        edges = np.searchsorted(cohort_of[order], np.arange(cohorts + 1))
+        self._members = [order[first:last] for first, last in pairwise(edges.tolist())]
+
+    def batch(self, i: int) -> Indices:
+        """Return the records of release ``i`` (possibly none)."""
+        return self._members[i % len(self._members)]
+
+
 class SlotSampler:
     """Hands out slots in order, each once; refuses when there are not enough left.
 

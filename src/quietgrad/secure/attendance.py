@@ -10,7 +10,7 @@ import numpy as np
 from quietgrad.secure.identity import Identity, is_signed
 
 _DOMAIN = b"quietgrad survivors 1\0"
-_EMPTY = bytes(8 + 32 + 64)
+_EMPTY = bytes(8 + 32 + 32 + 64)
 WITNESS_BYTES = len(_EMPTY)
 
 
@@ -41,36 +41,46 @@ def unpack_members(payload: bytes, parties: int) -> tuple[tuple[int, ...], bytes
 
 
 class Witness(NamedTuple):
-    """The digest of the survivors that the server told someone, and its signature: what neighbours compare."""
+    """The digest of the survivors that the server told someone, and its signature: what neighbours compare.
+
+    It outlives the keys of the run (``context``) in which it was told, so that beginning anew hides nothing.
+    """
 
     round: int
+    context: bytes
     digest: bytes
     signature: bytes
 
     @classmethod
-    def of(cls, t: int, bitmap: bytes, signature: bytes) -> Witness:
+    def of(cls, context: bytes, t: int, bitmap: bytes, signature: bytes) -> Witness:
         """What was told of round t, as its signature claims."""
-        return cls(t, hashlib.sha256(bitmap).digest(), signature)
+        return cls(t, context, hashlib.sha256(bitmap).digest(), signature)
 
     @classmethod
     def signed(cls, identity: Identity, context: bytes, t: int, bitmap: bytes) -> Witness:
         """Sign the survivors of round t."""
         digest = hashlib.sha256(bitmap).digest()
-        return cls(t, digest, identity.sign(_bound(context, t, digest)))
+        return cls(t, context, digest, identity.sign(_bound(context, t, digest)))
 
-    def is_from(self, key: bytes, context: bytes) -> bool:
-        """Whether the owner of ``key`` signed it for this run."""
-        return is_signed(key, self.signature, _bound(context, self.round, self.digest))
+    def is_from(self, key: bytes) -> bool:
+        """Whether the owner of ``key`` signed it."""
+        return is_signed(key, self.signature, _bound(self.context, self.round, self.digest))
+
+    def contradicts(self, other: Witness | None) -> bool:
+        """Whether the two are about the same round and say different things."""
+        if other is None or (self.round, self.context) != (other.round, other.context):
+            return False
+        return self.digest != other.digest
 
     def pack(self) -> bytes:
         """As bytes."""
-        return (self.round + 1).to_bytes(8, "big") + self.digest + self.signature
+        return (self.round + 1).to_bytes(8, "big") + self.context + self.digest + self.signature
 
     @staticmethod
     def unpack(data: bytes) -> Witness | None:
         """From :meth:`pack`; None for nobody's (all zeros: there was no earlier round)."""
         t = int.from_bytes(data[:8], "big")
-        return Witness(t - 1, data[8:40], data[40:]) if t else None
+        return Witness(t - 1, data[8:40], data[40:72], data[72:]) if t else None
 
 
 def pack_witness(witness: Witness | None) -> bytes:

@@ -199,10 +199,10 @@ class Endpoint:
             secret = derive(shared, salt=hashlib.sha256(first + second).digest(), info=b"pair")
             limit = 8 * self.terms.dimension + 512 * len(self.roster.names) + 1024
             limit = max(limit, self._noise_limit())
+            self._met(known, secret, bytes(hello))  # refuses what this role cannot use, before anything is kept
             self._channels[peer] = Channel(
                 secret, self.context[:16], self.me, peer, self.roster.names[peer], limit=limit
             )
-            self._met(known, secret, bytes(hello))
 
     def _draw(self) -> tuple[int, ...]:
         """Hook: the neighbours that are signed in the hello."""

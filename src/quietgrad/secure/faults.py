@@ -35,9 +35,11 @@ class DropoutError(ProtocolError):
 class ImpossibleSum(ProtocolError):
     """A sum that no data within the bounds can have; nobody is named, because nothing proves who made it so."""
 
+    CHECK = "headroom check"
+
     def __init__(self, length: float, most: float) -> None:
         super().__init__(
-            "headroom check",
+            self.CHECK,
             f"the sum has length {length:.3g}, the most that clipped data and noise can have is {most:.3g}; a mask "
             "or share was falsified, or somebody ignored the clip",
         )

@@ -19,9 +19,9 @@ One round, one line per message (all frames go through the server):
     party.prepare(t) → server.relay(t) → party.deliver(t)     may run ahead: it needs no data
     party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t) → party.result(t)
 
-Cost per party and round with k neighbours and l partners drawn: 8d + 360k + 263l + m/8 bytes sent, 2l X25519
-exchanges and 2l AES streams of 8d bytes; everything but the m/8 is independent of m given k, which grows with
-log m.
+Cost per party and round with k neighbours and l partners drawn: 8d + 392k + 295l bytes sent, 2l X25519
+exchanges and 2l AES streams of 8d bytes. Besides k, which grows with log m, only the m/8 bytes of who is present
+depend on m.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class MaskingParty(Endpoint):
     Args:
         identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
         seed: fixes the noise, for tests only; the masks and neighbours stay fresh.
+        witness: what the server said of the last round that this party helped to open, with other keys.
+        noise: this party's share of the noise if it goes on from an earlier set-up.
     """
 
     def __init__(
@@ -81,14 +83,16 @@ class MaskingParty(Endpoint):
         *,
         view: View | None = None,
         seed: int | None = None,
+        witness: Witness | None = None,
+        noise: NoiseShare | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
-        self._noise = NoiseShare(terms, self.me, seed)
+        self._noise = noise or NoiseShare(terms, self.me, seed)
         self._rounds: dict[int, _PartyRound] = {}
         self._prepared = -1
         self._server = terms.parties
         self._picks_of = {self.me: self.picks}
-        self._witness: Witness | None = None
+        self.witness = witness
 
     def _draw(self) -> tuple[int, ...]:
         return self.terms.graph.draw(self.me)
@@ -126,7 +130,7 @@ class MaskingParty(Endpoint):
             key.private_bytes_raw(), public, self_mask, threshold=graph.threshold, holders=graph.neighbours + 1
         )
         self._rounds[t] = _PartyRound(key, self_mask, {self.me: deal.key_shares[0]}, {self.me: deal.self_shares[0]})
-        witness, holders = pack_witness(self._witness), set(near.holders)
+        witness, holders = pack_witness(self.witness), set(near.holders)
         sealed = []
         for j in near.to:
             shares = _NOTHING
@@ -178,14 +182,14 @@ class MaskingParty(Endpoint):
                     name, f"dealt shares that are not those committed to, or {self._server_name} altered the hashes"
                 )
             state.key_shares[j], state.self_shares[j] = key_share, self_share
-        theirs, mine = Witness.unpack(envelope[KEY_BYTES + _SHARES :]), self._witness
-        if theirs is not None and mine is not None and theirs.round == mine.round and theirs.digest != mine.digest:
-            if theirs.is_from(self.roster.keys[self._server], self.context):
+        theirs = Witness.unpack(envelope[KEY_BYTES + _SHARES :])
+        if theirs is not None and theirs.contradicts(self.witness):
+            if theirs.is_from(self.roster.keys[self._server]):
                 raise ProtocolError(
                     self._server_name,
-                    f"signed two lists of survivors of round {mine.round}, one for us and one for {name}",
+                    f"signed two lists of survivors of round {theirs.round}, one for us and one for {name}",
                 )
-            raise ProtocolError(name, f"shows survivors of round {mine.round} that the server never signed")
+            raise ProtocolError(name, f"shows survivors of round {theirs.round} that the server never signed")
         return envelope[:KEY_BYTES]
 
     def submit(self, t: int, vector: npt.ArrayLike) -> bytes:
@@ -208,11 +212,11 @@ class MaskingParty(Endpoint):
         survivors, signature = self._read_members(payload)
         if not state.submitted or not set(survivors) <= set(state.members):
             raise ProtocolError(self._server_name, f"asks to open round {t} for others than its members")
-        told = Witness.of(t, payload[: -len(signature)] if signature else payload, signature)
-        if not told.is_from(self.roster.keys[self._server], self.context):
+        told = Witness.of(self.context, t, payload[: -len(signature)] if signature else payload, signature)
+        if not told.is_from(self.roster.keys[self._server]):
             raise ProtocolError(self._server_name, f"did not sign the survivors of round {t}")
         del self._rounds[t]
-        self._witness, here = told, set(survivors)
+        self.witness, here = told, set(survivors)
         shares = [state.self_shares[j] if j in here else state.key_shares[j] for j in sorted(state.self_shares)]
         return self._seal(self._server, Kind.REVEAL, t, b"".join(shares))
 

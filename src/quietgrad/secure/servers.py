@@ -85,6 +85,7 @@ class SumServer(Endpoint):
     Args:
         identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
         seed: fixes the noise, for tests only.
+        noise: this server's noise if it goes on from an earlier set-up.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class SumServer(Endpoint):
         *,
         view: View | None = None,
         seed: int | None = None,
+        noise: NoiseShare | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
-        self._noise_share = NoiseShare(terms, self.me, seed)
+        self._noise_share = noise or NoiseShare(terms, self.me, seed)
         self._shares: dict[int, bytes] = {}
         self._round, self._last = -1, -1
         self._partial: Words | None = None

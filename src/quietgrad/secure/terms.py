@@ -11,15 +11,21 @@ import json
 import math
 import operator
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
 
 from quietgrad.secure.encoding import Words, check_length, decode, require_headroom, rounded_gaussian_distance
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE, Graph, choose, left_out
 from quietgrad.secure.sampler import SMOOTHING, discrete_gaussian, smoothing_error
 
+if TYPE_CHECKING:
+    from quietgrad.privacy.correlated import Correlated
+
 Mode = Literal["masks", "servers", "mpc"]
 
 NOISE_UNITS = 2.0**28  # σ in grid units: √d/2^28 and 0.021d/2^56 are negligible up to d = 10^7
+CORRELATED_UNITS = 2.0**20  # of real normals, whose last bits must not show
 COARSE_SIGMA = 24.0  # σ₂ of the noise sampled inside the three-server computation
 COARSE_TOP = 255  # its largest magnitude: 10.6σ₂
 COARSE_STEP = 1 << 23  # c: what one unit of it is worth on the grid
@@ -53,6 +59,8 @@ class Terms:
         neighbours: masks: k, among how many others each party's secrets are shared. Left out, it is everybody
             up to 64 parties and beyond that the fewest for which the bounds of :mod:`quietgrad.secure.graph`
             hold.
+        correlated: noise that is correlated over the rounds, in which case σ is that of its innovations; masks and
+            servers only. Round t is then release t of it.
 
     >>> terms = Terms("masks", parties=5, dimension=123, bound=1.0, sigma=2.0, honest=3)
     >>> terms.variance_factor, terms.least_parties, terms.threshold
@@ -73,10 +81,15 @@ class Terms:
     servers: int | None = None
     quorum: int | None = None
     neighbours: int | None = None
+    correlated: Correlated | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(get_args(Mode))}.")
+        if self.mode == "mpc" and self.correlated is not None:
+            # Real numbers would have to be combined and rounded inside; integers combined with fractions would bare
+            # the residues of the sums.
+            raise ValueError("correlated noise: 'mpc' draws integers and cannot make it; use 'servers' or 'masks'.")
         # Plain numbers only: the digest must be the same for a numpy integer as for its value.
         for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum", "neighbours"):
             given = getattr(self, name)
@@ -194,6 +207,8 @@ class Terms:
         """
         d = self.dimension
         noise = self.sigma * math.sqrt(self.variance_factor) if self.sigma > 0.0 else 0.0
+        if self.correlated is not None:
+            noise *= self.correlated.loudness / self.correlated.factor
         tail = math.sqrt(d) + math.sqrt(2.0 * IMPOSSIBLE_BITS * math.log(2.0))
         return (data + self.parties * math.sqrt(d) * self.step + noise * tail) * (1.0 + 1e-9)
 
@@ -202,7 +217,7 @@ class Terms:
         """σ in grid units, exactly as sampled."""
         if self.mode == "mpc":
             return COARSE_STEP * math.hypot(COARSE_SIGMA, SMOOTHING)
-        return NOISE_UNITS
+        return NOISE_UNITS if self.correlated is None else CORRELATED_UNITS
 
     @property
     def step(self) -> float:
@@ -234,6 +249,9 @@ class Terms:
         if self.sigma == 0.0:
             return 0
         adders = self.parties if self.mode == "masks" else self.server_count
+        if self.correlated is not None:
+            largest = 13.0 * float(np.abs(self.correlated.inverse).sum())  # normals reach 13
+            return adders * math.ceil(self.share_sigma * largest + 1.0)
         coarse = COARSE_TOP * COARSE_STEP if self.mode == "mpc" else 0
         return adders * discrete_gaussian(self.share_sigma).support + coarse
 
@@ -249,6 +267,9 @@ class Terms:
         """
         if self.sigma == 0.0:
             return 0.0
+        if self.correlated is not None:
+            graph = GRAPHS_PER_RELEASE * self.graph.failure if self.mode == "masks" else 0.0
+            return self.dimension * self._fractions(self.correlated) + graph
         share = discrete_gaussian(self.share_sigma)
         if self.mode == "mpc":
             pair = share.sigma * math.sqrt(2.0)
@@ -261,6 +282,20 @@ class Terms:
             distance += sum(smoothing_error(share.sigma, 1, share.sigma * math.sqrt(k)) for k in range(1, honest))
         graph = GRAPHS_PER_RELEASE * self.graph.failure if self.mode == "masks" else 0.0
         return self.dimension * (distance + rounded_gaussian_distance(self.noise_units)) + graph
+
+    def _fractions(self, correlated: Correlated) -> float:
+        """What rounding every share on its own adds, per coordinate and release.
+
+        One honest server rounds once, which is post-processing. Of h honest parties' shares v_j with sum V, the
+        rounded ones add up to rint(V − Σ_{j<h} f_j), f_j the fractions: post-processing too if these were uniform
+        and independent of V. Given V, the v_j of all rounds are Gaussian with no eigenvalue below
+        λ = (σ²/h)/(h·‖S‖²) units², ‖S‖ ≤ Σc, whoever was present when, so their fractions' density is within
+        2·exp(−2π²λ) of uniform for every one of them, as the Fourier series of a wrapped Gaussian says.
+        """
+        if self.mode == "servers":
+            return 0.0
+        spread = self.share_sigma**2 / (self.parties * float(correlated.coefficients().sum()) ** 2)
+        return min(1.0, 4.0 * self.parties * math.exp(-2.0 * math.pi**2 * spread))
 
     def digest(self, run: bytes) -> bytes:
         """SHA-256 of the run and these terms; what every role signs.

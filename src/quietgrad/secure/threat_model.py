@@ -71,14 +71,22 @@ def threats(terms: Terms) -> ThreatModel:
 
 
 def _masks(terms: Terms) -> list[tuple[str, str]]:
-    m, h, c = terms.parties, terms.honest or 1, terms.colluders
+    m, h, c, graph = terms.parties, terms.honest or 1, terms.colluders, terms.graph
     strict = terms.least_parties == m
-    server = (
-        "may deviate from the protocol: every party insists on all members, so it can only spoil or stop a sum"
-        if strict
-        else "must report the same survivors to everyone (semi-honest); it can never open both masks of a party"
-    )
-    return [
+    if strict:
+        server = (
+            "may deviate from the protocol: every party insists on all members, so it can only spoil or stop a sum"
+        )
+    elif terms.server_may_deviate:
+        server = f"may deviate: whatever it tells whom, it opens no sum of fewer than {h} honest parties"
+    else:
+        server = (
+            "must report the same true survivors to everyone (semi-honest); it can never open both masks of a "
+            "party, and two different lists are found out in the next round by its own signatures"
+        )
+    holders = f"{m} parties" if graph.complete else f"the {graph.neighbours} that she drew"
+    others = min(terms.threshold, m - 1)
+    rows = [
         ("setting", f"one server, {m} parties, pairwise masks; each party adds 1/{h} of the noise variance"),
         ("server", f"sees uniformly random vectors and the noisy sum; it {server}"),
         (
@@ -88,18 +96,38 @@ def _masks(terms: Terms) -> list[tuple[str, str]]:
         ),
         (
             "to see one party's vector",
-            f"the server and {min(terms.threshold, m - 1)} other parties work together"
-            + ("" if strict else f", or {2 * terms.threshold - m} if the server lies about who dropped")
+            f"the server and {others} other parties{'' if graph.complete else ' among her holders'} work together"
+            + ("" if strict else _by_lying(terms))
             + f"; the vector then still carries the party's own share, 1/{h} of the variance",
         ),
         (
             "parties that drop",
             f"up to {terms.tolerated_dropouts} per round may be missing from the sum; once it is sent, "
-            f"{terms.threshold} of {m} must stay to open it. With fewer the round is aborted by name and nothing "
-            "is released",
+            f"{terms.threshold} of {holders} must stay to open it. With fewer the round is aborted by name and "
+            "nothing is released",
+        ),
+        (
+            "who lied",
+            "a false share names its holder, shares that open nothing their dealer; a complaint names two; a sum "
+            "longer than data and noise can be names nobody and is not used",
         ),
         ("on restart", "new keys; no stream or round key is ever used again"),
     ]
+    if not graph.complete:
+        drawn = (
+            f"each party draws {graph.neighbours} holders and {graph.partners} mask partners by herself and signs "
+            f"them; against {c} parties corrupted beforehand and {m - terms.least_parties} that drop by themselves "
+            f"privacy fails with probability {graph.failure:.2g} (charged to δ, eight times per release), and a "
+            f"round is lost for lack of holders with {graph.lost:.2g}"
+        )
+        rows.insert(1, ("neighbours", drawn))
+    return rows
+
+
+def _by_lying(terms: Terms) -> str:
+    if terms.graph.complete:
+        return f", or {2 * terms.threshold - terms.parties} if the server lies about who dropped"
+    return ", or nobody but the server if it lies about who dropped"
 
 
 def _servers(terms: Terms) -> list[tuple[str, str]]:

@@ -231,7 +231,7 @@ def _private(
         plan = affordable(plan)
     if seed is not None:
         warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
-    objective: Any = OutputGradients(engine, data_loader.collate_fn)
+    objective: Any = OutputGradients(engine)
     curator = CentralCurator(objective, data_loader.dataset, ledger=ledger, account=account, cap=cap, seed=seed)
     loop = PrivateLoop(plan, curator, engine, max_grad_norm, loss_reduction == "mean")
     _attach(optimizer, loop)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quietgrad.algorithms.base import Releases
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, NoRegularizer, Rule
-from quietgrad.objectives.networks.checks import made_up
+from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_mixing_layers
 from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.examples import Collate, Examples, examples_of
+from quietgrad.objectives.networks.examples import bytes_of, leaves_of, read_record
 from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import select, tensors_of
@@ -38,7 +40,7 @@ __all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
 
 
 @dataclass(frozen=True)
-class OwnLoop:
+class OwnLoop(Releases):
     """The releases of a loop: for each stretch of equal settings its batches, expected batch size and noise.
 
     A "method" for :func:`quietgrad.plan`, whose update the user writes.
@@ -236,7 +238,7 @@ class PrivateLoop:
                 "batches raise the loader's batch_size and set micro_batch."
             )
         places = torch.cat([piece.owners.places for piece in pieces])
-        if len(places.unique()) < len(places):
+        if len(set(places.tolist())) < len(places):
             raise BudgetError(
                 "optimizer.step(): a record went through the model twice since the last step and would contribute "
                 "twice. Call the model once per example and step."
@@ -315,17 +317,30 @@ def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordK
     count = len(keys.indices)
     if count == 0:
         return engine.module(*args)
-    made, _ = made_up(args, args, 0)
-    with preserved():
-        tried = [engine.module(*select(made, slice(0, k))) for k in (4, 3)] if not engine.planned else []
-    for number, output in zip((4, 3), tried, strict=False):
-        if any(t.dim() < 1 or len(t) != number for t in tensors_of(output) if t.is_floating_point()):
-            raise ValueError("the model's outputs must have examples first (batch_first), one row per example.")
-    shapes = tuple(t for t in tensors_of(tried[0]) if t.is_floating_point()) if tried else ()
-    way = engine.way(made, shapes)
+    if not engine.planned:
+        _plan(engine, args)
+    way = engine.way(args, ())
     size = engine.micro_batch or count
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-    return joined([way.outputs(select(args, part), keys.rows(part)) for part in parts])
+    return joined([way.outputs(tuple(arg[part] for arg in args), keys.rows(part)) for part in parts])
+
+
+def _plan(engine: PerExampleEngine, args: tuple[Tensor, ...]) -> None:
+    """Try the module on made-up examples: their outputs must come first, and be their own."""
+    made, _ = made_up(args, args, 0)
+    assert isinstance(made, tuple)
+    tried: list[Any] = []
+
+    def run() -> None:
+        tried.extend(engine.module(*select(made, slice(0, count))) for count in (3, 4))
+
+    refuse_mixing_layers(engine.module)
+    with preserved(), torch.no_grad():
+        refuse_changed_buffers(engine.module, run)
+    for count, output in zip((3, 4), tried, strict=True):
+        if any(t.dim() < 1 or len(t) != count for t in tensors_of(output) if t.is_floating_point()):
+            raise ValueError("the model's outputs must have examples first (batch_first), one row per example.")
+    engine.way(made, tuple(t for t in tensors_of(tried[1]) if t.is_floating_point()))
 
 
 def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
@@ -335,17 +350,39 @@ def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
+@dataclass(frozen=True, eq=False)
+class LoopRecords:
+    """The records of a loop: counted, and known to a ledger by their content; only the loader reads them."""
+
+    dataset: Any
+    dim: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """All that is known here of what a sum depends on."""
+        return self.fingerprint_parts()
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The records as bytes, read as if nothing were drawn for them."""
+        with preserved():
+            for index in range(len(self)):
+                for value in leaves_of(read_record(self.dataset, index, 0)):
+                    yield from bytes_of(value)
+
+
 class OutputGradients:
     """The objective of a loop: its records are counted here and read by the loader."""
 
-    def __init__(self, engine: PerExampleEngine, collate_fn: Collate | None = None) -> None:
-        self.engine, self.collate_fn = engine, collate_fn
+    def __init__(self, engine: PerExampleEngine) -> None:
+        self.engine = engine
         self.regularizer = NoRegularizer()
         self.silent_batches = False
 
-    def prepare(self, data: Any) -> Examples:
-        """The data set as the loader reads it, which has been checked."""
-        return examples_of(data, self.engine.dim, self.collate_fn)
+    def prepare(self, data: Any) -> LoopRecords:
+        """The data set, whatever its samples are; the loader has been checked."""
+        return LoopRecords(data, self.engine.dim)
 
     def initial(self, records: Any) -> Tensor:
         """The module's parameters."""

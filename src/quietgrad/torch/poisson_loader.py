@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.examples import draws_nothing, read_record
@@ -32,7 +32,7 @@ class PoissonLoader:
         self._epoch = 0
         self._iterators = 0
         workers: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
-        self._loader = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             _Records(loader.dataset),
             batch_sampler=_Samples(self),
             collate_fn=_Collate(loader.collate_fn, self.dataset),
@@ -78,7 +78,7 @@ def _marked(tensor: torch.Tensor, owners: Owners, count: int) -> torch.Tensor:
     return Rows.mark(tensor, owners)
 
 
-class _Records:
+class _Records(Dataset[Any]):
     """The data set, read by (record, secret word): what augmentation draws for a record is that record's own."""
 
     def __init__(self, dataset: Any) -> None:

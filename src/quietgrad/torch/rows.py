@@ -33,13 +33,15 @@ class Rows(Tensor):
     """A tensor whose first axis is examples of a known sample; ``owners`` is ``None`` if they are mixed."""
 
     owners: Owners | None
+    seen: int  # the tensor's version when it was marked: writing through another view of its memory changes it
 
     @staticmethod
     def mark(tensor: Tensor, owners: Owners | None) -> Tensor:
         """The tensor, marked."""
         marked = tensor if isinstance(tensor, Rows) else tensor.as_subclass(Rows)
         assert isinstance(marked, Rows)
-        marked.owners = owners
+        with torch._C.DisableTorchFunctionSubclass():
+            marked.owners, marked.seen = owners, marked._version
         return marked
 
     @classmethod
@@ -48,10 +50,14 @@ class Rows(Tensor):
         name = func.__name__
         given = [value for value in _tensors((args, kwargs)) if isinstance(value, Rows)]
         with torch._C.DisableTorchFunctionSubclass():
+            for value in given:
+                if value._version != value.seen:
+                    Rows.mark(value, None)
             result = func(*args, **kwargs)
             if name == "__setitem__":
                 inner = [value for value in _tensors(args[1:]) if isinstance(value, Rows)]
-                args[0].owners = args[0].owners if isinstance(args[0], Rows) and not inner else None
+                if isinstance(args[0], Rows):
+                    Rows.mark(args[0], None if inner else args[0].owners)
                 return result
             if name == "__set__" and func.__self__.__name__ not in _HARMLESS:
                 args[0].owners = None
@@ -130,6 +136,12 @@ def _rows_of(places: Tensor, draw: int) -> Owners | None:
     return Owners(draw, highest.cpu())
 
 
+def _stale(value: Rows) -> bool:
+    """Whether someone has written into it since, through another view."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(value._version != value.seen)
+
+
 def plain(value: Any) -> Any:
     """The same structure without marks."""
     return _map(value, lambda tensor: tensor.as_subclass(Tensor) if isinstance(tensor, Rows) else tensor)
@@ -141,7 +153,7 @@ def owners_of(values: tuple[Any, ...]) -> Owners | str:
     for value in values:
         if not isinstance(value, Rows):
             return "a tensor that did not come from the private loader"
-        if value.owners is None:
+        if value.owners is None or _stale(value):
             return "rows that were mixed, drawn for or reordered in a way that cannot be followed"
         found.append(value.owners)
     if not all(each.same(found[0]) for each in found):

@@ -115,6 +115,7 @@ def fit(
                 shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap,
                 n_public=n_public, seed=seed, folder=folder, checkpoint_seconds=checkpoint_seconds,
                 callback=callback, noise_multiplier=plan.noise_multiplier if plan.is_private else None,
+                planned=plan if within is algorithm else None,
             )  # fmt: skip
 
     return _train(objective, train_set, lead, watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import uuid
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError
 from quietgrad.plans.price import plan
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result
 from quietgrad.training.running import Callback, run
-from quietgrad.training.saving import Saver, discard, finished_result, json_values
+from quietgrad.training.saving import Saver, discard, finished_result, json_values, seal
 from quietgrad.vectors import Vector, all_finite, copy
 
 
@@ -35,6 +37,7 @@ def minimize(
     checkpoint_seconds: float = 10.0,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
+    planned: Plan | None = None,
 ) -> Result:
     """Minimise an empirical risk privately.
 
@@ -51,6 +54,7 @@ def minimize(
         folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
             result is saved here.
         seed: fixed randomness for tests; the result is then not private.
+        planned: the plan, if it was made already from the same algorithm, budget and number of records.
 
     >>> import numpy as np
     >>> from quietgrad import objectives
@@ -65,16 +69,17 @@ def minimize(
         raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed)
     declared = len(curator.records) if n_public is None else n_public
-    the_plan = plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    the_plan = planned or plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    if (the_plan.budget, the_plan.n_public) != (budget, declared):
+        raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
     notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
     x0 = curator.initial() if start is None else _check_start(start, curator.initial())
-    if hasattr(algorithm, "check_run"):
-        algorithm.check_run(objective, the_plan, x0)
+    algorithm.check_run(objective, the_plan, x0)
     saver = None
     try:
         if folder is not None:
             # Before the reservation, so that a crash at any moment after it finds something to resume.
-            key = None if seed is not None else KeyFile.create(name)
+            key = None if seed is not None else KeyFile.create(name, folder)
             saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
             saver.write(algorithm.init(x0), {}, None)
         session = curator.open(the_plan, transcript=None if saver is None else saver.transcript)
@@ -111,16 +116,14 @@ def resume(
         discard(meta["run"], folder)
         return result
     budget = None if meta["budget"] is None else Budget.from_json(meta["budget"])
-    if meta["algorithm"] != algorithm.name or meta["config"] != json_values(algorithm.config()):
-        raise DataError(
-            f"{folder}: the checkpoint is of {meta['algorithm']} with other settings; resume with those."
-        )
-    if meta["seeded"]:
-        raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
+    check_resumable(folder, meta, algorithm)
     the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
     name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
-    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
+    released = int(meta.get("released", 0))
+    if not hmac.compare_digest(str(meta.get("seal")), seal(key, saved.used, saved.rho_left, released)):
+        raise DataError(f"{folder}: the checkpoint was altered, so nobody can tell how far the run had come.")
+    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key, resumed=True, released=released)
     saver.history, saver.seconds_before = meta["history"], meta["seconds"]
     try:
         session = curator.open(the_plan, transcript=saver.transcript, used=saved.used, rho_left=saved.rho_left)
@@ -128,6 +131,16 @@ def resume(
         saver.close()
         raise
     return _run(algorithm, session, curator.initial(), saver, account, notes, callback, saved.state)
+
+
+def check_resumable(folder: str | Path, meta: Any, algorithm: Algorithm) -> None:
+    """Raise unless the kept run is one of ``algorithm`` that may go on."""
+    if meta["algorithm"] != algorithm.name or meta["config"] != json_values(algorithm.config()):
+        raise DataError(
+            f"{folder}: the checkpoint is of {meta['algorithm']} with other settings; resume with those."
+        )
+    if meta["seeded"]:
+        raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
 
 
 def _run(

@@ -28,7 +28,7 @@ class PrivateCertificate(Certificate):
 
 
 @dataclass(frozen=True)
-class _TwoScalars(Algorithm):
+class TwoScalars(Algorithm):
     """The plan of :func:`certify_privately`: a gradient norm and a least eigenvalue of the same records."""
 
     name: ClassVar[str] = "private-certificate"
@@ -86,7 +86,7 @@ def certify_privately(
     >>> found.kind, found.curvature_error < 1e-3
     ('saddle', True)
     """
-    result = minimize(objective, data, _TwoScalars(), budget=budget, start=params, **options)
+    result = minimize(objective, data, TwoScalars(), budget=budget, start=params, **options)
     rho = known_rho(objective) if rho is None else rho
     slope, curve = (float(result.details[key]) for key in ("gradient_norm", "lambda_min"))
     return PrivateCertificate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import time
 from pathlib import Path
@@ -11,10 +12,9 @@ from quietgrad.algorithms.base import State
 from quietgrad.curators.base import Session
 from quietgrad.curators.transcript import Transcript
 from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result, load
-
-_TRANSCRIPT = "transcript"
 
 
 class Saver:
@@ -33,10 +33,16 @@ class Saver:
         seconds: float,
         notes: tuple[str, ...],
         key: bytes | None,
+        *,
+        resumed: bool = False,
+        released: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.FILE
-        self.transcript = None if key is None else Transcript(folder / _TRANSCRIPT, name, key)
+        self._key = key
+        self.transcript = (
+            None if key is None else Transcript(_transcript(name), name, key, resumed=resumed, least=released)
+        )
         self.name = name
         self.seconds = seconds
         self.seconds_before = 0.0
@@ -66,8 +72,10 @@ class Saver:
         """Write a checkpoint now."""
         seconds = time.monotonic() - self.started + self.seconds_before
         meta = {**self.meta, "history": self.history, "seconds": seconds}
-        if self.transcript is not None:
+        if self.transcript is not None and self._key is not None:
             self.transcript.sync()
+            meta["released"] = self.transcript.length
+            meta["seal"] = seal(self._key, used, rho_left, self.transcript.length)
         checkpoints.save(self.path, checkpoints.Checkpoint(state, used, rho_left, meta))
 
     def finish(self, result: Result) -> Result:
@@ -83,14 +91,22 @@ class Saver:
             self.transcript.close()
 
 
+def seal(key: bytes, used: dict[str, int], rho_left: float | None, released: int) -> str:
+    """A MAC of how far a run had come: what a checkpoint says of it is not believed without."""
+    said = json.dumps([sorted(used.items()), rho_left, released])
+    return hmac.new(key, said.encode(), "sha256").hexdigest()
+
+
 def discard(name: str, folder: str | Path | None) -> None:
     """Leave neither a key nor a checkpoint of a run that is over or never began; the key goes first."""
     if folder is not None:
-        from quietgrad.privacy.keys import KeyFile
-
         KeyFile.destroy(name)
-        for file in (Saver.FILE, _TRANSCRIPT):
-            (Path(folder) / file).unlink(missing_ok=True)
+        for file in (Path(folder) / Saver.FILE, _transcript(name)):
+            file.unlink(missing_ok=True)
+
+
+def _transcript(name: str) -> Path:
+    return KeyFile.directory() / f"{name}.transcript"
 
 
 def finished_result(folder: Path, name: str) -> Result | None:

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quietgrad.curators.account import EPOCH
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_json
-from quietgrad.privacy.events import PerParty
+from quietgrad.privacy.events import PerParty, composed
 from quietgrad.training.result import REFUTED, Privacy, Result
 
 _SLACK = 1e-6  # relative: the accountants' own numerics on another machine
@@ -120,9 +121,12 @@ def _against_ledger(result: Result, file: Path | None) -> list[str]:
     except (LedgerError, DataError) as error:
         return [f"its ledger is cut or altered: {error}"]
     run = result.details.get("run")
-    mine = [each for each in held if run is None or each.reservation.run == run]
+    mine = [each for each in held if run is None or each.reservation.run.partition(EPOCH)[0] == run]
     theirs = {privacy.events, *(privacy.events.parties if isinstance(privacy.events, PerParty) else ())}
     paid = [each for each in mine if {each.counts, each.reservation.event} & theirs]
+    if run is not None and len(mine) > 1:  # resumed on other sums: one entry for each time the plan was charged
+        charged = [each.counts for each in mine if each.counts is not None]
+        paid = mine if composed(charged) == privacy.events else []
     if not paid:
         return [f"{file.name} holds no reservation of this run for the releases listed"]
     if "said_by" not in result.details and not any(each.reservation.account == privacy.account for each in paid):

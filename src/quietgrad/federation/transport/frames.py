@@ -29,6 +29,7 @@ LARGEST = (1 << 32) - 2
 
 def context_for(credentials: Credentials) -> ssl.SSLContext:
     """TLS 1.3 with certificates on both sides; the coordinator's name is checked, whatever its address."""
+    credentials.check_dates()
     serving = credentials.name == COORDINATOR
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -87,11 +88,14 @@ def _send_all(connection: ssl.SSLSocket, data: Bytes, deadline: float) -> None:
 
 
 def _read(connection: ssl.SSLSocket, size: int, deadline: float | None) -> bytearray:
-    buffer = bytearray(size)
-    view, filled = memoryview(buffer), 0
+    # Memory follows what has arrived: a frame that is only announced costs its announcer nothing.
+    buffer, filled = bytearray(min(size, _PIECE)), 0
     while filled < size:
+        if filled == len(buffer):
+            buffer.extend(bytes(min(len(buffer), size - filled)))
         connection.settimeout(None if deadline is None else _left(deadline))
-        count = connection.recv_into(view[filled:])
+        with memoryview(buffer) as view, view[filled:] as rest:
+            count = connection.recv_into(rest)
         if count == 0:
             raise ConnectionResetError("the other side hung up")
         filled += count

@@ -2,13 +2,16 @@
 
 Parties need no open port. A party that loses its connection calls again; a message that was under way is then sent
 again under the same number, and the party repeats the same reply instead of answering twice, so a broken cable
-costs no release. Every exchange ends at its deadline; nothing is kept from one exchange to the next.
+costs no release. Every exchange ends at its deadline; nothing is kept from one exchange to the next. Callers who
+have not proved who they are wait at the :mod:`~quietgrad.federation.transport.door`, briefly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
 import socket
 import ssl
@@ -19,7 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quietgrad.federation.provision import Credentials
+from quietgrad.federation.revocation import revoked
 from quietgrad.federation.transport import Bytes
+from quietgrad.federation.transport.door import (
+    ALTOGETHER,
+    HANDSHAKE_SECONDS,
+    PER_ADDRESS,
+    Door,
+    let_it_read,
+    refusal,
+)
 from quietgrad.federation.transport.frames import (
     ASK,
     END,
@@ -35,12 +47,13 @@ from quietgrad.federation.transport.frames import (
     send,
     tune,
 )
+from quietgrad.files import parse_json
 from quietgrad.secure.faults import ProtocolError
 
 VERSION = 1
 NUMBER = struct.Struct("<Q")
 GREETING_BYTES = 4096  # bytes
-GREETING_SECONDS = 20.0
+GREETING_SECONDS = 10.0
 _FAREWELL_SECONDS = 10.0
 Tell = Callable[[str], None]
 
@@ -109,8 +122,9 @@ class TlsServer:
         self._farewell: tuple[bytes, Bytes] | None = None
         self._closed = False
         self._threads: set[threading.Thread] = set()
-        # As many callers may be greeted at once as there are seats, and a few strangers.
-        self._greeting = threading.Semaphore(len(self._seats) + 8)
+        self._keys = credentials.folder
+        self._door = Door(per_address=PER_ADDRESS + len(self._seats), altogether=ALTOGETHER + len(self._seats))
+        self._last_refusal = -math.inf
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=64)
         self.port = int(self._listener.getsockname()[1])
@@ -194,25 +208,32 @@ class TlsServer:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._greeting.acquire(blocking=False):
-                hang_up(sock)
+                sock, (address, *_) = self._listener.accept()
+            except OSError as error:
+                if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                time.sleep(0.05)  # a caller that hung up, or no descriptors for the moment: the door stays open
                 continue
-            threading.Thread(target=self._greet, args=(sock,), name="greeting", daemon=True).start()
+            try:
+                tune(sock)
+                connection = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                self._door.admit(connection, address)
+                greet = threading.Thread(
+                    target=self._greet, args=(connection, address), name="greeting", daemon=True
+                )
+                greet.start()
+            except (OSError, RuntimeError):  # gone already, or no threads for the moment
+                hang_up(sock)
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _greet(self, connection: ssl.SSLSocket, address: str) -> None:
         """Shake hands, check the name and the plan, and serve the seat until the connection ends."""
         deadline = time.monotonic() + GREETING_SECONDS
-        connection: ssl.SSLSocket | None = None
         try:
-            tune(sock)
-            sock.settimeout(GREETING_SECONDS)
-            connection = self._context.wrap_socket(sock, server_side=True)
+            connection.settimeout(HANDSHAKE_SECONDS)
+            connection.do_handshake()
             name = peer_name(connection)
             kind, body = receive(connection, most=GREETING_BYTES, deadline=deadline)
-            hello = json.loads(body)
+            hello = parse_json(body)
             reason = self._stranger(name, kind, hello)
             if reason is not None:
                 send(connection, REFUSED, reason.encode(), deadline=deadline)
@@ -220,19 +241,34 @@ class TlsServer:
             welcome = json.dumps({"session": self._session, "plan": self._agreement}).encode()
             send(connection, WELCOME, welcome, deadline=deadline)
         except (OSError, ValueError, ProtocolError, AttributeError) as error:
-            hang_up(connection or sock)
-            if isinstance(error, ProtocolError):
-                self._tell(f"turned away {error}")
-                if error.party in self._seats:
-                    self._seats[error.party].fault = error.reason
+            if isinstance(error, ssl.SSLCertVerificationError):
+                let_it_read(connection)
+            hang_up(connection)
+            self._tell_refusal(error, address)
             return
         finally:
-            self._greeting.release()
+            self._door.leave(connection, address)
         self._serve(name, connection, str(hello["instance"]))
 
-    def _stranger(self, name: str, kind: int, hello: Mapping[str, object]) -> str | None:
+    def _tell_refusal(self, error: Exception, address: str) -> None:
+        """Say who was turned away and why; of callers without a name at most one a second, or they fill the log."""
+        if isinstance(error, ProtocolError):
+            if error.party in self._seats:
+                self._seats[error.party].fault = error.reason
+            self._tell(f"turned away {error}")
+            return
+        now = time.monotonic()
+        if isinstance(error, ssl.SSLCertVerificationError) and now - self._last_refusal > 1.0:
+            self._last_refusal = now
+            self._tell(f"turned away a caller from {address}: {refusal(error)}")
+
+    def _stranger(self, name: str, kind: int, hello: object) -> str | None:
+        if not isinstance(hello, Mapping):
+            return "says something that is not in the protocol"
         if name not in self._seats:
             return f"{name or 'the certificate'} is not a member of this federation"
+        if name in revoked(self._keys):
+            return f"{name} is revoked here"
         if kind != HELLO or hello.get("version") != VERSION or not isinstance(hello.get("instance"), str):
             return f"speaks another version of the protocol than {VERSION}"
         if hello.get("plan") != self._agreement:
@@ -249,7 +285,7 @@ class TlsServer:
         self._tell(f"{name} is connected")
         fault, task = "", None
         try:
-            while (task := self._next(seat, connection)) is not None:
+            while (task := self._next(name, seat, connection)) is not None:
                 send(connection, ASK, NUMBER.pack(task.number), task.message, deadline=task.deadline)
                 kind, reply = receive(connection, most=self._most, deadline=task.deadline)
                 if kind != REPLY or len(reply) < NUMBER.size or NUMBER.unpack_from(reply)[0] != task.number:
@@ -265,7 +301,7 @@ class TlsServer:
             fault = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
             if isinstance(error, ProtocolError):
                 with self._turn:
-                    if seat.task is task:
+                    if seat.task is task or name in revoked(self._keys):
                         seat.task = None  # asking again would bring the same
         hang_up(connection)
         with self._turn:
@@ -277,10 +313,12 @@ class TlsServer:
         if mine and not self._closed:
             self._tell(f"{name} is gone ({fault})")
 
-    def _next(self, seat: _Seat, connection: ssl.SSLSocket) -> _Task | None:
+    def _next(self, name: str, seat: _Seat, connection: ssl.SSLSocket) -> _Task | None:
         with self._turn:
             while seat.connection is connection and not self._closed:
                 if seat.task is not None and time.monotonic() < seat.task.deadline:
+                    if name in revoked(self._keys):
+                        raise ProtocolError(name, "is revoked here")
                     return seat.task
                 self._turn.wait()
         return None

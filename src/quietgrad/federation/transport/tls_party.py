@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from quietgrad.errors import BudgetError
 from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.transport import Bytes, Handler
+from quietgrad.federation.transport.door import alert, refusal
 from quietgrad.federation.transport.frames import (
     ASK,
     END,
@@ -27,6 +28,7 @@ from quietgrad.federation.transport.frames import (
     tune,
 )
 from quietgrad.federation.transport.tls import GREETING_BYTES, GREETING_SECONDS, NUMBER, VERSION, Tell
+from quietgrad.files import parse_json
 from quietgrad.secure.faults import DropoutError, ProtocolError
 
 
@@ -78,19 +80,19 @@ class TlsParty:
 
     def run(self) -> Farewell:
         """Answer until the end; raises if the coordinator refuses this member or stays away."""
-        since, pause, told = time.monotonic(), 0.1, False
+        since, pause, told = time.monotonic(), 0.1, ""
         while True:
             why = "cannot be reached"
             try:
                 connection, session = self._call()
             except OSError as error:
                 why = _why(error)
-                if not told:
+                if told != why:
                     self._tell(f"the coordinator {why}; calling again for up to {self._patience:g} s")
-                    told = True
+                    told = why
             else:
                 self._tell(f"connected to {self._address[0]}:{self._address[1]}")
-                since, pause, told = time.monotonic(), 0.1, True
+                since, pause, told = time.monotonic(), 0.1, ""
                 try:
                     return self._answer(connection, session)
                 except OSError as error:
@@ -115,7 +117,7 @@ class TlsParty:
             connection = self._context.wrap_socket(sock, server_hostname=COORDINATOR)
         except ssl.SSLCertVerificationError as error:
             hang_up(sock)
-            raise ProtocolError(COORDINATOR, f"has no valid certificate ({error.verify_message})") from None
+            raise ProtocolError(COORDINATOR, refusal(error)) from None
         except OSError:
             hang_up(sock)
             raise
@@ -125,7 +127,7 @@ class TlsParty:
             kind, body = receive(connection, most=GREETING_BYTES, deadline=deadline)
             if kind == REFUSED:
                 raise ProtocolError(COORDINATOR, f"turns this member away: {body.decode(errors='replace')}")
-            welcome = json.loads(body)
+            welcome = parse_json(body)
             session, plan = str(welcome["session"]), welcome["plan"]
             if kind != WELCOME:
                 raise ValueError
@@ -142,7 +144,8 @@ class TlsParty:
 
     def _answer(self, connection: ssl.SSLSocket, session: str) -> Farewell:
         while True:
-            kind, body = receive(connection, most=self._most, deadline=None)
+            # A coordinator that says nothing for so long is called anew: what it asked it asks again.
+            kind, body = receive(connection, most=self._most, deadline=time.monotonic() + self._patience)
             if kind == REFUSED:
                 raise ProtocolError(COORDINATOR, f"sends this member away: {body.decode(errors='replace')}")
             if kind == END:
@@ -170,7 +173,7 @@ def _farewell(body: bytearray) -> Farewell:
 
 def _why(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return f"ends the TLS connection ({error.reason or 'closed'}); does its authority know this certificate?"
+        return alert(error)
     if isinstance(error, TimeoutError):
         return "does not answer"
     if isinstance(error, socket.gaierror):

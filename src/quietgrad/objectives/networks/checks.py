@@ -33,13 +33,16 @@ __all__ = ["alone", "made_up", "refuse_changed_buffers", "refuse_mixing", "refus
            "refuse_unusable_modules"]  # fmt: skip
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-_BATCHES = 3
+_BATCHES, _EXAMPLES = 3, 16
+_ENORMOUS = 1e12
 
 
 def refuse_unusable_modules(module: nn.Module) -> None:
     """Raise ValueError for a module whose layers cannot be reached or have no values."""
     for name, layer in module.named_modules():
         where = f"layer {name!r}" if name else "the module"
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ValueError(f"{where} was compiled by torch.jit, which hides its layers: give the Python module.")
         if hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None:
             raise ValueError(
                 f"{where} was compiled by torch.compile, which fuses the layers whose inputs and gradients are "
@@ -98,13 +101,13 @@ def refuse_mixing_layers(module: nn.Module) -> None:
             )
 
 
-def made_up(x: Batch, y: Batch, seed: int) -> tuple[Batch, Batch]:
-    """Four examples of the shapes of ``x`` and ``y``: floats uniform in [0, 1).
+def made_up(x: Batch, y: Batch, seed: int, count: int = 4) -> tuple[Batch, Batch]:
+    """Examples of the shapes of ``x`` and ``y``: floats uniform in [0, 1).
 
     Whole numbers (tokens, classes) cannot be made up and are those of the first, last and middle example.
     """
-    count = batch_length(x)
-    places = torch.tensor([0, count - 1, count // 2, 0])
+    last = batch_length(x) - 1
+    places = torch.tensor([0, last, last // 2, 0]).repeat(count // 4 + 1)[:count]
 
     def make(value: Tensor) -> Tensor:
         rows = value.detach()[places.to(value.device)]
@@ -135,7 +138,7 @@ def alone(
             loss = per_example_losses(loss_fn, module(*_args(select(x, part))), select(x, part), select(y, part))
             made = draws.number if isinstance(draws, RecordDraws) else 0
             if loss.requires_grad:
-                loss.sum().backward()  # not autograd.grad: a re-entrant checkpoint does not stand it
+                torch.autograd.backward(loss.sum())  # not autograd.grad: a re-entrant checkpoint does not stand it
             if isinstance(draws, RecordDraws) and draws.number != made:
                 raise UnplannedDraw("a checkpointed layer draws again on the way back.")
         losses.append(loss.detach())
@@ -149,16 +152,24 @@ def refuse_mixing(
     """Raise ValueError if the loss or gradient of an example moves when another example is exchanged.
 
     Both sides draw the same random numbers, so a difference is one in the examples. It is compared with the size of
-    what moves, however small losses are.
+    what moves, however small losses are. The others are also exchanged for enormous ones: a record may be so, and
+    then the faintest mixing is a strong one.
     """
     for number in range(_BATCHES):
-        first, other = made_up(x, y, 2 * number), made_up(x, y, 2 * number + 1)
-        for kept in (0, 1):
-            rest = [i for i in range(4) if i != kept]
-            exchanged = tuple(_exchanged(a, b, rest) for a, b in zip(first, other, strict=True))
+        first, other = (made_up(x, y, 2 * number + k, _EXAMPLES) for k in (0, 1))
+        for kept, scale in ((0, 1.0), (1, 1.0), (2, _ENORMOUS)):
+            rest = [i for i in range(_EXAMPLES) if i != kept]
+            x_other, y_other = (_exchanged(a, b, rest, scale) for a, b in zip(first, other, strict=True))
             with preserved():
                 here = _one_of(module, loss_fn, params, *first, kept, number)
-                there = _one_of(module, loss_fn, params, *exchanged, kept, number)
+                try:
+                    there = _one_of(module, loss_fn, params, x_other, y_other, kept, number)
+                except (RuntimeError, IndexError, ValueError):
+                    if scale == 1.0:
+                        raise
+                    continue  # no numbers of this module's: indices, probabilities
+            if scale != 1.0 and not there[1].isfinite().all():
+                here, there = here[:1], there[:1]  # 0 · inf of the others, not a gradient
             if not all(_same(a, b) for a, b in zip(here, there, strict=True)):
                 raise ValueError(
                     "the loss or gradient of an example changes when another example of the batch is exchanged: "
@@ -185,7 +196,7 @@ def _one_of(
     with torch.enable_grad(), with_parameters(module, leaves), drawing:
         losses = per_example_losses(loss_fn, module(*_args(x)), x, y)
         if losses.requires_grad:
-            losses[which].backward()
+            torch.autograd.backward(losses[which])
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
     return [losses[which].detach().reshape(1), torch.cat([g.flatten().to(losses.dtype) for g in grads])]
 
@@ -227,12 +238,12 @@ def refuse_changed_buffers(module: nn.Module, run: Callable[[], Any]) -> None:
         )
 
 
-def _exchanged(kept: Batch, other: Batch, rows: list[int]) -> Batch:
-    """``kept`` with some rows from ``other``; rows of whole numbers change places among themselves."""
+def _exchanged(kept: Batch, other: Batch, rows: list[int], scale: float) -> Batch:
+    """``kept`` with some rows from ``other``, scaled; rows of whole numbers change places among themselves."""
 
     def change(value: Tensor, new: Tensor) -> Tensor:
         value = value.clone()
-        value[rows] = new[rows] if value.is_floating_point() else new[rows[::-1]]
+        value[rows] = scale * new[rows] if value.is_floating_point() else new[rows[::-1]]
         return value
 
     if isinstance(kept, Tensor):

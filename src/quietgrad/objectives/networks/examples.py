@@ -19,8 +19,8 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved, seed_generators
 from quietgrad.objectives.networks.tape import Batch, tensors_of
 
-__all__ = ["Collate", "Examples", "draws_nothing", "examples_of", "read_record", "refuse_mixing_collate",
-           "refuse_own_generators"]  # fmt: skip
+__all__ = ["Collate", "Examples", "bytes_of", "draws_nothing", "examples_of", "leaves_of", "read_record",
+           "refuse_mixing_collate", "refuse_own_generators"]  # fmt: skip
 
 Collate = Callable[[list[Any]], Any]
 Reader = Callable[[RecordKeys], tuple[Batch, Batch]]
@@ -59,14 +59,14 @@ class Examples:
         """Everything a sum over these examples depends on, as bytes, in the order of the records."""
         yield from self.fingerprint_parts()
         for tensor in self.fixed:
-            yield from _bytes_of(tensor)
+            yield from bytes_of(tensor)
 
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
         """The records as bytes, whatever a module makes of them."""
         for start in range(0, self.length, _READ):
             part = RecordKeys(_PUBLIC, np.arange(start, min(start + _READ, self.length)))
             for tensor in tensors_of(self.read(part)):
-                yield from _bytes_of(tensor)
+                yield from bytes_of(tensor)
 
 
 def examples_of(data: Any, dim: int, collate: Collate | None = None, fixed: tuple[Tensor, ...] = ()) -> Examples:
@@ -174,7 +174,7 @@ def refuse_own_generators(data: Any) -> None:
         return
     for index in (0, len(data) - 1):
         with preserved():
-            twice = [list(_leaves(read_record(data, index, 1))) for _ in range(2)]
+            twice = [list(leaves_of(read_record(data, index, 1))) for _ in range(2)]
         if not all(_equal(a, b) for a, b in zip(*twice, strict=True)):
             raise DataError(
                 "the data set gives another sample when a record is read again with the same seed: it draws from a "
@@ -229,12 +229,13 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, int | float | str | bool | bytes) is False or a == b or a != a
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What a sample is made of, in order."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves_of(item)
     else:
         yield value
 
@@ -265,7 +266,14 @@ def _take(value: Batch, where: slice | Tensor) -> Batch:
     return value[where] if isinstance(value, Tensor) else tuple(part[where] for part in value)
 
 
-def _bytes_of(tensor: Tensor) -> Iterator[bytes | memoryview]:
+def bytes_of(value: Any) -> Iterator[bytes | memoryview]:
+    """Everything about a tensor, an array, a number or a text, as bytes."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, Tensor):
+        yield value if isinstance(value, bytes) else f"{type(value).__name__} {value!r}".encode()
+        return
+    tensor = value
     yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     if tensor.numel():
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

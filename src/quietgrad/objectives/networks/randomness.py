@@ -95,7 +95,8 @@ class RecordKeys:
 
     def share(self, rank: int, world: int) -> npt.NDArray[np.bool_]:
         """Which rows process ``rank`` of ``world`` sums."""
-        return self._words(_SHARE) % np.uint64(world) == rank
+        mine: npt.NDArray[np.bool_] = self._words(_SHARE) % np.uint64(world) == rank
+        return mine
 
     def _words(self, block: int) -> Words:
         return SecureStream(self.key, "records").at(block, np.asarray(self.indices, np.int64))
@@ -105,7 +106,7 @@ class UnplannedDraw(RuntimeError):
     """A draw that cannot be given to the records of a batch one by one."""
 
 
-class RecordDraws(TorchDispatchMode):
+class RecordDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws random numbers for each record of a batch from that record's own stream.
 
     Args:
@@ -115,7 +116,7 @@ class RecordDraws(TorchDispatchMode):
     """
 
     def __init__(self, words: Words, axes: Sequence[int] | None, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.words = torch.from_numpy(words.view(np.int64).copy()).to(device)
         self.axes = axes
         self.number = 0
@@ -254,11 +255,11 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-class DrawTrace(TorchDispatchMode):
+class DrawTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch draw, and keeps what was drawn: the operation's name and its result's shape."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[str, torch.Size]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -137,7 +137,7 @@ class Way:
 
         device = theta_device(params)
         with with_parameters(module, params):
-            whole = self._together(lambda: run(x, y), keys, device)
+            whole: tuple[Tensor] | None = self._together(lambda: run(x, y), keys, device)
             if whole is not None:
                 return whole[0]
             return torch.cat([run(select(x, row), select(y, row)) for row in self._apart(keys, device)])

@@ -1,0 +1,326 @@
+"""Noise that cancels: Gaussian noise correlated over the releases of a run, by four geometric buffers.
+
+Release k of T is sum_k + z·C·s·w_k with w = S⁻¹u, u independent standard normals and S lower triangular and
+Toeplitz with coefficients c₀ = 1, c_k = Σ_i α_i λ_i^(k−1). Later releases take back most of what earlier ones
+added, so that *sums* of releases, which is what a descent method makes of them, carry far less noise; a single
+release carries more (:attr:`Correlated.loudness`).
+
+**Why it is private.** S is lower triangular and invertible, so the transcript is a causal bijection of
+S·sums + z·C·s·u. A record that takes part in the releases π moves step k of it by r_k = Σ_j S_kj Δ_j, a vector that
+is known given the steps before, and Σ‖r_k‖² = Σ G_ij⟨Δ_i, Δ_j⟩ ≤ C²·Σ_{i,j∈π}|G_ij| with G = SᵀS, on every path and
+however the Δ_j were chosen. Gaussian steps whose squared shifts sum to at most μ² on every path have a privacy loss
+that is exactly N(∓μ²/2, μ²) once a last step pads the sum to μ²: all T releases together are **one** Gaussian
+release of noise multiplier z, if s² is at least Σ|G_ij| over every possible π. Replace-one doubles it by the
+triangle inequality, as it does for any Gaussian release. C may change from release to release as long as it follows
+from earlier releases: divide each step by its own C.
+
+**The sensitivity s.** With at most k participations at least b apart, G_ij = Σ_{m<T−j} c_m·c_{m+j−i} (i < j) falls
+in j and in j − i, because c₁ ≥ c₂ ≥ … ≥ 0. Compared term by term, no π exceeds {0, b, 2b, …}: s is the norm of the
+sum of those columns, and it is attained.
+
+What must not depend on other people is *when* a record takes part (see :class:`~quietgrad.sampling.Turns`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import BudgetError
+from quietgrad.privacy import events
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.mechanisms import Mechanism, Sampled, Source, UnitNoise
+from quietgrad.privacy.noise import release_gaussian, sigma_for
+
+Floats = npt.NDArray[np.float64]
+
+_BUFFERS = 4
+_ROUNDED_UP = 1.0 + 1e-12
+_MOST_RELEASES = 2**20  # beyond, a λ comes so near to 1 that float64 sums of T terms lose digits
+
+
+@dataclass(frozen=True)
+class Correlated(Mechanism, kind="correlated"):
+    """Gaussian noise correlated over ``releases`` releases; the whole run costs one ``Gaussian(z)``.
+
+    Build it with :meth:`made`. Plans carry the coefficients; whoever reads one computes the sensitivity again.
+
+    Args:
+        releases: T, the most releases there can be; the noise does not depend on where a run stops.
+        participations, separation: k and b: a record is in at most k releases, at least b apart.
+        lam, alpha: λ and α of the buffers, all in (0, 1) with Σα ≤ 1, which makes c positive and falling and the
+            recursion stable.
+
+    >>> once = Correlated.made(256)
+    >>> round(once.sensitivity(), 3), round(once.loudness, 2), round(once.gain(), 2)
+    (1.546, 1.73, 4.3)
+    >>> once.event(lambda event: event, 2.0, Relation.ADD_REMOVE, 256)
+    Gaussian(noise_multiplier=2.0)
+    """
+
+    releases: int
+    participations: int
+    separation: int
+    lam: tuple[float, ...]
+    alpha: tuple[float, ...]
+
+    noise: ClassVar[str] = "correlated Gaussian"
+    in_mpc: ClassVar[bool] = False
+    whole_run: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("releases", "participations", "separation"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
+                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
+        for name in ("lam", "alpha"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
+                raise ValueError(f"{name}: must be a list of numbers.")
+            object.__setattr__(self, name, tuple(values))
+        if not 1 <= len(self.lam) == len(self.alpha) <= 64:
+            raise ValueError("lam, alpha: must be as many of the one as of the other.")
+        # Written so that a NaN is refused.
+        if not all(0.0 < value < 1.0 for value in self.lam):
+            raise ValueError("lam: every decay must be in (0, 1): the sensitivity is that of falling coefficients.")
+        if not (all(value > 0.0 for value in self.alpha) and math.fsum(self.alpha) <= 1.0):
+            raise ValueError("alpha: every weight must be above 0, and all together at most 1.")
+
+    @classmethod
+    def made(cls, releases: int, participations: int = 1, separation: int | None = None) -> Correlated:
+        """The strategy for T releases of which a record is in at most k, at least b apart (default: in one).
+
+        Quadrature of (1−x)^(−1/2), whose square makes prefix sums: C(2k,k)/4^k = (1/π)∫λ^k (λ(1−λ))^(−1/2) dλ with
+        λ = 1/(1+e^x), on 4 points of [log(1/2H), log 3]. H is T for one participation and else the one of T, T/2,
+        T/4, … with the least error of prefix sums; nothing of this is a matter of privacy.
+
+        >>> Correlated.made(64, 4, 16).separation
+        16
+        """
+        return _made(releases, participations, releases if separation is None else separation)
+
+    # --- the strategy -----------------------------------------------------------------------------------------
+
+    def coefficients(self, releases: int | None = None) -> Floats:
+        """c₀ … c_{T−1}, the first column of S."""
+        count = self.releases if releases is None else releases
+        powers = np.arange(count - 1)[:, None] * np.log(self.lam)
+        return np.concatenate([[1.0], np.exp(powers) @ np.array(self.alpha)])
+
+    def sensitivity(self, releases: int | None = None) -> float:
+        """s: how far one record of bound 1 can move S·sums; after the first ``releases`` only, if given."""
+        count = self.releases if releases is None else releases
+        if not 1 <= count <= self.releases:
+            raise BudgetError(f"{count} releases: the correlated noise was made for {self.releases}.")
+        return _sensitivity(self, count)
+
+    @property
+    def factor(self) -> float:
+        """s of the whole run, by which the noise is louder than z·C."""
+        return self.sensitivity()
+
+    @cached_property
+    def inverse(self) -> Floats:
+        """g, the first column of S⁻¹."""
+        return _inverse(self.lam, self.alpha, self.releases)
+
+    @property
+    def loudness(self) -> float:
+        """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
+        return self.factor * float(np.linalg.norm(self.inverse))
+
+    def gain(self) -> float:
+        """Root mean square error of prefix sums under independent noise of the same ε ÷ that of this noise."""
+        independent = min(self.participations, -(-self.releases // self.separation))
+        return math.sqrt(independent * _prefix_error(np.eye(1, self.releases)[0]) / self._error())
+
+    def _error(self) -> float:
+        return _prefix_error(self.inverse) * self.factor**2
+
+    # --- what a mechanism is ----------------------------------------------------------------------------------
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """All of it: there is no smaller part that would have a price of its own."""
+        return events.Gaussian(multiplier)
+
+    def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
+        """``Gaussian(z·s_T/s_j)`` after j releases: the noise is that of T, the sensitivity that of j.
+
+        True only if j does not depend on the data; a stop that follows from releases costs the whole plan.
+        """
+        if count == self.releases:
+            return events.Gaussian(multiplier)
+        return events.Gaussian(multiplier * (self.factor / self.sensitivity(count)))
+
+    def over(self, releases: int, participations: int, separation: int) -> Correlated:
+        """Made again for another run."""
+        return Correlated.made(releases, participations, separation)
+
+    def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
+        """Refuse releases that the sensitivity is not proved for."""
+        if participation is None:
+            raise ValueError(
+                f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
+                "part; use sampling='single-pass' or 'turns'. The whole table in every release (DP-GD) and secret "
+                "samples (Poisson) give more with independent noise."
+            )
+        k, b = participation
+        if k > 1 and b == 1:
+            raise ValueError("correlated noise on everybody in every release gains nothing: use DP-GD.")
+        if count > self.releases or k > self.participations or (k > 1 and b < self.separation):
+            raise ValueError(
+                f"correlated noise for {self.releases} releases, a record in {self.participations} at least "
+                f"{self.separation} apart: the plan has {count}, a record in {k} at least {b} apart. Make it for "
+                "those."
+            )
+
+    def describe(self, multiplier: float) -> str:
+        """One Gaussian release, whatever the number of releases."""
+        s = self.factor
+        return (
+            f"Gaussian noise correlated over the releases, of scale {multiplier:.4g}·C times the sensitivity "
+            f"{s:.4g} of the run: all of them together are one Gaussian release of noise multiplier "
+            f"{multiplier:.4g}, each record in at most {self.participations} of them, at least {self.separation} "
+            "apart"
+        )
+
+    def stated(self, multiplier: float) -> str:
+        """One release, however many."""
+        return (
+            f"correlated: one Gaussian release of noise multiplier {multiplier:.4g} over the whole run; each "
+            f"record in at most {self.participations} releases, at least {self.separation} apart"
+        )
+
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """Rows of S⁻¹u, scaled by z·C·s."""
+        return _CorrelatedSource(self, key, label)
+
+    def reach(self, dim: int) -> float:
+        """Louder than independent noise by s·‖g‖."""
+        return self.loudness * super().reach(dim)
+
+    def rows(self, key: bytes, label: str) -> Rows:
+        """The noise of unit scale, by number of the release."""
+        return Rows(self, key, label)
+
+
+class Rows:
+    """w_k = (S⁻¹u)_k by number k: w = u_k − α·B and B ← λ·B + w, with four buffers B that start empty.
+
+    Rows are a function of the key and of k alone: after an interruption the buffers are made again from the
+    stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
+    Numbers that are skipped (a release of bound 0, a lost round, a draw that was never released) are run through
+    all the same: a recursion that stood still would cancel what was never added.
+
+    A resumed run whose sums differ goes on in a new epoch with a key of its own and is charged again. Its buffers
+    start empty at row 0 of its own stream; whichever rows of it are then released are a part of a whole run's, so
+    one more ``Gaussian(z)`` covers them, and noise of the two epochs is independent. Anybody who kept the old
+    buffers would instead give the same noise to two different sums.
+
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> on, again = (Correlated.made(8).rows(seed_key(0), "noise") for _ in range(2))
+    >>> kept = [on.row(k, 3) for k in range(8)]
+    >>> bool((again.row(5, 3) == kept[5]).all())
+    True
+    """
+
+    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+        self._releases = mechanism.releases
+        self._lam = np.array(mechanism.lam)[:, None]
+        self._alpha = np.array(mechanism.alpha)
+        self._units = UnitNoise(key, f"unit/{label}", mechanism.releases)
+        self._next = 0
+        self._buffers: Floats | None = None
+
+    def row(self, release: int, dim: int) -> Floats:
+        """The unit noise of ``release``; a new array."""
+        if not 0 <= release < self._releases:
+            raise BudgetError(f"release {release}: the correlated noise was made for {self._releases}.")
+        if self._buffers is not None and self._buffers.shape[1] != dim:
+            raise BudgetError(
+                f"a release of {dim} numbers after one of {self._buffers.shape[1]}: correlated noise is over "
+                "vectors of one length."
+            )
+        if self._buffers is None or release < self._next:
+            self._buffers, self._next = np.zeros((len(self._alpha), dim)), 0
+        buffers = self._buffers
+        row: Floats = np.empty(0)
+        for number in range(self._next, release + 1):
+            row = self._units.row(number, dim) - np.dot(self._alpha, buffers)
+            buffers *= self._lam
+            buffers += row
+        self._next = release + 1
+        return row
+
+
+class _CorrelatedSource(Source):
+    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+        self._rows = mechanism.rows(key, label)
+        self._louder = mechanism.factor
+        self._asked: tuple[float, float, int] | None = None
+        self._grid = (0.0, 0.0)
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        # Real noise is combined first and rounded once, to the grid of the data: that is post-processing. Integer
+        # noise combined with fractions would live on a finer grid than the sum and bare its residue.
+        # The step is sized by z·C·s, so that the float64 errors of w are as small in steps as those of normals.
+        asked = (multiplier * self._louder, bound, len(total))
+        if asked != self._asked:
+            self._grid, self._asked = sigma_for(*asked), asked
+        release_gaussian(total, self._rows.row(release, len(total)), *self._grid)
+
+
+@lru_cache(maxsize=256)
+def _sensitivity(mechanism: Correlated, count: int) -> float:
+    c = mechanism.coefficients(count)
+    columns = np.zeros(count)
+    for first in range(0, count, mechanism.separation)[: mechanism.participations]:
+        columns[first:] += c[: count - first]
+    return float(np.linalg.norm(columns)) * _ROUNDED_UP
+
+
+@lru_cache(maxsize=64)
+def _made(releases: int, participations: int, separation: int) -> Correlated:
+    horizons = [releases / 2**j for j in range(1 + (0 if participations == 1 else releases.bit_length()))]
+    found = [
+        Correlated(releases, participations, separation, *_buffers(max(1.0, horizon)))
+        for horizon in sorted({max(1.0, h) for h in horizons}, reverse=True)
+    ]
+    return min(found, key=lambda mechanism: mechanism._error()) if len(found) > 1 else found[0]
+
+
+def _buffers(horizon: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    x = np.linspace(math.log(0.5 / horizon), math.log(3.0), _BUFFERS)
+    lam = 1.0 / (1.0 + np.exp(x))
+    alpha = ((x[1] - x[0]) / math.pi) * lam**1.5 * np.sqrt(1.0 - lam)
+    return tuple(lam.tolist()), tuple(alpha.tolist())
+
+
+def _inverse(lam: tuple[float, ...], alpha: tuple[float, ...], count: int) -> Floats:
+    """S is N/D with D = Π(1 − λ_i x), so S⁻¹ is D/N."""
+    from scipy.signal import lfilter
+
+    below = np.array([1.0])
+    for value in lam:
+        below = np.convolve(below, [1.0, -value])
+    above = below.copy()
+    for i, weight in enumerate(alpha):
+        others = np.array([1.0])
+        for j, value in enumerate(lam):
+            if j != i:
+                others = np.convolve(others, [1.0, -value])
+        above[1 : 1 + len(others)] += weight * others
+    impulse = np.zeros(count)
+    impulse[0] = 1.0
+    return np.asarray(lfilter(below, above, impulse), np.float64)
+
+
+def _prefix_error(inverse: Floats) -> float:
+    """Σ over prefixes of the variance of their sum, for unit noise u."""
+    sums = np.cumsum(inverse)
+    return float(np.arange(len(sums), 0, -1.0) @ (sums * sums))

@@ -1,0 +1,251 @@
+"""Training on people who arrive once: one release per batch of arrivals, and nobody is kept.
+
+The number of releases is fixed in the plan before the first person arrives. What ε needs of the caller is that
+*when* somebody is given to the stream does not depend on other people: batches are cut by a public clock (the
+arrivals of a day), never "when there are enough", and a person comes in one batch only. Sizes may vary and are
+never told; sums are divided by the public ``batch_size``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.curators.central import CentralCurator, CentralSession
+from quietgrad.curators.session import Drawn
+from quietgrad.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.objectives.base import Reading
+from quietgrad.plans.price import plan
+from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.keys import KeyFile
+from quietgrad.sampling import SinglePass
+from quietgrad.training import checkpoint as checkpoints
+from quietgrad.training.minimizing import check_resumable
+from quietgrad.training.result import Result
+from quietgrad.training.running import run
+from quietgrad.training.saving import Saver, discard, finished_result
+from quietgrad.vectors import Vector
+
+ENDED = "the stream ended early"
+_NOBODY: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+
+def stream(
+    objective: Reading,
+    algorithm: Algorithm,
+    *,
+    budget: Budget,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    folder: str | Path | None = None,
+    seed: int | None = None,
+) -> Stream:
+    """A model that learns from people as they arrive, each of them once.
+
+    Args:
+        objective: a loss of :mod:`quietgrad.objectives`, or a module of torch wrapped as one.
+        algorithm: a first-order method with ``sampling="single-pass"``; with ``noise="correlated"`` sums of
+            releases have several times less noise. ``steps`` is how many batches there will be, ``batch_size`` a
+            public guess at how many people are in one.
+        budget: the promise to everybody who arrives, for the whole stream.
+        ledger, account, cap, seed: as in :func:`~quietgrad.training.minimizing.minimize`.
+        folder: keep the stream here, so that the same call goes on with it after a crash. :attr:`Stream.step` says
+            which batch is next; the one that was under way is given again, and is free if it is the same.
+
+    >>> import numpy as np, quietgrad as qg
+    >>> rng = np.random.default_rng(0)
+    >>> method = qg.DPSGD(steps=5, batch_size=100, sampling="single-pass", noise="correlated")
+    >>> with qg.stream(qg.objectives.Logistic(), method, budget=qg.Budget(1.0, 1e-5)) as model:
+    ...     for day in range(5):
+    ...         X = rng.normal(size=(rng.poisson(100), 2))
+    ...         _ = model.fit((X, X[:, 0] > 0))
+    >>> model.result.privacy.releases, model.result.privacy.is_private
+    ({'gradient': 5}, True)
+    """
+    steps, size = int(getattr(algorithm, "steps", 0)), int(getattr(algorithm, "batch_size", 0))
+    if steps < 1 or size < 1:
+        raise ValueError(f"{algorithm.name}: a stream needs a method of so many steps on batches of a public size.")
+    the_plan = plan(algorithm, n=steps * size, budget=budget)
+    if not all(isinstance(slot.sampling, SinglePass) for slot in the_plan.schedule.slots):
+        raise ValueError("sampling: people who arrive once are a single pass; give sampling='single-pass'.")
+    return Stream(objective, algorithm, the_plan, ledger, account, cap, folder, seed)
+
+
+class Stream:
+    """An open stream; see :func:`stream`. Leaving its ``with`` block closes it."""
+
+    def __init__(
+        self,
+        objective: Reading,
+        algorithm: Algorithm,
+        the_plan: Plan,
+        ledger: Any,
+        account: str,
+        cap: Budget | None,
+        folder: str | Path | None,
+        seed: int | None,
+    ) -> None:
+        self.plan, self._objective, self._algorithm = the_plan, objective, algorithm
+        self._ledger, self._account, self._cap, self._seed = ledger, account, cap, seed
+        self._folder = None if folder is None else Path(folder)
+        self._kept: checkpoints.Checkpoint | None = None
+        self._result: Result | None = None
+        if self._folder is not None and (self._folder / Saver.FILE).exists():
+            self._kept = checkpoints.load(self._folder / Saver.FILE)
+            check_resumable(self._folder, self._kept.meta, algorithm)
+            self._result = finished_result(self._folder, self._kept.meta["run"])
+            if self._kept.meta["budget"] != the_plan.to_json()["budget"]:
+                raise DataError(f"{folder}: the stream that is kept here has another budget; go on with that.")
+        self._state: State | None = None if self._kept is None else self._kept.state
+        self._session: _Arrivals | None = None
+        self._saver: Saver | None = None
+        self._start: Vector | None = None
+
+    @property
+    def step(self) -> int:
+        """How many batches were learned from: the number of the next one."""
+        return 0 if self._state is None else self._state.step
+
+    @property
+    def done(self) -> bool:
+        """Whether all planned batches were given."""
+        return self._state is not None and self._state.done
+
+    @property
+    def params(self) -> Vector:
+        """The model so far; every one of them is in the price."""
+        if self._state is None:
+            raise ValueError("nobody has arrived yet: there is no model before the first batch.")
+        return self._algorithm.output(self._state)
+
+    @property
+    def result(self) -> Result:
+        """What was learned and proved, once the stream is closed."""
+        if self._result is None:
+            raise ValueError("the stream is open: close it, or leave its with block, to have a result.")
+        return self._result
+
+    def fit(self, data: Any = None) -> Self:
+        """Learn from the people of one batch, and forget them; without data nobody came, and noise is released."""
+        if self._result is not None:
+            raise ExhaustedError(f"the {self.step} batches of this stream were given; plan a new one.")
+        session = self._open(data)
+        if self._state is None:
+            assert self._start is not None
+            self._state = self._algorithm.init(self._start)
+        if not self.done:  # else it was interrupted after its last release
+            session.arrive(data)
+            self._state = self._algorithm.step(self._state, session)
+        if self._saver is not None:
+            self._saver.save(self._state, session, now=True)
+        if self.done:
+            self.close()
+        return self
+
+    def close(self) -> Result:
+        """End the stream. Before the last planned batch this costs the whole plan all the same."""
+        if self._result is None:
+            if self._session is None or self._state is None:
+                raise ValueError("nobody has arrived since the stream was opened: give it the next batch first.")
+            if not self._state.done:
+                self._state.done, self._state.stopped_by = True, ENDED
+            notes = ("every person arrived once, in a batch that did not depend on others: the caller's promise",)
+            result = run(
+                self._algorithm, self._session, self._start, state=self._state, saver=self._saver,
+                account=self._account, notes=notes,
+            )  # fmt: skip
+            self._result = result if self._saver is None else self._saver.finish(result)
+        return self._result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._session is not None:
+            self.close()
+        elif self._saver is not None:
+            self._saver.close()
+
+    def _open(self, data: Any) -> _Arrivals:
+        """The session, opened with the first batch, which tells the number of features."""
+        if self._session is not None:
+            return self._session
+        if data is None:
+            raise ValueError("the first batch after a start must have somebody in it: it tells the features.")
+        name = uuid.uuid4().hex if self._kept is None else self._kept.meta["run"]
+        curator = _ArrivalsCurator(
+            self._objective, data, ledger=self._ledger, account=self._account, cap=self._cap, run=name,
+            seed=self._seed,
+        )  # fmt: skip
+        self._start = curator.initial()
+        kept = self._kept
+        try:
+            if kept is not None:
+                self._saver = self._kept_by(name, KeyFile.load(name))
+            elif self._folder is not None:
+                key = None if self._seed is not None else KeyFile.create(name, self._folder)
+                self._saver = self._kept_by(name, key)
+                self._saver.write(self._algorithm.init(self._start), {}, None)
+            transcript = None if self._saver is None else self._saver.transcript
+            session = curator.open(self.plan, transcript=transcript, used=None if kept is None else kept.used)
+        except Exception:
+            if self._saver is not None:
+                self._saver.close()
+                self._saver = None
+            if kept is None:
+                discard(name, self._folder)
+            raise
+        assert isinstance(session, _Arrivals)
+        self._session = session
+        return session
+
+    def _kept_by(self, name: str, key: bytes | None) -> Saver:
+        assert self._folder is not None
+        return Saver(self._folder, name, self.plan, 0.0, (), key, resumed=self._kept is not None)
+
+
+class _Arrivals(CentralSession):
+    """A session whose fresh records are those that have just arrived, each batch of them for one release."""
+
+    _waiting = False
+
+    def arrive(self, data: Any) -> None:
+        """The people of the next release take the place of those before."""
+        if data is not None:
+            records = self.objective.prepare(data)
+            if len(self.objective.initial(records)) != self._dim:
+                raise DataError("the batch has other features than those before; give the same columns.")
+            self._see(self.objective, records)
+        self._nobody, self._waiting = data is None, True
+
+    def _sample_from(self, key: bytes) -> None:
+        self._fresh, self._samplers = None, {}
+
+    def _begin(self, slot: str, verb: str) -> Drawn:
+        if not self._waiting:
+            raise BudgetError("people who arrived are used once: a release without new arrivals is refused.")
+        begun = super()._begin(slot, verb)
+        self._waiting = False
+        return begun
+
+    def _take_fresh(self, drawn: Drawn) -> npt.NDArray[np.int64]:
+        return _NOBODY if self._nobody else np.arange(len(self._records), dtype=np.int64)
+
+
+class _ArrivalsCurator(CentralCurator):
+    """Pays for the plan before the first batch is looked at; how many people come is not its business."""
+
+    session = _Arrivals
+
+    def _check(self, plan: Plan) -> None:
+        return

@@ -1,0 +1,205 @@
+"""Deliberately broken pieces of the PyTorch rooms, each a defect that was once there; none may pass an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.stateless import _reparametrize_module
+
+from quietgrad.objectives.networks import anatomy, checks, examples, module, tape, ways
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.privacy.rng import SecureStream
+from quietgrad.torch import distributed, opacus_verbs, own_loop, poisson_loader, private_module
+from quietgrad.torch.rows import Owners, Rows
+
+Patch = pytest.MonkeyPatch
+
+
+def public_masks(patch: Patch) -> None:
+    """Masks by place in the batch, from a key that everyone knows: one record more moves all later ones."""
+
+    def by_place(self: Any) -> Any:
+        return SecureStream(bytes(32), "records").at(0, np.arange(len(self.indices)))
+
+    patch.setattr(RecordKeys, "draws", property(by_place))
+
+
+def redrawn_masks(patch: Patch) -> None:
+    """The second summation, after an overflow, draws new masks for everyone."""
+
+    def rows(self: Any, where: Any) -> RecordKeys:
+        chosen = self.indices[where]
+        return RecordKeys(self.key, chosen + 1000 if len(chosen) < len(self.indices) else chosen)
+
+    patch.setattr(RecordKeys, "rows", rows)
+
+
+def other_masks_every_time(patch: Patch) -> None:
+    """Every pass of a release draws from a fresh secret: a replay differs, and a difference is of two models."""
+    draws: Any = RecordKeys.__dict__["draws"].func
+
+    def fresh(self: Any) -> Any:
+        if self.key == bytes(32):  # where the module is tried out
+            return draws(self)
+        return np.random.default_rng().integers(0, 2**63, len(self.indices)).astype(np.uint64)
+
+    patch.setattr(RecordKeys, "draws", property(fresh))
+
+
+def public_augmentation(patch: Patch) -> None:
+    """Records are read with whatever the generators hold: what one draws moves all later ones."""
+
+    def read(data: Any, index: int, word: int) -> Any:
+        return data[index]
+
+    patch.setattr(examples, "read_record", read)
+    patch.setattr(examples, "refuse_own_generators", lambda data: None)
+
+
+def float32_sums(patch: Patch) -> None:
+    """Passes are added up in float32."""
+
+    class Narrow:
+        def __init__(self, like: Any) -> None:
+            self.value = torch.zeros_like(like)
+
+        def add(self, term: Any) -> None:
+            self.value += term.float()
+
+    patch.setattr(module, "CompensatedSum", Narrow)
+
+
+def counted_twice(patch: Patch) -> None:
+    """A parameter with two names is two contributions, and nothing is compared with autograd."""
+    patch.setattr(anatomy, "_owners_below", lambda layer, slots: False)
+    patch.setattr(ways, "_agrees", lambda *_: True)
+
+
+def checkpoints_at_the_start(patch: Patch) -> None:
+    """The module has other parameters during the forward pass only: a checkpoint runs again at the old ones."""
+
+    @contextmanager
+    def forward_only(module: Any, params: Any) -> Iterator[None]:
+        old = {name: param.detach() for name, param in module.named_parameters() if name in params}
+        with _reparametrize_module(module, dict(params), tie_weights=True), ExitStack() as back:
+            handle = module.register_forward_hook(
+                lambda *_: back.enter_context(_reparametrize_module(module, old, tie_weights=True)) and None
+            )
+            try:
+                yield
+            finally:
+                handle.remove()
+
+    patch.setattr(tape, "with_parameters", forward_only)
+    patch.setattr(ways, "_agrees", lambda *_: True)
+
+
+def mixing_accepted(patch: Patch) -> None:
+    """Compared in evaluation mode, where batch statistics vanish."""
+    patch.setattr(checks, "refuse_mixing", lambda *_: None)
+
+
+def buffers_accepted(patch: Patch) -> None:
+    for room in (checks, module):
+        patch.setattr(room, "refuse_changed_buffers", lambda module, run: run())
+
+
+def collate_accepted(patch: Patch) -> None:
+    for room in (examples, opacus_verbs):
+        patch.setattr(room, "refuse_mixing_collate", lambda data, collate: None)
+
+
+def rows_by_count(patch: Patch) -> None:
+    """As many rows as the sample has are its rows."""
+    counter = iter(range(10**9))
+
+    def owners(values: Any) -> Any:
+        rows = len(values[0])
+        return Owners(draws[0].handed_out - 1, torch.tensor([next(counter) for _ in range(rows)]))
+
+    draws: list[Any] = []
+    forward = private_module.PrivateModule.forward
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        draws[:] = [self._loop]
+        return forward(self, *args, **kwargs)
+
+    class Anyones(RecordKeys):
+        def rows(self, where: Any) -> RecordKeys:
+            return RecordKeys(self.key, np.resize(self.indices, len(where)))
+
+    patch.setattr(private_module, "owners_of", owners)
+    patch.setattr(private_module.PrivateModule, "forward", noted)
+    patch.setattr(own_loop.PrivateLoop, "_keys", lambda self, drawn: Anyones(
+        bytes(32), self._session.batch(drawn).indices))  # fmt: skip
+
+
+def two_iterators(patch: Patch) -> None:
+    """Iterators do not know of each other: each begins at the sample that was last handed out."""
+
+    def every(self: Any) -> Iterator[Any]:
+        loop = self.privacy
+        for number in range(len(self)):
+            drawn = shared.setdefault((id(loop), number), None) or loop._session.draw("stretch-0")
+            shared[(id(loop), number)] = drawn
+            loop._now, loop.handed_out = drawn, loop.handed_out + 1
+            loop._session._begun.add(drawn)
+            x, y = self.dataset[torch.tensor(loop._session.batch(drawn).indices.copy())]
+            owners = Owners(loop.handed_out - 1, torch.arange(len(x)))
+            yield tuple(Rows.mark(part, owners) for part in (x, y))
+
+    shared: dict[Any, Any] = {}
+    patch.setattr(poisson_loader.PoissonLoader, "__iter__", every)
+
+
+def last_loop_only(patch: Patch) -> None:
+    """An engine forgets its earlier loops."""
+
+    def keep(self: Any, made: Any) -> Any:
+        self._loops = [made[2].privacy]
+        return made
+
+    patch.setattr(opacus_verbs.PrivacyEngine, "_keep", keep)
+
+
+def stepped_samples_only(patch: Patch) -> None:
+    """Samples that were seen and not stepped on are not charged."""
+    event = own_loop.PrivateLoop.event
+
+    def stepped(self: Any) -> Any:
+        handed, self.handed_out = self.handed_out, max(1, self.handed_out - 1)
+        try:
+            return event(self)
+        finally:
+            self.handed_out = handed
+
+    patch.setattr(own_loop.PrivateLoop, "event", stepped)
+
+
+def seeded_says_nothing(patch: Patch) -> None:
+    init = own_loop.PrivateLoop.__init__
+
+    def silent(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.is_private = True
+
+    patch.setattr(own_loop.PrivateLoop, "__init__", silent)
+
+
+def processes_by_settings(patch: Patch) -> None:
+    """Processes compare models and settings by name, and how many records there are."""
+    patch.setattr(distributed, "_digests", lambda objective, records, key: (repr(objective), str(len(records)), ""))
+
+
+def under(break_it: Callable[[Patch], None] | None, probe: Callable[[], Any]) -> Any:
+    """What a probe finds with something broken, or with nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if break_it is not None:
+            break_it(patch)
+        found = probe()
+        return found if isinstance(found, list) else [found]

@@ -1,0 +1,639 @@
+"""Noise that is correlated over releases: its proof by enumeration, its law, its mutants, and every refusal.
+
+Every check is two-sided: the sound thing passes and each broken variant named beside it is caught. Statistical ones
+fix their seeds; the numbers of samples make a false alarm rarer than 1e-6.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import quietgrad as qg
+from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import BudgetError
+from quietgrad.objectives import Logistic
+from quietgrad.objectives.base import Gradient
+from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.privacy import events
+from quietgrad.privacy.correlated import Correlated, Rows
+from quietgrad.privacy.mechanisms import GaussianNoise, NoisyChoice, UnitNoise, from_json
+from quietgrad.privacy.noise import sigma_for
+from quietgrad.privacy.rng import SecureStream, seed_key
+from quietgrad.report.certificate import certify_run
+from quietgrad.sampling import FullBatch, SinglePass, Turns
+from quietgrad.sampling.samplers import CohortSampler
+from tests.common import objective, problem
+
+Floats = npt.NDArray[np.float64]
+BUDGET = qg.Budget(1.0, 1e-5)
+KEY = seed_key(11)
+ADD, REPLACE = qg.Relation.ADD_REMOVE, qg.Relation.REPLACE_ONE
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+def matrix(mechanism: Correlated, count: int | None = None) -> Floats:
+    """S, entry by entry from the definition."""
+    T = mechanism.releases if count is None else count
+    S = np.eye(T)
+    for i in range(T):
+        for j in range(i):
+            S[i, j] = sum(a * lam ** (i - j - 1) for a, lam in zip(mechanism.alpha, mechanism.lam, strict=True))
+    return S
+
+
+# --- sensitivity ----------------------------------------------------------------------------------------------
+
+
+def attained(S: Floats, k: int, b: int) -> float:
+    """The most that a record can move S·sums by, over all sets of turns and all signs."""
+    G, T, best = S.T @ S, len(S), 0.0
+    for size in range(1, k + 1):
+        for turns in itertools.combinations(range(T), size):
+            if all(later - earlier >= b for earlier, later in itertools.pairwise(turns)):
+                part = G[np.ix_(turns, turns)]
+                signs = itertools.product((1.0, -1.0), repeat=size - 1)
+                best = max(best, *(float(x @ part @ x) for x in (np.array([1.0, *rest]) for rest in signs)))
+    return math.sqrt(best)
+
+
+TURNS = [(1, 10), (2, 3), (3, 3), (4, 2), (2, 9)]
+
+
+@pytest.mark.parametrize(("k", "b"), TURNS)
+def test_the_sensitivity_is_what_enumeration_finds(k: int, b: int) -> None:
+    mechanism = Correlated.made(10, k, b)
+    most = attained(matrix(mechanism), k, b)
+    assert most <= mechanism.sensitivity() * (1 + 1e-9)
+    assert most >= mechanism.sensitivity() * (1 - 1e-9)
+
+
+def test_wrong_formulas_for_the_sensitivity_are_below_what_is_attained() -> None:
+    mechanism = Correlated.made(10, 3, 3)
+    most = attained(matrix(mechanism), 3, 3)
+    norm = float(np.linalg.norm(mechanism.coefficients()))
+    assert math.sqrt(3) * norm < 0.95 * most  # as if columns were orthogonal
+    assert replace(mechanism, participations=2).sensitivity() < 0.9 * most
+    assert replace(mechanism, separation=4).sensitivity() < 0.999 * most
+    # The first columns are the worst only because the coefficients fall.
+    c = np.array([1.0, 0.1, 0.1, 0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0])
+    rising = np.array([[c[i - j] if i >= j else 0.0 for j in range(10)] for i in range(10)])
+    first = float(np.linalg.norm(rising[:, 0] + rising[:, 2]))
+    assert attained(rising, 2, 2) > 1.05 * first
+
+
+def test_contributions_of_any_direction_stay_within_the_sensitivity() -> None:
+    rng = np.random.default_rng(0)
+    mechanism = Correlated.made(24, 4, 6)
+    S = matrix(mechanism)
+    for _ in range(300):
+        turns = rng.integers(0, 6) + 6 * np.arange(4)
+        given = np.zeros((24, 3))
+        for t in turns:
+            v = rng.standard_normal(3)
+            given[t] = v / np.linalg.norm(v) * rng.choice([1.0, rng.random()])
+        assert np.linalg.norm(S @ given) <= mechanism.sensitivity()
+
+
+def test_a_stopped_run_is_priced_by_its_own_rows_and_columns() -> None:
+    mechanism = Correlated.made(32, 4, 8)
+    for j in (1, 7, 9, 31):
+        S = matrix(mechanism, j)
+        columns = S[:, ::8][:, :4].sum(axis=1)
+        assert mechanism.sensitivity(j) == pytest.approx(float(np.linalg.norm(columns)), rel=1e-9)
+    assert mechanism.event(_same, 2.0, qg.Relation.ADD_REMOVE, 32) == events.Gaussian(2.0)
+    stopped = mechanism.event(_same, 2.0, qg.Relation.ADD_REMOVE, 9)
+    assert stopped == events.Gaussian(2.0 * mechanism.sensitivity() / mechanism.sensitivity(9))
+    assert isinstance(stopped, events.Gaussian)
+    assert stopped.noise_multiplier > 2.0
+    plan = turns_plan()
+    epsilons = [plan.epsilon_after({"gradient": j}) for j in (1, 8, 16, 32)]
+    assert epsilons == sorted(epsilons)
+    assert epsilons[0] < 0.9 * epsilons[-1]
+    assert epsilons[-1] == plan.epsilon()
+
+
+def _same(event: events.Event) -> events.Event:
+    return event
+
+
+# --- the law of the noise -------------------------------------------------------------------------------------
+
+T_LAW, WIDTH = 12, 6000
+
+
+class Independent(Rows):
+    def row(self, release: int, dim: int) -> Floats:
+        return self._units.row(release, dim)
+
+
+class UpdatedFirst(Rows):
+    def row(self, release: int, dim: int) -> Floats:
+        if self._buffers is None:
+            self._buffers = np.zeros((len(self._alpha), dim))
+        u = self._units.row(release, dim)
+        self._buffers = self._lam * self._buffers + u
+        return np.asarray(u - self._alpha @ self._buffers)
+
+
+class FedInnovations(Rows):
+    def row(self, release: int, dim: int) -> Floats:
+        if self._buffers is None:
+            self._buffers = np.zeros((len(self._alpha), dim))
+        u = self._units.row(release, dim)
+        w = u - self._alpha @ self._buffers
+        self._buffers = self._lam * self._buffers + u
+        return np.asarray(w)
+
+
+class Swapped(Rows):
+    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+        super().__init__(mechanism, key, label)
+        self._alpha, self._lam = self._lam.ravel(), self._alpha[:, None]
+
+
+class WrongSign(Rows):
+    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+        super().__init__(mechanism, key, label)
+        self._alpha = -self._alpha
+
+
+class ResetPerBlock(Rows):
+    """Forgets its buffers where a new block of normals begins."""
+
+    def row(self, release: int, dim: int) -> Floats:
+        if release % 16 == 0:
+            self._buffers = np.zeros((len(self._alpha), dim))
+            self._next = release
+        return super().row(release, dim)
+
+
+def heard(mechanism: Correlated, rows: type[Rows] = Rows, dim: int = WIDTH, factor: float = 1.0) -> Floats:
+    """Releases of zeros by the real source, its rows of another kind if given."""
+    source: Any = mechanism.source(KEY, "law", mechanism.releases)
+    source._rows = rows(mechanism, KEY, "law")
+    out = np.zeros((mechanism.releases, dim))
+    for k in range(mechanism.releases):
+        source.add(out[k], k, 2.0 * factor, 0.5)
+    return out
+
+
+def innovations(mechanism: Correlated, released: Floats) -> Floats:
+    """What must be independent standard normals: S·released ÷ (z·C·s)."""
+    found: Floats = matrix(mechanism, len(released)) @ released / (2.0 * 0.5 * mechanism.sensitivity())
+    return found
+
+
+def white(z: Floats) -> bool:
+    """Within 6 deviations: the variance of N squares has deviation √(2/N), a product's mean 1/√N."""
+    covariance = z @ z.T / z.shape[1]
+    off = covariance - np.diag(np.diag(covariance))
+    return bool(
+        np.abs(np.diag(covariance) - 1.0).max() < 6 * math.sqrt(2 / z.shape[1])
+        and np.abs(off).max() < 6 / math.sqrt(z.shape[1])
+    )
+
+
+@pytest.mark.parametrize(("k", "b"), [(1, 12), (3, 4)])
+def test_the_innovations_are_white_and_the_releases_are_not(k: int, b: int) -> None:
+    mechanism = Correlated.made(T_LAW, k, b)
+    released = heard(mechanism)
+    assert white(innovations(mechanism, released))
+    raw = released / (2.0 * 0.5 * mechanism.sensitivity())
+    inverse = np.linalg.inv(matrix(mechanism))
+    claimed = inverse @ inverse.T
+    assert not white(raw)
+    assert np.abs(raw @ raw.T / WIDTH - claimed).max() < 0.1
+    assert claimed[1, 0] < -0.1
+
+
+@pytest.mark.parametrize("rows", [Independent, UpdatedFirst, FedInnovations, Swapped, WrongSign])
+def test_another_recursion_is_not_white(rows: type[Rows]) -> None:
+    mechanism = Correlated.made(T_LAW, 3, 4)
+    assert not white(innovations(mechanism, heard(mechanism, rows)))
+
+
+def test_noise_without_the_sensitivity_is_not_enough() -> None:
+    mechanism = Correlated.made(T_LAW, 3, 4)
+    quiet = heard(mechanism, factor=1.0 / mechanism.sensitivity())
+    assert not white(innovations(mechanism, quiet))
+
+
+def prefix_error(released: Floats) -> float:
+    return float(np.sqrt(np.mean(np.cumsum(released, axis=0) ** 2)))
+
+
+def test_sums_of_releases_have_the_promised_gain() -> None:
+    mechanism = Correlated.made(256)
+    assert mechanism.gain() == pytest.approx(4.30, abs=0.01)
+    independent = prefix_error(heard(replace(mechanism, alpha=(1e-12,) * 4), dim=2000))
+    assert independent / prefix_error(heard(mechanism, dim=2000)) == pytest.approx(4.30, rel=0.03)
+    for rows in (WrongSign, ResetPerBlock):
+        assert independent / prefix_error(heard(mechanism, rows, dim=2000)) < 0.9 * 4.30
+
+
+@pytest.mark.parametrize(
+    ("T", "k", "b", "gain"), [(64, 4, 16, 2.19), (256, 4, 64, 3.73), (256, 16, 16, 2.73), (1024, 16, 64, 4.94)]
+)
+def test_turns_have_the_measured_gain(T: int, k: int, b: int, gain: float) -> None:
+    assert Correlated.made(T, k, b).gain() == pytest.approx(gain, abs=0.01)
+
+
+# --- what a record can do through the session -----------------------------------------------------------------
+
+
+def turns_plan(relation: str = "add-remove", n: int = 300, **more: Any) -> Plan:
+    algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated", **more)
+    return qg.plan(algorithm, n=n, budget=qg.Budget(1.0, 1e-5, qg.Relation.parse(relation)))
+
+
+def pass_plan(relation: str = "add-remove", n: int = 300) -> Plan:
+    algorithm = qg.DPSGD(steps=20, batch_size=15, sampling="single-pass", noise="correlated")
+    return qg.plan(algorithm, n=n, budget=qg.Budget(1.0, 1e-5, qg.Relation.parse(relation)))
+
+
+def transcript(plan: Plan, X: Any, y: Any) -> Floats:
+    session = CentralCurator(Logistic(), (X, y), key=KEY).open(plan)
+    slot = plan.schedule.slots[0]
+    theta = np.zeros(X.shape[1])
+    return np.stack([session.release(slot.name, Gradient(theta, 1.0)) for _ in range(slot.count)])
+
+
+def shift(plan: Plan, X: Any, y: Any, X2: Any, y2: Any) -> float:
+    """μ between neighbours: noise of the same key cancels, and what is left is whitened."""
+    mechanism = plan.schedule.slots[0].mechanism
+    assert isinstance(mechanism, Correlated)
+    moved = transcript(plan, X, y) - transcript(plan, X2, y2)
+    return float(np.linalg.norm(matrix(mechanism) @ moved)) / (plan.noise_multiplier * mechanism.sensitivity())
+
+
+def huge(n: int) -> tuple[Floats, Floats]:
+    """The common problem with a last record whose gradient is clipped in every release."""
+    X, y = problem(n)
+    X = X.copy()
+    X[-1] = 1e6
+    return X, y
+
+
+@pytest.mark.parametrize("make", [turns_plan, pass_plan])
+def test_removing_a_record_moves_the_innovations_by_what_is_claimed(make: Callable[[str], Plan]) -> None:
+    plan, (X, y) = make("add-remove"), huge(300)
+    claimed = 1.0 / plan.noise_multiplier
+    seen = shift(plan, X, y, X[:-1], y[:-1])
+    assert seen <= claimed * (1 + 1e-6)
+    assert seen >= (0.9 if make is turns_plan else 0.6) * claimed  # its turn is not always the first
+    assert plan.event == events.Gaussian(plan.noise_multiplier)
+
+
+@pytest.mark.parametrize("make", [turns_plan, pass_plan])
+def test_replacing_a_record_moves_them_by_twice_as_much(make: Callable[[str], Plan]) -> None:
+    plan, (X, y) = make("replace-one"), huge(300)
+    other = X.copy()
+    other[-1] = -1e6
+    seen = shift(plan, X, y, other, y)
+    claimed = 2.0 / plan.noise_multiplier
+    assert seen <= claimed * (1 + 1e-6)
+    assert seen >= 0.6 * claimed
+    # The price is of both: a calibration for one would have half the noise.
+    single = make("add-remove").noise_multiplier
+    assert plan.noise_multiplier == pytest.approx(2.0 * single, rel=1e-3)
+
+
+def test_every_release_without_the_record_is_the_same_to_the_bit() -> None:
+    plan, (X, y) = turns_plan(), huge(300)
+    moved = np.abs(transcript(plan, X, y) - transcript(plan, X[:-1], y[:-1])).max(axis=1) > 0
+    (turns,) = np.nonzero(moved)
+    assert len(turns) == 4
+    assert set(np.diff(turns)) == {8}
+
+
+@pytest.mark.usefixtures("positions")
+def test_cohorts_by_list_position_are_caught() -> None:
+    plan, (X, y) = turns_plan(), problem(300)
+    claimed = 1.0 / plan.noise_multiplier
+    assert shift(plan, X, y, X[1:], y[1:]) > 2.0 * claimed  # everybody moved up
+
+
+@pytest.fixture
+def positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sampler(self: Turns, n_records: int, stream: SecureStream) -> CohortSampler:
+        return CohortSampler(np.arange(n_records) % self.cohorts, self.cohorts)
+
+    monkeypatch.setattr(Turns, "sampler", sampler)
+
+
+def test_a_record_that_is_used_twice_in_a_pass_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quietgrad.sampling.samplers import SlotSampler
+
+    def twice(self: SlotSampler, count: int) -> npt.NDArray[np.int64]:
+        self.position += count
+        return np.arange(295, 300)  # the last ones, in every release
+
+    monkeypatch.setattr(SlotSampler, "take", twice)
+    plan, (X, y) = pass_plan("replace-one"), huge(300)
+    other = X.copy()
+    other[-1] = -1e6
+    assert shift(plan, X, y, other, y) > 2.0 * 2.0 / plan.noise_multiplier
+
+
+def test_cohorts_are_whole_and_of_public_expected_size() -> None:
+    stream = SecureStream(KEY, "cohorts")
+    by_place, by_hash = (Turns(7, relation).sampler(100, stream) for relation in (REPLACE, ADD))
+    for sampler in (by_place, by_hash):
+        members = [sampler.batch(i) for i in range(7)]
+        assert sorted(np.concatenate([m for m in members if m is not None]).tolist()) == list(range(100))
+        assert np.array_equal(np.asarray(sampler.batch(3)), np.asarray(sampler.batch(10)))
+    assert {len(by_place.batch(i)) for i in range(7)} == {14, 15}  # type: ignore[arg-type]
+    assert len({len(by_hash.batch(i)) for i in range(7)}) > 2  # type: ignore[arg-type]
+    assert Turns(7).expected_batch(100) == 100 / 7
+    whole = Turns(7, ADD).by_id([5, 6, 7, 8], stream)
+    parts = [Turns(7, ADD).by_id(ids, stream) for ids in ([5, 6], [7, 8])]
+    for i in range(7):
+        split = [*parts[0].batch(i), *(np.asarray(parts[1].batch(i)) + 2)]  # type: ignore[misc]
+        assert whole.batch(i).tolist() == split  # type: ignore[union-attr]
+
+
+def test_independent_noise_in_turns_pays_for_each_turn() -> None:
+    plan = qg.plan(qg.DPSGD(steps=32, sampling="turns", cohorts=8), n=300, budget=BUDGET)
+    assert plan.event == events.Repeated(events.Gaussian(plan.noise_multiplier), 4)
+    once = qg.plan(qg.DPSGD(steps=20, batch_size=15, sampling="single-pass"), n=300, budget=BUDGET)
+    assert once.noise_multiplier == pytest.approx(plan.noise_multiplier / 2.0, rel=1e-3)
+
+
+# --- resuming -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 37, 63])
+def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
+    mechanism = Correlated.made(64, 4, 16)
+    on = mechanism.rows(KEY, "r")
+    kept = [on.row(i, 5) for i in range(64)]
+    again = mechanism.rows(KEY, "r")
+    assert all(np.array_equal(again.row(i, 5), kept[i]) for i in range(k, 64))
+    assert not np.array_equal(mechanism.rows(seed_key(12), "r").row(k, 5), kept[k])
+    assert np.array_equal(on.row(k, 5), kept[k])  # and back
+    if k:
+        u = UnitNoise(KEY, "unit/r", 64)
+        assert not np.array_equal(u.row(k, 5), kept[k])  # empty buffers after a resume
+        assert not np.array_equal(mechanism.rows(KEY, "r").row(k - 1, 5), kept[k])  # one row off
+
+
+def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
+    X, y = problem(300)
+    algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+
+    class Stop(Exception):
+        pass
+
+    def stop(state: Any, session: Any) -> None:
+        seen.append(np.array(state.params))
+        if len(seen) == 13:
+            raise Stop
+
+    seen: list[Floats] = []
+    ledger = tmp_path / "ledger.jsonl"
+    with pytest.raises(Stop):
+        qg.minimize(
+            objective(), (X, y), algorithm, budget=BUDGET, ledger=ledger, folder=tmp_path / "run", callback=stop,
+            checkpoint_seconds=1e9,
+        )  # fmt: skip
+    replayed: list[Floats] = []
+    result = qg.resume(
+        objective(), (X, y), algorithm, folder=tmp_path / "run", ledger=ledger,
+        callback=lambda state, _: replayed.append(np.array(state.params)),
+    )  # fmt: skip
+    assert all(np.array_equal(a, b) for a, b in zip(seen, replayed, strict=False))
+    assert len(replayed) == 32
+    assert result.privacy.epsilon == pytest.approx(1.0, abs=0.01)
+    files = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert b"buffer" not in files
+
+
+def test_a_run_resumed_on_other_data_is_charged_again_and_has_other_noise(tmp_path: Path) -> None:
+    X, y = problem(300)
+    algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+
+    class Stop(Exception):
+        pass
+
+    def stop(state: Any, session: Any) -> None:
+        if state.step == 9:
+            raise Stop
+
+    ledger = tmp_path / "ledger.jsonl"
+    with pytest.raises(Stop):
+        qg.minimize(
+            objective(), (X, y), algorithm, budget=BUDGET, ledger=ledger, folder=tmp_path / "run", callback=stop,
+            checkpoint_seconds=1e9,
+        )  # fmt: skip
+    X2 = X.copy()
+    X2[:] = -X
+    result = qg.resume(objective(), (X2, y), algorithm, folder=tmp_path / "run", ledger=ledger)
+    assert result.privacy.events is not None
+    gaussians = [each for each in _leaves(result.privacy.events) if isinstance(each, events.Gaussian)]
+    assert sum(1.0 / each.noise_multiplier**2 for each in gaussians) == pytest.approx(
+        2.0 / result.privacy.noise_multiplier**2, rel=1e-6
+    )
+
+
+def _leaves(event: events.Event) -> list[events.Event]:
+    if isinstance(event, events.Composed):
+        return [leaf for part in event.parts for leaf in _leaves(part)]
+    if isinstance(event, events.Repeated):
+        return _leaves(event.inner) * event.count
+    return [event]
+
+
+def test_a_release_of_bound_zero_advances_the_recursion() -> None:
+    X, y = problem(300)
+    plan = turns_plan()
+    theta = np.zeros(X.shape[1])
+    usual = transcript(plan, X, y)
+    session = CentralCurator(Logistic(), (X, y), key=KEY).open(plan)
+    mixed = [session.release("gradient", Gradient(theta, 0.0 if k in (3, 4, 9) else 1.0)) for k in range(32)]
+    for k in range(32):
+        if k in (3, 4, 9):
+            assert not mixed[k].any()
+        else:
+            assert np.array_equal(mixed[k], usual[k])
+
+
+# --- the grid -------------------------------------------------------------------------------------------------
+
+
+def test_releases_lie_on_the_grid_of_the_data() -> None:
+    mechanism = Correlated.made(16, 2, 8)
+    released = heard(mechanism, dim=50)
+    _, step = sigma_for(2.0 * mechanism.sensitivity(), 0.5, 50)
+    assert np.array_equal(released, np.rint(released / step) * step)
+    unrounded = mechanism.rows(KEY, "law").row(3, 50) * mechanism.sensitivity()
+    assert not np.array_equal(unrounded, np.rint(unrounded / step) * step)
+
+
+def test_integer_noise_combined_with_fractions_would_bare_a_residue() -> None:
+    rng = np.random.default_rng(0)
+    mechanism = Correlated.made(8)
+    x0 = rng.integers(-100, 100, 500)
+    z0, z1 = (np.rint(rng.standard_normal((2, 500)) * 2**20)).astype(np.int64)
+    first, second = x0 + z0, 0 - 3 * z0 + 4 * z1  # w₁ = z₁ − ¾z₀ in quarters, published beside x₀ + z₀
+    assert np.array_equal((second + 3 * first) % 4, (3 * x0) % 4)  # anyone reads x₀ mod 4
+    # Reals combined and rounded once: the residues of what is published say nothing.
+    source = mechanism.source(KEY, "trap", 8)
+    sums = np.zeros((2, 4000))
+    _, step = sigma_for(mechanism.sensitivity(), 1.0, 4000)
+    sums[0] = rng.integers(0, 4, 4000) * step
+    hidden = sums[0] / step
+    for k in range(2):
+        source.add(sums[k], k, 1.0, 1.0)
+    units = np.rint(sums / step).astype(np.int64)
+    for a, b in itertools.product(range(4), repeat=2):
+        residue = (a * units[0] + b * units[1]) % 4
+        agree = float(np.mean(residue == hidden))
+        assert abs(agree - 0.25) < 6 * math.sqrt(0.25 * 0.75 / 4000)
+
+
+# --- plans, words, refusals -----------------------------------------------------------------------------------
+
+
+def test_json_round_trip_and_hostile_coefficients() -> None:
+    mechanism = Correlated.made(64, 4, 16)
+    wire = json.loads(json.dumps(mechanism.to_json()))
+    assert from_json(wire) == mechanism
+    assert "sensitivity" not in wire  # whoever reads a plan computes it
+    bad = (
+        {"alpha": [0.0, *wire["alpha"][1:]]},
+        {"alpha": [0.9, 0.9, 0.1, 0.1]},
+        {"alpha": [math.nan, 0.1, 0.1, 0.1]},
+        {"lam": [1.0, 0.5, 0.5, 0.5]},
+        {"lam": [math.nan, 0.5, 0.5, 0.5]},
+        {"lam": [0.5]},
+        {"lam": "0.5"},
+        {"releases": 0},
+        {"releases": 10.0},
+        {"participations": -1},
+        {"separation": True},
+    )
+    for change in bad:
+        with pytest.raises(ValueError):
+            from_json({**wire, **change})
+    with pytest.raises(ValueError):
+        from_json({**wire, "sensitivity": 0.1})
+
+
+def test_a_plan_that_lies_about_turns_is_refused() -> None:
+    plan = turns_plan()
+    wire = json.loads(json.dumps(plan.schedule.slots[0].to_json()))
+    assert Slot.from_json(wire) == plan.schedule.slots[0]
+    for change in ({"releases": 31}, {"participations": 3}, {"separation": 9}):
+        with pytest.raises(ValueError, match="Make it for"):
+            Slot.from_json({**wire, "mechanism": {**wire["mechanism"], **change}})
+    with pytest.raises(ValueError, match="Make it for"):
+        Slot.from_json({**wire, "sampling": {**wire["sampling"], "cohorts": 4}})
+
+
+def test_words_say_one_gaussian_and_name_the_turns() -> None:
+    X, y = problem(300)
+    text = turns_plan().explain()
+    assert "one Gaussian release" in text
+    assert "at most 4 of them, at least 8 apart" in text
+    assert "adaptive, all releases on the same people" not in text
+    algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET)
+    certificate = certify_run(result, None)
+    assert "one Gaussian release of noise multiplier" in certificate.releases[0].noise
+    assert "at most 4 releases, at least 8 apart" in certificate.releases[0].noise
+    assert "together one Gaussian release" in certificate.composition
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sampling": "poisson"}, "single-pass"),
+        ({"sampling": "fixed-size"}, "single-pass"),
+        ({"sampling": "full"}, "DP-GD"),
+        ({"sampling": "turns", "cohorts": 1}, "full batch"),
+        ({"sampling": "turns"}, "name the cohorts"),
+        ({"sampling": "poisson", "cohorts": 4}, "name the cohorts"),
+        ({"sampling": "turns", "cohorts": 8, "returns": "random"}, "random number of releases"),
+        ({"sampling": "single-pass", "batch_size": 100}, "every record is used once"),
+        ({"sampling": "turns", "cohorts": 8, "noise": Correlated.made(31, 4, 8)}, "Make it for"),
+        ({"sampling": "turns", "cohorts": 8, "noise": "pink"}, "must be"),
+        ({"sampling": "turns", "cohorts": 301}, "at most n"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        qg.plan(qg.DPSGD(**{"steps": 32, "noise": "correlated", **settings}), n=300, budget=BUDGET)
+
+
+def test_refusals_of_schedules_and_lengths() -> None:
+    correlated = Slot("a", Turns(8), 32, mechanism=Correlated.made(32, 4, 8))
+    with pytest.raises(ValueError, match="one slot of a run"):
+        Schedule((correlated, Slot("b", FullBatch(), 3)))
+    with pytest.raises(ValueError, match="one slot of a run"):
+        Schedule((correlated, replace(correlated, name="b")))
+    with pytest.raises(ValueError, match="one slot of a run"):
+        Schedule((correlated,), "filter")
+    look = Slot("labels", FullBatch(), 1, fixed=3.0)
+    assert Schedule((look, correlated)).releases == 33
+    with pytest.raises(ValueError, match="must be certain"):
+        Slot("a", FullBatch(), 3, mechanism=Correlated.made(3))
+    rows = Correlated.made(4).rows(KEY, "dims")
+    rows.row(0, 3)
+    with pytest.raises(BudgetError, match="one length"):
+        rows.row(1, 4)
+    with pytest.raises(BudgetError, match="made for 4"):
+        rows.row(4, 3)
+    with pytest.raises(ValueError, match="in turns"):
+        qg.plan(
+            qg.DPSRM(steps=10, sampling="turns", cohorts=5, first_noise=2.0, noise="correlated"),
+            n=300,
+            budget=BUDGET,
+        )
+    assert isinstance(Slot("c", FullBatch(), mechanism=NoisyChoice()).mechanism, NoisyChoice)
+    assert isinstance(Slot("d", SinglePass(10), 10).mechanism, GaussianNoise)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated", momentum=0.5),
+        qg.DPSRM(steps=32, sampling="turns", cohorts=8, noise="correlated"),
+        qg.DPSRM(steps=20, batch_size=15, sampling="single-pass", noise="correlated"),
+        qg.DPSRM(steps=32, sampling="turns", cohorts=8),
+        qg.DPAdam(steps=32, sampling="turns", cohorts=8, noise="correlated", subtract_noise=True),
+        qg.StagewiseDPSGD(stages=2, first_steps=5, sampling="turns", cohorts=8, noise="correlated"),
+        qg.StagewiseDPSGD(stages=2, first_steps=3, batch_size=15, sampling="single-pass"),
+    ],
+)
+def test_every_first_order_method_takes_it(algorithm: Any) -> None:
+    X, y = problem(300)
+    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET)
+    assert result.privacy.epsilon is not None
+    assert 0.9 <= result.privacy.epsilon <= 1.0
+    assert np.isfinite(result.params).all()
+    plan = qg.plan(algorithm, n=300, budget=BUDGET)
+    assert sum(result.privacy.releases.values()) == plan.schedule.releases
+
+
+def test_adam_knows_how_loud_one_release_is() -> None:
+    from quietgrad.oracles.base import noise_multiplier, preview
+
+    plan = turns_plan()
+    mechanism = plan.schedule.slots[0].mechanism
+    inverse = np.linalg.inv(matrix(mechanism))  # type: ignore[arg-type]
+    loud = plan.noise_multiplier * mechanism.sensitivity() * float(np.linalg.norm(inverse[-1]))  # type: ignore[attr-defined]
+    assert noise_multiplier(preview(objective(), plan)) == pytest.approx(loud, rel=1e-6)

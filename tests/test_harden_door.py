@@ -1,0 +1,191 @@
+"""The coordinator's door: nobody without a certificate keeps members out, and refusals say why on both sides."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from quietgrad.errors import DataError, QuietgradError
+from quietgrad.federation import provision as provisioning
+from quietgrad.federation.provision import Credentials, provision
+from quietgrad.federation.revocation import check_none_revoked, revoke
+from quietgrad.federation.transport import frames
+from quietgrad.federation.transport.frames import HELLO, LARGEST, REFUSED, REPLY, context_for, receive
+from quietgrad.federation.transport.tls import TlsServer
+from quietgrad.federation.transport.tls_party import TlsParty
+from quietgrad.secure.faults import DropoutError, ProtocolError
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Credentials]:
+    return {home.name: Credentials.read(home) for home in provision(["a", "coordinator"], tmp_path / "keys")}
+
+
+class Coordinator:
+    """A TLS server and what it says."""
+
+    def __init__(self, keys: dict[str, Credentials]) -> None:
+        self.said: list[str] = []
+        settings = {"agreement": "plan", "most": 1000, "grace": 60.0, "tell": self.said.append}
+        self.server = TlsServer(keys["coordinator"], ("127.0.0.1", 0), ["a"], **settings)  # type: ignore[arg-type]
+
+    def party(self, credentials: Credentials, patience: float = 60.0) -> tuple[threading.Thread, list[object]]:
+        ends: list[object] = []
+        party = TlsParty(
+            credentials, ("127.0.0.1", self.server.port), bytes, agreement="plan", most=1000, patience=patience,
+            tell=self.said.append,
+        )  # fmt: skip
+
+        def run() -> None:
+            try:
+                ends.append(party.run())
+            except QuietgradError as error:
+                ends.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread, ends
+
+
+@pytest.fixture
+def coordinator(keys: dict[str, Credentials]) -> Iterator[Coordinator]:
+    made = Coordinator(keys)
+    yield made
+    made.server.finish("over")
+
+
+def connected(coordinator: Coordinator, credentials: Credentials) -> ssl.SSLSocket:
+    sock = socket.create_connection(("127.0.0.1", coordinator.server.port), timeout=60.0)
+    return context_for(credentials).wrap_socket(sock, server_hostname="coordinator")
+
+
+def test_idle_callers_keep_nobody_out(coordinator: Coordinator, keys: dict[str, Credentials]) -> None:
+    idle = [socket.create_connection(("127.0.0.1", coordinator.server.port)) for _ in range(200)]
+    try:
+        thread, _ = coordinator.party(keys["a"])
+        assert coordinator.server.wait_for_all(60.0) == {}
+        replies, missing = coordinator.server.exchange({"a": b"hello"}, timeout=60.0)
+        assert (bytes(replies["a"]), missing) == (b"hello", [])
+        assert coordinator.server._door.waiting <= 70
+        gone = idle[0]  # the oldest made room
+        gone.settimeout(60.0)
+        assert gone.recv(1) == b""
+    finally:
+        for sock in idle:
+            sock.close()
+    coordinator.server.finish("over")
+    thread.join(timeout=60.0)
+
+
+@pytest.mark.parametrize("body", [b"[" * 4000, b'{"a":' * 600, b"[]", b"null", b"\xff\xfe", b"7"])
+def test_nonsense_from_a_member_is_answered(
+    coordinator: Coordinator, keys: dict[str, Credentials], body: bytes, recwarn: pytest.WarningsRecorder
+) -> None:
+    with connected(coordinator, keys["a"]) as line:
+        frames.send(line, HELLO, body, deadline=time.monotonic() + 60.0)
+        try:
+            kind, reason = receive(line, most=1000, deadline=None)
+            assert kind == REFUSED
+            assert reason
+        except OSError:
+            pass  # hung up is an answer too
+    # A thread that died of it would leave a warning, and the seat's next caller outside.
+    with connected(coordinator, keys["a"]) as line:
+        frames.send(line, HELLO, b'{"version": 99}', deadline=time.monotonic() + 60.0)
+        assert receive(line, most=1000, deadline=None)[0] == REFUSED
+    assert not [w for w in recwarn if issubclass(w.category, pytest.PytestUnhandledThreadExceptionWarning)]
+
+
+def test_a_frame_that_is_only_announced_takes_no_memory() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(struct.pack("<IB", LARGEST, REPLY) + b"x")
+    theirs.close()
+    sizes = []
+    real = bytearray
+
+    class Counted(real):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            sizes.append(len(self))
+
+        def extend(self, more: bytes) -> None:
+            super().extend(more)
+            sizes.append(len(self))
+
+    with ours, mock.patch.object(frames, "bytearray", Counted, create=True), pytest.raises(ConnectionResetError):
+        receive(ours, most=LARGEST, deadline=None)  # type: ignore[arg-type]
+    assert max(sizes) <= 1 << 20
+
+
+def certificates(tmp_path: Path, shift: datetime.timedelta) -> dict[str, Credentials]:
+    """Keys whose certificates were made ``shift`` from now."""
+    then = datetime.datetime.now(datetime.UTC) + shift
+    with mock.patch.object(provisioning, "_now", return_value=then):
+        homes = provision(["a", "coordinator"], tmp_path / f"keys{shift.days}")
+    return {home.name: Credentials.read(home) for home in homes}
+
+
+@pytest.mark.parametrize(
+    ("days", "there", "here"),
+    [(-900, "its certificate has expired", "has expired"), (30, "is not valid yet", "compare the clocks")],
+)
+def test_reasons_on_both_sides(tmp_path: Path, days: int, there: str, here: str) -> None:
+    keys = certificates(tmp_path, datetime.timedelta(days=days))
+    with pytest.raises(DataError, match=r"expired on|valid from"):
+        context_for(keys["a"])  # the first to notice is its owner
+    good = {home.name: Credentials.read(home) for home in provision(["a", "coordinator"], tmp_path / "good")}
+    (keys["a"].folder / "ca.pem").write_bytes((good["a"].folder / "ca.pem").read_bytes())
+    trusting = good["coordinator"].folder / "ca.pem"
+    trusting.write_bytes((keys["coordinator"].folder / "ca.pem").read_bytes() + trusting.read_bytes())
+    with mock.patch.object(Credentials, "check_dates"):
+        coordinator = Coordinator(good)
+        thread, ends = coordinator.party(keys["a"], patience=0.2)
+        thread.join(timeout=60.0)
+    coordinator.server.close()
+    assert any(there in words for words in coordinator.said), coordinator.said
+    assert isinstance(ends[0], DropoutError)
+    assert here in str(ends[0])
+
+
+def test_a_foreign_certificate_is_called_so(
+    coordinator: Coordinator, tmp_path: Path, keys: dict[str, Credentials]
+) -> None:
+    foreign = {home.name: Credentials.read(home) for home in provision(["a", "coordinator"], tmp_path / "foreign")}
+    thread, ends = coordinator.party(foreign["a"])
+    thread.join(timeout=60.0)
+    assert isinstance(ends[0], ProtocolError)
+    assert "foreign: another authority signed it" in str(ends[0])
+    (foreign["a"].folder / "ca.pem").write_bytes((keys["a"].folder / "ca.pem").read_bytes())
+    with pytest.raises(DataError, match="not signed by the authority"):
+        context_for(foreign["a"])
+    with mock.patch.object(Credentials, "check_dates"):
+        thread, ends = coordinator.party(foreign["a"], patience=0.2)
+        thread.join(timeout=60.0)
+    assert "is foreign" in str(ends[0])
+    assert any(
+        "turned away a caller from 127.0.0.1: its certificate is foreign" in said for said in coordinator.said
+    )
+
+
+def test_a_revoked_party_is_turned_away_even_when_it_is_here(
+    coordinator: Coordinator, keys: dict[str, Credentials]
+) -> None:
+    thread, ends = coordinator.party(keys["a"])
+    assert coordinator.server.wait_for_all(60.0) == {}
+    assert coordinator.server.exchange({"a": b"1"}, timeout=60.0)[1] == []
+    revoke(keys["coordinator"].folder, "a", "its laptop was stolen")
+    _, missing = coordinator.server.exchange({"a": b"2"}, timeout=60.0)
+    assert missing == ["a"]
+    thread.join(timeout=60.0)
+    assert "revoked" in str(ends[0])
+    with pytest.raises(DataError, match="agree on a plan without it"):
+        check_none_revoked(keys["coordinator"].folder, ("a", "coordinator"))

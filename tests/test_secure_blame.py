@@ -1,0 +1,325 @@
+"""Who lied: only what is proved is said of someone, and nobody hides behind another.
+
+Hostile dealers, holders, servers and sums, in the protocol itself and in a whole federation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quietgrad as qg
+from quietgrad.federation import Party, ProtocolError, SecureSession, SharingParty, SumServer, Terms, deal
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.members import SecureMember
+from quietgrad.federation.rounds import blame
+from quietgrad.federation.simulation import assemble, train
+from quietgrad.federation.transport import Bytes
+from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.secure import shamir
+from quietgrad.secure.channel import Kind
+from quietgrad.secure.deals import Deal
+from quietgrad.secure.faults import DropoutError, ImpossibleSum
+from quietgrad.secure.masking import MaskingParty
+from tests.test_secure_faults import D, Masked, Shared
+
+FALSE = b"\1" + bytes(32)
+
+
+def opened(world: Masked, t: int = 0, **silent: set[int]) -> Any:
+    """The rest of a round, after everybody's vectors but those of ``submit`` were sent."""
+    frames = {i: f for i, f in world.submitted(t).items() if i not in silent.get("submit", set())}
+    asks = world.server.survivors(t, frames)
+    gone = silent.get("reveal", set())
+    return world.server.finish(t, {i: world.parties[i].reveal(t, q) for i, q in asks.items() if i not in gone})
+
+
+# --- holders ------------------------------------------------------------------------------------------------------
+
+
+def falsify(party: MaskingParty, dealer: int, monkeypatch: pytest.MonkeyPatch, kind: str = "self_shares") -> None:
+    """Make ``party`` return something else than the share that ``dealer`` dealt her."""
+    deliver = party.deliver
+
+    def lying(t: int, frame: bytes) -> None:
+        deliver(t, frame)
+        getattr(party._rounds[t], kind)[dealer] = FALSE
+
+    monkeypatch.setattr(party, "deliver", lying)
+
+
+def test_a_false_share_names_who_returned_it_and_the_sum_is_opened_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Masked(honest=2)
+    falsify(world.parties[2], 1, monkeypatch)
+    np.testing.assert_allclose(opened(world), world.vectors.sum(0), atol=1e-9)
+    assert world.server.proved == {"clinic-2": "returned a false share of clinic-1's secret"}
+
+
+def test_a_false_share_of_a_dropped_partys_key_names_who_returned_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Masked(honest=2, parties=7)
+    falsify(world.parties[2], 1, monkeypatch, "key_shares")
+    np.testing.assert_allclose(opened(world, submit={1}), world.vectors[[0, 2, 3, 4, 5, 6]].sum(0), atol=1e-9)
+    assert set(world.server.proved) == {"clinic-2"}
+
+
+def test_too_many_false_shares_abort_by_the_liars_names_and_not_by_the_victims(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Masked(honest=2)  # four of five shares open a secret
+    for i in (2, 3):
+        falsify(world.parties[i], 1, monkeypatch)
+    with pytest.raises(ProtocolError, match=r"^clinic-2, clinic-3: returned false shares; of clinic-1's secret"):
+        opened(world)
+    assert set(world.server.proved) == {"clinic-2", "clinic-3"}
+
+
+def test_a_liar_does_not_hide_behind_one_who_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Masked(honest=2)
+    falsify(world.parties[2], 1, monkeypatch)
+    with pytest.raises(ProtocolError, match=r"^clinic-2: returned false shares"):
+        opened(world, reveal={4})
+
+
+# --- dealers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dealer_whose_shares_are_not_her_hashes_is_caught_before_there_are_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Masked(honest=2)
+    prepared = {p.me: p.prepare(0) for p in world.parties if p.me != 1}
+    honest = Deal.of
+
+    def bad(*args: Any, **sizes: Any) -> Deal:
+        made = honest(*args, **sizes)
+        return Deal(made.key_shares, (FALSE,) * 5, made.statement)
+
+    monkeypatch.setattr(Deal, "of", bad)
+    prepared[1] = world.parties[1].prepare(0)
+    delivery = world.server.relay(0, prepared)
+    for i in (0, 2, 3, 4):
+        with pytest.raises(ProtocolError, match=r"clinic-1: dealt shares that are not those committed"):
+            world.parties[i].deliver(0, delivery[i])
+
+
+def test_a_dealer_who_commits_to_shares_of_nothing_is_proved_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All her shares have their hashes; they lie on no polynomial of her secret. No holder is named."""
+    world = Masked(honest=2)
+    prepared = {p.me: p.prepare(0) for p in world.parties if p.me != 1}
+    split = shamir.split
+    monkeypatch.setattr(shamir, "split", lambda secret, t, n: [FALSE[:-1] + bytes([k]) for k in range(n)])
+    prepared[1] = world.parties[1].prepare(0)
+    monkeypatch.setattr(shamir, "split", split)
+    delivery = world.server.relay(0, prepared)
+    for p in world.parties:
+        p.deliver(0, delivery[p.me])
+    asks = world.server.survivors(0, {p.me: p.submit(0, world.vectors[p.me]) for p in world.parties})
+    with pytest.raises(ProtocolError, match=r"^clinic-1: dealt false shares: they have her hashes"):
+        world.server.finish(0, {p.me: p.reveal(0, asks[p.me]) for p in world.parties})
+    assert world.server.proved == {}
+
+
+def test_hashes_must_be_signed_for_this_run_and_round() -> None:
+    world = Masked(honest=2)
+    frames = {p.me: p.prepare(0) for p in world.parties}
+    old = world.server._open(1, Kind.PREPARE, 0, frames[1])
+    later = {p.me: p.prepare(1) for p in world.parties if p.me != 1}
+    later[1] = world.parties[1]._seal(5, Kind.PREPARE, 1, old)  # last round's statement again
+    with pytest.raises(ProtocolError, match="clinic-1: did not sign the hashes of her shares"):
+        world.server.relay(1, later)
+
+
+# --- servers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_alters_hashes_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Masked(honest=2)
+    delivery = world.server.relay(0, {p.me: p.prepare(0) for p in world.parties})
+    payload = bytearray(world.parties[0]._open(5, Kind.DELIVER, 0, delivery[0]))
+    payload[1] ^= 1  # the first hash, after one byte of members
+    with pytest.raises(ProtocolError, match=r"clinic-1: .* or server altered the hashes"):
+        world.parties[0].deliver(0, world.server._seal(0, Kind.DELIVER, 0, bytes(payload)))
+
+
+def test_survivors_must_be_signed() -> None:
+    world = Masked(honest=2)
+    world.server.survivors(0, world.submitted(0))
+    question = world.question(0, 0, (0, 1, 2, 3, 4))
+    payload = world.parties[0]._channel(5).open(Kind.SURVIVORS, 0, question)
+    unsigned = world.server._seal(0, Kind.SURVIVORS, 0, payload[:-64] + bytes(64))
+    with pytest.raises(ProtocolError, match="server: did not sign the survivors of round 0"):
+        world.parties[0].reveal(0, unsigned)
+
+
+# --- sums that cannot be ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1.0])
+def test_a_mask_that_does_not_cancel_is_refused_by_the_name_of_the_check(
+    sigma: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Masked(honest=2, sigma=sigma)
+    deliver = world.parties[3].deliver
+
+    def spoiled(t: int, frame: bytes) -> None:
+        deliver(t, frame)
+        state = world.parties[3]._rounds[t]
+        assert state.mask is not None
+        state.mask += np.uint64(1 << 61)
+
+    monkeypatch.setattr(world.parties[3], "deliver", spoiled)
+    with pytest.raises(ImpossibleSum, match=r"^headroom check: the sum has length"):
+        opened(world)
+    with pytest.raises(ProtocolError, match="has no result"):
+        world.server.results(0, [0])
+
+
+def test_shares_that_add_up_to_too_much_are_refused() -> None:
+    world = Shared(SumServer)
+    shares = {p.me: p.share(0, np.zeros(D)) for p in world.parties}
+    liar, last = world.parties[1], world.servers[-1]
+    shares[1][last.me] = liar._seal(last.me, Kind.SHARE, 0, np.full(D, 1 << 60, "<u8").tobytes())
+    partials = world.partial(0, world.receive(0, shares))
+    with pytest.raises(ImpossibleSum, match="headroom check"):
+        world.servers[0].finish(0, partials)
+    with pytest.raises(ProtocolError, match="has no result"):
+        world.servers[0].results(0, [0])
+
+
+@pytest.mark.parametrize("mode", ["masks", "servers", "mpc"])
+def test_the_check_lets_every_honest_sum_pass(mode: Any) -> None:
+    """The largest data that can be, and noise: 200 sums, of which one fails with probability 2e-10."""
+    session = SecureSession(Terms(mode, parties=3, dimension=2, bound=1.0, sigma=0.25), seed=0)
+    for _ in range(200):
+        session.sum([[1.0, 0.0]] * 3)
+
+
+# --- federations --------------------------------------------------------------------------------------------------
+
+ALGORITHM = qg.DPGD(steps=3, learning_rate=1.0)
+BUDGET = qg.Budget(1.0, 1e-5)
+
+
+def people(m: int = 5) -> list[Party]:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 3))
+    return deal(X, (X[:, 0] > 0.0) * 1.0, m)
+
+
+Change = Callable[[Message, Message], Message]
+
+
+def federation(
+    change: dict[str, Change], faults: list[Fault] | None = None, **settings: Any
+) -> tuple[Any, FederatedCurator]:
+    """A federation in which some parties' answers are changed on the way out."""
+    settings = {"budget": BUDGET, "trust": "secure", "secure": "masks", **settings}
+    plan, made = assemble(ALGORITHM, Logistic(), people(), **settings)
+
+    def wrapped(name: str) -> Callable[[Bytes], Bytes]:
+        handle, alter = made.handlers[name], change[name]
+
+        def answer(data: Bytes) -> Bytes:
+            asked = decode(bytes(data))
+            return encode(alter(asked, decode(bytes(handle(data)))))
+
+        return answer
+
+    handlers = {**made.handlers, **{name: wrapped(name) for name in change}}
+    curator = FederatedCurator(
+        Logistic(), InProcess(handlers, faults or []), identity=made.identity, roster=made.roster
+    )
+    return plan, curator
+
+
+def refusing(reason: str, kind: str = "prepare") -> Change:
+    refusal = Message("refused", {"code": "protocol", "reason": reason})
+    return lambda asked, reply: refusal if asked.kind == kind else reply
+
+
+def test_an_accusation_is_not_a_proof() -> None:
+    plan, curator = federation({"party-2": refusing("party-4: dealt a false share")})
+    with pytest.raises(DropoutError) as caught:
+        train(ALGORITHM, curator, plan, np.zeros(3))
+    assert "party-2 or party-4: dealt a false share" in str(caught.value)
+
+
+@pytest.mark.parametrize("secure", ["masks", "servers", "mpc"])
+def test_a_party_does_not_hide_behind_one_who_is_absent(secure: str) -> None:
+    """party-4 is away, which the quorum allows; party-2 refuses and says it is because of party-4."""
+    away = [Fault("party-4", "leave", 0, last=10**6)]
+    lie = {"party-2": refusing("party-4: has not said hello in this run", "ask")}
+    plan, curator = federation(lie, away, secure=secure, quorum=4)
+    with pytest.raises(DropoutError) as caught:
+        train(ALGORITHM, curator, plan, np.zeros(3))
+    assert "party-2" in caught.value.missing
+
+
+def test_accusations_by_more_than_may_collude_are_proved() -> None:
+    said = "refuses: c: dealt a false share"
+    assert blame({"a": said, "b": said, "d": "did not answer within 9 s"}, colluders=1) == {
+        "d": "did not answer within 9 s",
+        "c": "dealt a false share (so say a, b)",
+    }
+    assert blame({"a": said}, colluders=1) == {"a": "or c: dealt a false share"}
+
+
+@pytest.mark.parametrize("secure", ["masks", "servers", "mpc"])
+def test_an_impossible_sum_updates_no_model(secure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One party ignores the clip, within the protocol's own bound: the plan's sizes tell that it is impossible."""
+    submit = SecureMember.submit
+
+    def loud(self: SecureMember, message: Message, vector: Any) -> Message:
+        return submit(self, message, vector + 1e5 if self.name == "party-2" else vector)
+
+    monkeypatch.setattr(SecureMember, "submit", loud)
+    plan, curator = federation({}, secure=secure, spare=1)
+    told: list[str] = []
+    curator.tell = told.append
+    steps: list[Any] = []
+    with pytest.raises(DropoutError, match="headroom check"):
+        train(ALGORITHM, curator, plan, np.zeros(3), callback=lambda *state: steps.append(state))
+    assert any("headroom check the sum has length" in words for words in told)
+    assert steps == []
+    monkeypatch.undo()
+    plan, curator = federation({}, secure=secure)
+    train(ALGORITHM, curator, plan, np.zeros(3), callback=lambda *state: steps.append(state))
+    assert len(steps) >= 3
+
+
+@pytest.mark.parametrize("secure", ["servers", "mpc"])
+def test_a_made_up_share_names_the_check_and_not_the_server_that_found_it(
+    secure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = SharingParty._seal
+
+    def made_up(self: SharingParty, peer: int, kind: Kind, t: int, payload: bytes) -> bytes:
+        bad = self.name == "party-2" and len(payload) == 8 * 3
+        return seal(self, peer, kind, t, np.full(3, 1 << 61, "<u8").tobytes() if bad else payload)
+
+    monkeypatch.setattr(SharingParty, "_seal", made_up)
+    plan, curator = federation({}, secure=secure)
+    with pytest.raises(DropoutError, match="headroom check") as caught:
+        train(ALGORITHM, curator, plan, np.zeros(3))
+    assert caught.value.missing == ["headroom check"]
+
+
+def test_a_false_share_is_noted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    reveal = MaskingParty.reveal
+
+    def lying(self: MaskingParty, t: int, frame: bytes) -> bytes:
+        if self.name == "party-3":
+            self._rounds[t].self_shares[0] = FALSE
+        return reveal(self, t, frame)
+
+    monkeypatch.setattr(MaskingParty, "reveal", lying)
+    plan, curator = federation({}, quorum=5)
+    result = train(ALGORITHM, curator, plan, np.zeros(3))
+    assert any("party-3 returned a false share of party-1's secret" in note for note in result.privacy.notes)

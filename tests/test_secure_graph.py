@@ -1,0 +1,369 @@
+"""Neighbours of large masked sums: probabilities are right, sums exact, and the attacks that remain are known."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations, product
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quietgrad.federation import (
+    DropoutError,
+    Identity,
+    MaskingParty,
+    MaskingServer,
+    ProtocolError,
+    Roster,
+    SecureSession,
+    Terms,
+)
+from quietgrad.secure.attendance import Witness, pack_members
+from quietgrad.secure.channel import Kind
+from quietgrad.secure.encoding import decode
+from quietgrad.secure.graph import Graph, choose, left_out, log2_cut, log2_tail, neighbourhoods
+from quietgrad.secure.identity import write_hello
+from quietgrad.secure.masking import self_mask_words
+from quietgrad.secure.shamir import join
+
+D = 3
+M = 80
+
+
+class Large:
+    """Eighty parties with drawn neighbours, driven message by message."""
+
+    def __init__(self, dropouts: int = 8, sigma: float = 0.0, absent: tuple[int, ...] = ()) -> None:
+        self.terms = Terms("masks", M, D, bound=10.0, sigma=sigma, honest=M - 1 - dropouts, neighbours=None)
+        people = [Identity(f"phone-{i}") for i in range(M)] + [Identity("server")]
+        roster, run = Roster.of(people), os.urandom(16)
+        self.parties = {
+            i: MaskingParty(p, roster, self.terms, run) for i, p in enumerate(people[:-1]) if i not in absent
+        }
+        self.server = MaskingServer(people[-1], roster, self.terms, run)
+        self.server.meet([p.hello for p in self.parties.values()])
+        for i, hellos in self.server.introductions().items():
+            self.parties[i].meet(hellos)
+        self.vectors = np.random.default_rng(0).normal(size=(M, D))
+
+    def prepare(self, t: int, away: tuple[int, ...] = ()) -> None:
+        here = [p for i, p in self.parties.items() if i not in away]
+        delivery = self.server.relay(t, {p.me: p.prepare(t) for p in here})
+        for p in here:
+            p.deliver(t, delivery[p.me])
+
+    def submit(self, t: int, away: tuple[int, ...] = ()) -> dict[int, bytes]:
+        here = [p for i, p in self.parties.items() if i not in away]
+        return {p.me: p.submit(t, self.vectors[p.me]) for p in here}
+
+    def question(self, to: int, t: int, survivors: tuple[int, ...]) -> bytes:
+        packed = pack_members(survivors, M)
+        signature = Witness.signed(self.server._identity, self.server.context, t, packed).signature
+        return self.server._seal(to, Kind.SURVIVORS, t, packed + signature)
+
+    def run(
+        self, t: int, prepare: tuple[int, ...] = (), submit: tuple[int, ...] = (), reveal: tuple[int, ...] = ()
+    ) -> npt.NDArray[np.float64]:
+        self.prepare(t, prepare)
+        asks = self.server.survivors(t, self.submit(t, (*prepare, *submit)))
+        total = self.server.finish(t, {i: self.parties[i].reveal(t, q) for i, q in asks.items() if i not in reveal})
+        np.testing.assert_allclose(total, self.vectors[list(asks)].sum(0), atol=1e-9)
+        return total
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("population", "marked", "drawn", "above"), [(30, 7, 10, 3), (99, 5, 40, 1), (12, 12, 5, 4)]
+)
+def test_tails_are_those_of_exact_fractions(population: int, marked: int, drawn: int, above: int) -> None:
+    ways = sum(
+        math.comb(marked, j) * math.comb(population - marked, drawn - j) for j in range(above + 1, drawn + 1)
+    )
+    exact = Fraction(ways, math.comb(population, drawn))
+    assert float(exact) <= 2.0 ** log2_tail(population, marked, drawn, above) <= float(exact) * (1 + 1e-5)
+
+
+def test_the_bound_on_a_cut_holds_in_drawn_graphs() -> None:
+    """Nine parties of whom three are gone draw two partners: cuts are frequent and must not exceed the bound.
+
+    4000 graphs: the rate may be above its bound by 5 standard errors at a false alarm of 3e-7.
+    """
+    graph = Graph(9, neighbours=2, partners=2, near=0, threshold=2, failure=0.0, lost=0.0)
+    left, cut, runs = set(range(6)), 0, 4000
+    for _ in range(runs):
+        near = neighbourhoods(graph, {i: graph.draw(i) for i in range(9)})
+        seen, todo = {0}, [0]
+        while todo:
+            found = (set(near[todo.pop()].partners) & left) - seen
+            seen |= found
+            todo += found
+        cut += seen != left
+    bound = 2.0 ** log2_cut(9, 3, 2)
+    assert 0.01 < cut / runs < bound + 5.0 * math.sqrt(bound / runs)
+
+
+@pytest.mark.parametrize(("m", "c", "x"), [(80, 1, 8), (300, 15, 30), (1000, 1, 200), (1000, 50, 100)])
+def test_chosen_graphs_keep_their_bounds_also_when_fewer_drop(m: int, c: int, x: int) -> None:
+    graph = choose(m, c, x)
+    assert not graph.complete
+    assert graph.failure < 2.0**-40
+    assert graph.lost < 2.0**-20
+    assert 2 * graph.threshold > graph.neighbours + 1 + graph.near
+    for removed in {0, 1, c, c + x // 4, c + x // 2, c + x - 1}:
+        assert log2_cut(m, removed, graph.partners) <= -41
+    for fewer in range(c):
+        assert math.log2(m) + log2_tail(m - 1, fewer, graph.neighbours, graph.near) <= -41
+
+
+def test_neighbourhoods_grow_like_a_logarithm() -> None:
+    sizes = [choose(m, m // 20, m // 10).neighbours for m in (300, 1000, 3000, 10_000)]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] < 2 * sizes[0]  # for 33 times as many parties
+
+
+def test_the_failure_of_a_drawing_is_charged_to_delta() -> None:
+    drawn = Terms("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899)
+    everybody = Terms("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899, neighbours=999)
+    assert drawn.slack() - everybody.slack() == pytest.approx(8.0 * drawn.graph.failure, rel=1e-6)
+
+
+def test_too_few_neighbours_are_refused() -> None:
+    with pytest.raises(ValueError, match="neighbours=10: too few for 1000 parties"):
+        Terms("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899, neighbours=10)
+
+
+Told = tuple[frozenset[int], frozenset[int]]  # the members and the survivors that one party was shown
+
+
+def fewest(told: Sequence[Told], m: int, c: int, threshold: int) -> int:
+    """The fewest honest parties in a sum that these lists open; the honest are 0 … m − c − 1.
+
+    A secret opens with T − c honest shares, each of which is of the one or the other secret; those in a sum have
+    the same list of members, and the keys of all other honest members must be open.
+    """
+    honest = range(m - c)
+    keys = [sum(j in members and j not in alive for members, alive in told) for j in honest]
+    selves = [sum(j in alive for _, alive in told) for j in honest]
+    found = m
+    for members in {members for members, _ in told}:
+        inside = [j for j in members if j < m - c and keys[j] < threshold - c]
+        if inside and all(told[j][0] == members and selves[j] >= threshold - c for j in inside):
+            found = min(found, len(inside))
+    return found
+
+
+def all_lists(i: int, m: int, x: int) -> list[Told]:
+    others, everyone = [j for j in range(m) if j != i], frozenset(range(m))
+    return [
+        (everyone - {*gone}, everyone - {*gone} - {*dropped})
+        for e in range(x + 1)
+        for gone in combinations(others, e)
+        for f in range(x - e + 1)
+        for dropped in combinations([j for j in others if j not in gone], f)
+    ]
+
+
+def test_a_lying_server_cannot_leave_out_more_than_computed() -> None:
+    """All lists that five parties can be shown, one of them corrupted and one allowed to drop: 6561 ways."""
+    m, c, x = 5, 1, 1
+    threshold = choose(m, c, x).threshold
+    ways = product(*(all_lists(i, m, x) for i in range(m - c)))
+    assert min(fewest(told, m, c, threshold) for told in ways) == m - c - x == m - c - left_out(m, c, x, threshold)
+
+
+@pytest.mark.parametrize(("threshold", "left"), [(6, 6), (8, 7)])
+def test_a_lying_server_in_a_complete_graph_gets_no_sum_of_too_few(threshold: int, left: int) -> None:
+    """Ten parties, two may drop, one colludes: seven honest shares of noise are promised.
+
+    With T = 6, all that the two secrets of a party need, differing lists leave out a third; with T = 8 they do not.
+    """
+    m, c, x = 10, 1, 2
+    terms = Terms("masks", m, D, bound=10.0, sigma=1.0, honest=7)
+    assert terms.server_may_deviate
+    assert terms.threshold == 8
+    assert m - c - left_out(m, c, x, threshold) == left
+    rng, best = random.Random(0), m
+    for _ in range(2000):  # everybody is told that two of three dropped, as evenly as chance has it
+        count = dict.fromkeys(range(3), 0)
+        told: dict[int, Told] = {}
+        for i in rng.sample(range(m - c), m - c):
+            dropped = sorted((j for j in count if j != i), key=lambda j: (count[j] >= threshold - c, rng.random()))[
+                :x
+            ]
+            count.update({j: count[j] + 1 for j in dropped})
+            told[i] = (frozenset(range(m)), frozenset(range(m)) - {*dropped})
+        best = min(best, fewest([told[i] for i in range(m - c)], m, c, threshold))
+    assert best == left if threshold == 6 else best >= left
+
+
+def test_a_lying_server_is_withstood_where_the_documentation_says_so() -> None:
+    for m in range(3, 65):
+        for c in (1, 2):
+            for x in range(1, m - c):
+                terms = Terms("masks", m, 1, bound=1.0, sigma=0.0, honest=m - c - x, colluders=c)
+                assert terms.server_may_deviate == ((x + 1) ** 2 <= m - c)
+
+
+# --- sums -------------------------------------------------------------------------------------------------------
+
+
+def test_sums_are_exact_whoever_drops() -> None:
+    world = Large()
+    assert not world.terms.graph.complete
+    world.run(0)
+    world.run(1, prepare=(3, 4), submit=(10, 11, 12), reveal=(20, 21))
+    world.run(2)
+
+
+def test_parties_that_miss_the_beginning_are_left_out() -> None:
+    world = Large(absent=(5, 6))
+    world.run(0, submit=(7, 8))
+
+
+def test_a_party_meets_her_neighbours_only() -> None:
+    world = Large()
+    graph = world.terms.graph
+    met = [len(p._channels) for p in world.parties.values()]
+    assert max(met) < M
+    assert np.mean(met) <= 2 * graph.neighbours + 1
+
+
+def test_noise_of_a_sum_with_dropouts_is_what_the_terms_say() -> None:
+    """72 shares of 1/71 are left of 80: variance 72/71 of σ² (d = 30 000, false alarm 1e-6)."""
+    d, m, gone = 30_000, M, 8
+    terms = Terms("masks", m, d, bound=1.0, sigma=1.0, honest=m - 1 - gone)
+    noise = SecureSession(terms, seed=5).sum([None if i < gone else np.zeros(d) for i in range(m)])
+    assert abs(float((noise**2).mean()) / ((m - gone) / (m - 1 - gone)) - 1) < 4.9 * math.sqrt(2.0 / d)
+    with pytest.raises(DropoutError, match="71 of 80 submitted, 72 needed"):
+        SecureSession(terms).sum([None if i <= gone else np.zeros(d) for i in range(m)])
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------
+
+
+def test_nobody_else_chooses_a_partys_neighbours() -> None:
+    """Picks are signed: a relay that changes one breaks the hello, and impossible ones are refused by name."""
+    world = Large()
+    party, server = world.parties[0], world.server
+    altered = bytearray(party.hello)
+    altered[-65] ^= 1
+    fresh = MaskingServer(server._identity, server.roster, world.terms, b"r")
+    with pytest.raises(ProtocolError):
+        fresh.meet([bytes(altered)])
+    few = write_hello(party._identity, server.roster, fresh.context, os.urandom(32), party.picks[:-1])
+    with pytest.raises(ProtocolError, match="phone-0: hello names impossible neighbours"):
+        fresh.meet([few])
+    herself = (0, *party.picks[1:])
+    with pytest.raises(ProtocolError, match="phone-0: hello names impossible neighbours"):
+        fresh.meet([write_hello(party._identity, server.roster, fresh.context, os.urandom(32), herself)])
+
+
+def test_a_server_that_withholds_a_neighbours_hello_is_refused() -> None:
+    """Else it could leave a party with partners of its own choice."""
+    world = Large()
+    victim = world.parties[0]
+    again = MaskingParty(victim._identity, victim.roster, world.terms, b"run")
+    server = MaskingServer(world.server._identity, victim.roster, world.terms, b"run")
+    others = [MaskingParty(p._identity, victim.roster, world.terms, b"run") for p in world.parties.values() if p.me]
+    server.meet([again.hello, *(p.hello for p in others)])
+    hidden = again.picks[0]
+    near = server.introductions()[0]
+    again.meet([hello for hello in near if hello != server._hellos[hidden]])
+    for p in others:
+        p.meet(server.introductions()[p.me])
+    frames = {p.me: p.prepare(0) for p in others}
+    again.prepare(0)
+    head = pack_members(tuple(range(M)), M)
+    with pytest.raises(ProtocolError, match="server: names a neighbour as a member and did not pass her hello on"):
+        again.deliver(0, server._seal(0, Kind.DELIVER, 0, head))
+    assert len(frames) == M - 1
+
+
+def test_two_lists_of_survivors_convict_the_server_in_the_next_round() -> None:
+    """What a lying server gains here is in the threat model; any two honest neighbours find it out."""
+    world = Large()
+    world.prepare(0)
+    world.server.survivors(0, world.submit(0))
+    everybody, fewer = tuple(range(M)), tuple(range(M - 8))
+    for i, party in world.parties.items():
+        party.reveal(0, world.question(i, 0, fewer if i < M // 2 else everybody))
+    with pytest.raises(ProtocolError, match=r"server: signed two lists of survivors of round 0, one for us"):
+        world.prepare(1)
+
+
+def test_a_neighbour_who_invents_a_second_list_convicts_herself() -> None:
+    world = Large()
+    world.run(0)
+    liar = world.parties[7]
+    liar.witness = Witness.of(liar.context, 0, pack_members(tuple(range(9)), M), bytes(64))
+    with pytest.raises(ProtocolError, match="phone-7: shows survivors of round 0 that the server never signed"):
+        world.prepare(1)
+
+
+def test_a_server_that_lies_about_dropouts_isolates_a_party_in_a_large_sum() -> None:
+    """The attack that drawn neighbours do not prevent: claim that all of a party's partners dropped.
+
+    Her vector is then open under her own share of the noise only. The threat model says so: with drawn neighbours
+    the server must be honest about who dropped; whoever cannot trust it so far asks for everybody as neighbour.
+    """
+    m = 30
+    # One partner drawn: the attack then lacks holders with a probability below 1e-5.
+    graph = Graph(m, neighbours=12, partners=1, near=0, threshold=7, failure=0.0, lost=0.0)
+    sparse = type("Sparse", (Terms,), {"graph": graph})("masks", m, D, bound=10.0, sigma=0.0, honest=9)
+    people = [Identity(f"phone-{i}") for i in range(m)] + [Identity("server")]
+    roster, run = Roster.of(people), os.urandom(16)
+    parties = [MaskingParty(p, roster, sparse, run) for p in people[:-1]]
+    server = MaskingServer(people[-1], roster, sparse, run)
+    server.meet([p.hello for p in parties])
+    for p in parties:
+        p.meet(server.introductions()[p.me])
+    delivery = server.relay(0, {p.me: p.prepare(0) for p in parties})
+    for p in parties:
+        p.deliver(0, delivery[p.me])
+    vectors = np.random.default_rng(0).normal(size=(m, D))
+    frames = {p.me: p.submit(0, vectors[p.me]) for p in parties}
+    assert not sparse.server_may_deviate
+    near = server._neighbourhoods()[0]
+    claimed = tuple(i for i in range(m) if i not in near.partners)
+    seen = {i: server._words(i, server._open(i, Kind.MASKED, 0, frames[i])) for i in range(m)}
+    state = server._round(0)
+    state.survivors, state.total = claimed, seen[0].copy()
+    packed = pack_members(claimed, m)
+    signature = Witness.signed(server._identity, server.context, 0, packed).signature
+    answers = {i: parties[i].reveal(0, server._seal(i, Kind.SURVIVORS, 0, packed + signature)) for i in claimed}
+    shares = server._verified(state, 0, answers)
+    total = seen[0] - self_mask_words(join(shares[0], graph.threshold) or b"", 0, D)
+    for j in near.partners:
+        total -= server._lost_masks(state, 0, j, join(shares[j], graph.threshold), {0})
+    np.testing.assert_allclose(decode(total, sparse.step), vectors[0], atol=1e-9)
+
+
+def test_both_secrets_of_one_party_are_never_opened() -> None:
+    """The server tells one half that phone-0 dropped and the other half that she did not: neither opens."""
+    world = Large()
+    world.prepare(0)
+    world.server.survivors(0, world.submit(0))
+    holders = sorted(world.parties[0].picks)
+    everybody = tuple(range(M))
+    without = tuple(i for i in everybody if i != 0)
+    state = world.server._round(0)
+    answers: dict[int, bytes] = {}
+    for k, i in enumerate(holders):
+        answers[i] = world.parties[i].reveal(0, world.question(i, 0, without if k % 2 else everybody))
+    found = {"self": 0, "key": 0}
+    for i, frame in answers.items():
+        payload = world.server._open(i, Kind.REVEAL, 0, frame)
+        dealers = sorted([i, *world.server._neighbourhoods()[i].dealers])
+        share = payload[33 * dealers.index(0) : 33 * dealers.index(0) + 33]
+        rank = world.terms.graph.rank(0, i, world.parties[0].picks)
+        for kind in ("self", "key"):
+            found[kind] += state.statements[0].has(rank, kind=kind.encode(), share=share)
+    assert sum(found.values()) == len(holders)  # each gave one of the two
+    assert min(found.values()) + world.terms.graph.near < world.terms.threshold
