@@ -211,6 +211,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             classes: the label set, at the first call, where it is not a setting already.
         """
         first = not hasattr(self, "_parts")
+        if not first:
+            refuse_text(X, "X")
+            validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         model = clone(self)
         model._within = self._within
         if classes is not None and hasattr(self, "classes"):
