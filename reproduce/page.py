@@ -34,6 +34,7 @@ LOOK: dict[str, Any] = {
     "svg.hashsalt": "quietgrad",
     "font.size": 9,
     "legend.framealpha": 0.0,
+    "legend.loc": "upper right",  # "best" warns when it takes long
     "axes.spines.top": False,
     "axes.spines.right": False,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -165,7 +166,7 @@ def cifar() -> Picture | None:
                 label=f"{method}, paper",
             )
         panel.set(xlabel="ε (δ = 1e-5)", ylabel="test error, %", ylim=(0, 100))
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, loc="lower left")
     return figure, "CIFAR-10 test error against ε, ours after few epochs and the paper's."
 
 
@@ -217,7 +218,7 @@ def parties() -> Picture | None:
             f"unweighted {rows[-1]['unweighted']:.3f}"
         )
     panels[0].set_ylabel("test accuracy")
-    panels[0].legend(fontsize=8)
+    panels[0].legend(fontsize=8, loc="lower right")
     return figure, "Test accuracy against ε with 32 uneven parties. " + "; ".join(told) + "."
 
 
@@ -250,7 +251,7 @@ def unevenness() -> Picture | None:
             )
         panel.set_xlabel(label)
     panels[0].set_ylabel("test accuracy")
-    panels[0].legend(fontsize=8)
+    panels[0].legend(fontsize=8, loc="lower left")
     last = [(key, mine[-1]) for mine, key, _ in panels_of]
     ends = ", ".join(f"at {k} = {r[k]:.3g} (iv) {r['iv']:.3f}, unweighted {r['unweighted']:.3f}" for k, r in last)
     return figure, f"Adult's test accuracy against unevenness and against the number of parties: {ends}."
@@ -310,7 +311,7 @@ def output() -> Picture | None:
                 )
         panel.set(xlabel="ε (δ = 1e-3)", xscale="log", yscale="log")
     panels[0].set_ylabel("F(w) − min F")
-    panels[0].legend(fontsize=7)
+    panels[0].legend(fontsize=7, loc="lower left")
     return figure, "Error against ε on three sets: the paper's, ours under its noise, and ours under true noise."
 
 
@@ -332,7 +333,7 @@ def cost() -> Picture | None:
     paper = sorted({(r["dimension"], r["paper_seconds"]) for r in record["rows"] if r.get("paper_seconds")})
     panel.plot(*zip(*paper, strict=True), color=INK, linestyle=":", marker="*", label="paper (Yao)")
     panel.set(xlabel="numbers in a sum, d", ylabel="seconds", xscale="log", yscale="log")
-    panel.legend(fontsize=8)
+    panel.legend(fontsize=8, loc="upper left")
     return figure, "Seconds of one secure sum against its length: ours by masks, servers and mpc, and the paper's."
 
 
