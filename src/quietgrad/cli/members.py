@@ -69,16 +69,14 @@ def approved(
     return file, credentials
 
 
-def tell_state(out: Path, tell: Tell) -> None:
-    """Say where the run's secret key waits, and that it shares the fate of the folder it belongs to."""
+def tell_state(out: Path, name: str, tell: Tell) -> None:
+    """Say where the run's only secret waits, and remind of keys that other runs left."""
     from quietgrad.cli.keys import reminder
-    from quietgrad.privacy.keys import KeyFile
 
-    home = KeyFile.directory()
-    tell(f"the secret key of a run waits in {home} until the run is over (QUIETGRAD_STATE moves it)")
-    nearest = next(place for place in (home, *home.parents) if place.exists())
-    if nearest.stat().st_dev != out.stat().st_dev:
-        tell(f"{home} and {out} are on different volumes: put them on one, else a restored or full disk parts them")
+    tell(
+        f"what was answered, and the key of the samples, is in {out / f'{name}.journal'} until the run is over: "
+        "neither copy nor restore it"
+    )
     if (words := reminder()) is not None:
         tell(words)
 
@@ -279,7 +277,7 @@ def take_part(
     party = network.party(
         file, credentials, (table.X, table.y), folder=out, ledger=kept, account=account, cap=cap
     )  # fmt: skip
-    tell_state(out, tell)
+    tell_state(out, credentials.name, tell)
     tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
     member = _member(file, credentials, party.handle, tell, patience)
     try:
