@@ -16,10 +16,10 @@ import json
 import re
 import sys
 import tomllib
-import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -131,29 +131,60 @@ def _version_of(name: str, filename: str) -> str | None:
         return None
 
 
-def pages_of(name: str) -> Iterator[dict[str, Any]]:
-    """The JSON pages (PEP 691, 700) about a project, from every index that pip is set up for."""
-    from quietgrad.data.index import _places
+class _Files(HTMLParser):
+    """The files of a page for people (PEP 503, 592): it has no dates."""
 
-    for place in _places():
-        if urllib.parse.urlparse(place).scheme not in ("http", "https"):
-            continue
-        asked = urllib.request.Request(
-            f"{place.rstrip('/')}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
-        )
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[dict[str, Any]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        said = dict(attrs)
+        if tag == "a" and said.get("href"):
+            address = urllib.parse.urlparse(str(said["href"])).path
+            yanked = "data-yanked" in said and (said["data-yanked"] or True)
+            self.files.append({"filename": urllib.parse.unquote(address).rpartition("/")[2], "yanked": yanked})
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    """A page of an index, whichever of the two kinds it is."""
+    try:
+        page = json.loads(content)
+        return page if isinstance(page, dict) else {}
+    except ValueError:
+        reader = _Files()
+        reader.feed(content.decode(errors="replace"))
+        return {"files": reader.files}
+
+
+def pages_of(name: str, places: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What each index says about a project (PEP 691 and 700, else 503); an index may be a folder."""
+    for place in places:
+        where = f"{place.rstrip('/')}/{name}/"
         try:
-            with urllib.request.urlopen(asked, timeout=20) as answer:
-                yield json.loads(answer.read(64 << 20))
+            if urllib.parse.urlparse(place).scheme == "file":
+                folder = Path(urllib.request.url2pathname(urllib.parse.urlparse(where).path))
+                if (folder / "index.html").exists():
+                    yield parsed((folder / "index.html").read_bytes())
+                elif folder.is_dir():
+                    yield {"files": [{"filename": path.name} for path in folder.iterdir()]}
+                continue
+            kinds = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+            with urllib.request.urlopen(
+                urllib.request.Request(where, headers={"Accept": kinds}), timeout=20
+            ) as got:
+                yield parsed(got.read(64 << 20))
         except (OSError, ValueError):
             continue
 
 
-def check() -> int:
+def check(places: Sequence[str]) -> int:
     """Judge every direct dependency; 1 if one gives reason to worry, 2 if no index answered."""
     today = datetime.datetime.now(datetime.UTC).date()
-    problems, asked = [], 0
+    problems: list[str] = []
+    asked = 0
     for name in sorted(direct()):
-        pages = list(pages_of(name))
+        pages = list(pages_of(name, places))
         asked += bool(pages)
         if pages:
             problems += judged(name, pages, today)
@@ -168,7 +199,9 @@ def main() -> int:
     parser.add_argument("what", choices=("lock", "licences", "check"))
     what = parser.parse_args().what
     if what == "check":
-        return check()
+        from quietgrad.data.index import _places
+
+        return check(_places())
     lock() if what == "lock" else licences()
     return 0
 

@@ -243,6 +243,9 @@ def server(
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
     engine: Engine = "tls",
+    listen_everywhere: Annotated[
+        bool, typer.Option("--listen-everywhere", help="With nvflare: accept that it listens on all addresses.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -260,7 +263,9 @@ def server(
         if credentials.name in file.plan.servers:
             flare.take_part(file, plan, credentials, None, out, tell, patience=wait, **kept)
             return
-        result = flare.coordinate(file, credentials, out, plan=plan, wait=wait, tell=tell, **kept)
+        result = flare.coordinate(
+            file, credentials, out, plan=plan, wait=wait, tell=tell, listen_everywhere=listen_everywhere, **kept
+        )
     elif credentials.name in file.plan.servers:
         members.serve_sums(file, credentials, tell, patience=wait)
         return

@@ -38,6 +38,7 @@ def coordinate(
     account: str,
     cap: Budget | None,
     tell: Tell,
+    listen_everywhere: bool = False,
 ) -> Result:
     """Start FLARE's server, wait for the sites, submit the job, follow it, and shut everything down."""
     from quietgrad.federation import flare, network
@@ -46,11 +47,13 @@ def coordinate(
     network.check_coordinator(credentials)
     if network.finished(file, out) is not None:
         tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
+    if not flare.is_bound(file) and not listen_everywhere:
+        raise DataError(listens_everywhere(file.port) + "; or accept it with --listen-everywhere")
     _check_ports(file)
     settings = _settings(plan, credentials, out, None, ledger, account, cap)
     with _running(file, credentials, settings) as process:
         tell(f"plan {network.spoken(file.digest)}, FLARE's server is starting at {file.host}:{file.port}")
-        tell(listens_everywhere(file.port))
+        tell(ACCEPTS if flare.is_bound(file) else listens_everywhere(file.port))
         everyone = {name for name in file.members if name != credentials.name}
         with _session(credentials, process, everyone, wait, tell) as session:
             job = session.submit_job(str(flare.write_job(file, out).resolve()))
@@ -94,8 +97,11 @@ def take_part(
     }  # fmt: skip
 
 
+ACCEPTS = "FLARE accepts TLS 1.2 beside 1.3; --engine tls speaks 1.3 only"
+
+
 def listens_everywhere(port: int) -> str:
-    """What FLARE does whatever a plan says, and what to do about it."""
+    """What FLARE does wherever the plan's address is not loopback, and what to do about it."""
     return (
         f"FLARE listens on ALL addresses of this machine (ports {port} and {port + 1}) and accepts TLS 1.2: let a "
         "firewall admit the members only, or use --engine tls, which binds to the plan's address and speaks TLS 1.3"
@@ -105,10 +111,11 @@ def listens_everywhere(port: int) -> str:
 def _check_ports(file: PlanFile) -> None:
     """FLARE's server would try for minutes, and say so in its log only."""
     from quietgrad.cli.members import cannot_listen
+    from quietgrad.federation import flare
 
     for port in (file.port, file.port + 1):
         try:
-            socket.create_server(("", port)).close()  # FLARE listens on all addresses
+            socket.create_server((file.host if flare.is_bound(file) else "", port)).close()
         except OSError as error:
             raise DataError(cannot_listen(file.host, port, error)) from None
 
@@ -137,8 +144,11 @@ def _settings(
 def _running(file: PlanFile, credentials: Credentials, settings: SiteSettings) -> Iterator[subprocess.Popen[bytes]]:
     """FLARE's process of this member; it and the job processes it started are gone at the end."""
     from quietgrad.federation import flare
+    from quietgrad.federation.provision import COORDINATOR
 
     kit = flare.prepare_kit(credentials, settings)
+    if credentials.name == COORDINATOR:
+        flare.bind(file, kit / "startup" / "fed_server.json")  # whatever it was made with
     with (settings.out / "nvflare.log").open("wb") as log:
         process = subprocess.Popen(
             flare.command(credentials, kit), cwd=kit, stdout=log, stderr=log, env=flare.environment(file)

@@ -69,6 +69,18 @@ def approved(
     return file, credentials
 
 
+def tell_state(out: Path, name: str, tell: Tell) -> None:
+    """Say where the run's only secret waits, and remind of keys that other runs left."""
+    from quietgrad.cli.keys import reminder
+
+    tell(
+        f"what was answered, and the key of the samples, is in {out / f'{name}.journal'} until the run is over: "
+        "neither copy nor restore it"
+    )
+    if (words := reminder()) is not None:
+        tell(words)
+
+
 def cap_of(file: PlanFile, epsilon: float | None) -> Budget | None:
     """The most that an account may spend, at the plan's δ and relation."""
     from quietgrad.privacy.budget import Budget
@@ -265,7 +277,7 @@ def take_part(
     party = network.party(
         file, credentials, (table.X, table.y), folder=out, ledger=kept, account=account, cap=cap
     )  # fmt: skip
-    tell(f"{out} holds the run's journal; start again there to continue it, elsewhere for another")
+    tell_state(out, credentials.name, tell)
     tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
     member = _member(file, credentials, party.handle, tell, patience)
     try:

@@ -8,6 +8,7 @@ Collab runtime, ships no code of its own, and runs no shell commands. The job it
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import sys
@@ -125,6 +126,7 @@ def make_kits(file: PlanFile, keys: Path) -> None:
         for name in file.members:
             _move(made / name, keys / name / KIT)
         _move(made / ADMIN, keys / COORDINATOR / ADMIN_KIT)
+        bind(file, keys / COORDINATOR / KIT / "startup" / "fed_server.json")
 
 
 def prepare_kit(credentials: Credentials, settings: SiteSettings) -> Path:
@@ -229,6 +231,31 @@ def _project(file: PlanFile) -> dict[str, Any]:
             {"path": f"{impl}.signature.SignatureBuilder"},
         ],
     }  # fmt: skip
+
+
+def is_bound(file: PlanFile) -> bool:
+    """Whether FLARE's server listens on the plan's address only: it can on IPv4's loopback, and nowhere else.
+
+    >>> from types import SimpleNamespace as at
+    >>> [is_bound(at(host=host)) for host in ("127.0.0.1", "localhost", "10.0.0.7", "clinic.example", "::1")]
+    [True, True, False, False, False]
+    """
+    if file.host == "localhost":
+        return True
+    try:
+        return ipaddress.IPv4Address(file.host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(file: PlanFile, config: Path) -> None:
+    """Give FLARE's server the host to listen on; its own provisioning writes a name there, which means all."""
+    settings = read_json(config)
+    host = file.host if is_bound(file) else "0.0.0.0"
+    for server in settings["servers"]:
+        server["service"]["target"] = f"{host}:{file.port}"
+        server["admin_host"] = host
+    write_atomically(config, json.dumps(settings, indent=2).encode())
 
 
 def _move(source: Path, target: Path) -> None:

@@ -236,8 +236,9 @@ class TlsServer:
             hello = parse_json(body)
             reason = self._stranger(name, kind, hello)
             if reason is not None:
+                self._tell_refusal(ProtocolError(name or "a caller", reason), address)
                 send(connection, REFUSED, reason.encode(), deadline=deadline)
-                raise ProtocolError(name or "a caller", reason)
+                raise ConnectionAbortedError
             welcome = json.dumps({"session": self._session, "plan": self._agreement}).encode()
             send(connection, WELCOME, welcome, deadline=deadline)
         except (OSError, ValueError, ProtocolError, AttributeError) as error:
