@@ -53,6 +53,7 @@ class _BrokenCurator(CentralCurator):
         plan = replace(plan, noise_multiplier=plan.noise_multiplier * self.how.noise)
         session = super().open(plan, **settings)
         session.__class__ = self.how.session
+        session._used = dict.fromkeys(session._used, 0)  # as if it had been of that class from the start
         session.advance(settings.get("used") or {}, settings.get("rho_left"))
         if self.how.source is not None:
             only, change = self.how.only, self.how.source

@@ -306,12 +306,12 @@ def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
     rng = np.random.default_rng(0)
     parties = [Party(rng.standard_normal((60, 3)), (rng.random(60) < 0.5) * 1.0) for _ in range(3)]
     objective = qg.objectives.Logistic()
-    plan, people = assemble(qg.DPGD(steps=2), objective, parties, budget=BUDGET, trust=trust)
-    curator = FederatedCurator(
-        objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
-    )
     releases = []
-    for _ in range(2):
+    for _ in range(2):  # one approval is one run: each has its own
+        plan, people = assemble(qg.DPGD(steps=2), objective, parties, budget=BUDGET, trust=trust)
+        curator = FederatedCurator(
+            objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
+        )
         session = curator.open(plan)
         releases.append(session.release("gradient", Gradient(np.zeros(3), 1.0)))
         session.close("test")

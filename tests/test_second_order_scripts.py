@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [("benchmarks/sosp.py", "'method': 'held-out search'"), ("reproduce/sosp.py", "'noise': 'goe'")],
+    [("benchmarks/sosp.py", "'method': 'held-out search'"), ("reproduce/sosp.py", "goe")],
 )
 def test_the_quick_form_runs(
     script: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -240,7 +240,8 @@ def test_trusted_curator_gives_the_central_model_with_the_same_noise(run: Any, t
     class OnTheGrid(Door):
         def release(self, slot: str, query: Query, *, rho: float | None = None) -> Floats:
             sigma, step = sigma_for(federation.plan.multiplier(slot, None), query.bound, d)
-            noise = np.rint(units[slot].row(len(self.released), d) * (sigma / step))
+            number = sum(each.slot == slot for each in self.released)
+            noise = np.rint(units[slot].row(number, d) * (sigma / step))
             exact = self._session.release(slot, query, rho=rho)
             total: Floats = (np.rint(exact / step) + noise) * step
             self.released.append(Released(slot, query, total.copy()))

@@ -226,6 +226,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
                 model.set_params(classes=self.classes_.tolist())
             if hasattr(self, "target_range_"):
                 model.set_params(target_bounds=self.target_range_)
+        elif getattr(model, "classes", True) is None and hasattr(self, "classes_"):
+            model.set_params(classes=self.classes_.tolist())
         elif getattr(model, "classes", True) is None:
             raise ValueError("partial_fit: declare the classes, here or as a setting: classes=[...].")
         part = 1 if first else self._parts + 1
