@@ -114,6 +114,7 @@ class _Planned(Exception):
 def _looks(runs: int) -> Iterator[AuditReport]:
     """The plans that estimators make, looks at labels, targets and features included: noise of every slot."""
     from quietgrad import estimators
+    from quietgrad.estimators.transformers import plan_scaling
 
     rng = np.random.default_rng(0)
     X = rng.uniform(-0.5, 0.5, (400, 3))
@@ -123,6 +124,9 @@ def _looks(runs: int) -> Iterator[AuditReport]:
         known = {"row_bound": 1.0} if "row_bound" in kind().get_params() else {}
         plan = _plan_of(kind(epsilon=6.0, **known), X, (X[:, 0] > 0).astype(int))
         yield _report(name, plan, probe_slots(lengthened(plan), what=name), runs, started)
+    started = time.perf_counter()
+    plan = plan_scaling(len(X), X.shape[1], _BUDGET)
+    yield _report("PrivateScaler", plan, probe_slots(lengthened(plan), what="PrivateScaler"), runs, started)
 
 
 def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
@@ -257,7 +261,7 @@ RELEASES: dict[str, Release] = {
         Release("labels", ("objectives.queries.labels",), _labels),
         Release(
             "estimators",
-            ("estimators.classifiers", "estimators.regressors", "estimators.additive"),
+            ("estimators.classifiers", "estimators.regressors", "estimators.additive", "estimators.transformers"),
             _looks,
             "sklearn",
         ),

@@ -24,7 +24,8 @@ from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
 from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.objectives.tables.shapes import Feature
-from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.plans.price import plan
+from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector
@@ -60,6 +61,11 @@ class _Ranges(Algorithm):
 
     def config(self) -> dict[str, Any]:
         return {"look": self._look.config()}
+
+
+def plan_scaling(n: int, features: int, budget: Budget) -> Plan:
+    """What finding the ranges of ``features`` numbers would release."""
+    return plan(_Ranges(look_for(n, features, budget=budget)), n=n, budget=budget)
 
 
 class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
