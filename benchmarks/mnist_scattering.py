@@ -3,7 +3,7 @@
     python benchmarks/mnist_scattering.py [EPSILON RUNS]...
 
 Settings are fixed beforehand (DP-SGD, Poisson batches of 4096, 240 steps, C = 0.1, heavy ball 0.9, linear decay).
-Those for ε = 1.2 were chosen on the last 10 000 training pictures in an earlier search that is not charged here, the
+Those for ε = 1.2 were chosen on the last 10 000 training pictures in an earlier search that is not charged; the
 rate for other ε is extrapolated from it. δ = 1e-5, add-remove.
 """
 

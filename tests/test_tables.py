@@ -15,7 +15,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes
 from sklearn.pipeline import make_pipeline
 
 import quietgrad as qg
-from quietgrad.errors import DataError, TooNoisyError, TooNoisyWarning
+from quietgrad.errors import DataError, LedgerWarning, TooNoisyError, TooNoisyWarning
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
@@ -27,6 +27,7 @@ from quietgrad.estimators import (
     PrivateSVC,
     PublicOneHot,
     from_run,
+    private_score,
     to_run,
 )
 
@@ -327,3 +328,53 @@ def test_constant_columns_and_all_zeros_are_harmless() -> None:
     X, y = table(4000)
     X = np.column_stack([X, np.full(4000, 3.0), np.zeros(4000)])
     assert PrivateLogisticRegression(epsilon=2.0, classes=[0, 1]).fit(X, y).score(X, y) > 0.85
+
+
+# --- what must not be told ------------------------------------------------------------------------------------
+
+
+def test_the_true_number_of_people_decides_nothing_under_add_remove() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((5200, 2))
+    y = (X[:, 0] > 0).astype(int)
+    promise: dict[str, Any] = {"relation": "add-remove", "n_public": 5000}
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, **promise).fit(X, y)
+    errors = {private_score(model, X[:n], y[:n], epsilon=1.0, **promise).confusion_error for n in (4999, 5000)}
+    assert len(errors) == 1
+    settings: dict[str, Any] = {"classes": [0, 1], "row_bound": 3.0, "algorithm": "dp-sgd", **promise}
+    steps = {PrivateLogisticRegression(**settings).fit(X[:n], y[:n]).n_iter_ for n in (5119, 5120)}
+    assert len(steps) == 1
+
+
+def test_scoring_the_people_of_another_account_is_told(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((2000, 2))
+    y = (X[:, 0] > 0).astype(int)
+    ledger = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, ledger=ledger, account="patients").fit(X, y)
+    with pytest.warns(LedgerWarning, match="charged to account 'patients' before"):
+        private_score(model, X, y, ledger=ledger)
+
+
+def test_no_cell_is_quoted() -> None:
+    X = np.random.default_rng(0).standard_normal((300, 2))
+    targets = X[:, 0].astype(object)
+    targets[3] = "HIV-positive"
+
+    class Regressor:
+        target_range_ = (0.0, 1.0)
+
+        def predict(self, rows: Any) -> Any:
+            return rows[:, 0]
+
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0)
+    secret = 12345.678
+    for call in (
+        lambda: private_score(Regressor(), X, targets),
+        lambda: model.fit(X * (1 + secret * 1j), X[:, 0] > 0),
+        lambda: model.fit(X, (X[:, 0] > 0) * (1 + secret * 1j)),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            call()
+        assert "HIV" not in str(refusal.value)
+        assert "12345" not in str(refusal.value)

@@ -128,7 +128,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _method(self, n: int, features: int) -> Algorithm:
         if isinstance(self.algorithm, str):
-            return _by_name(self.algorithm, n)
+            return _by_name(self.algorithm, self._public_n(n))
         if self.algorithm is not None:
             return self.algorithm
         return for_table(

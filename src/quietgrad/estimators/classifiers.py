@@ -43,6 +43,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         if declared is not None:
             loss = self._loss(len(declared), declared)
             self.classes_ = declared
+            if self.classes is None:
+                notes = ("the classes are those that the type of y lists, which is taken as public",)
             session = self._open(loss, (X, np.searchsorted(declared, y)), plan)
         else:
             self._loss(2, np.arange(2))  # settings are checked before anything is reserved
@@ -63,6 +65,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
         public = self.classes if self.classes is not None else public_labels(y)
+        if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
+            raise DataError("y: Complex data not supported; give labels.")
         X, y = self._validated(X, y)
         check_classification_targets(y)
         declared = None if public is None else declared_classes(public, y)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from quietgrad.algorithms.tabulate import Tabulate
 from quietgrad.errors import DataError
 from quietgrad.objectives.queries.evaluation import Tabulation
+from quietgrad.objectives.tables.layout import lay_out, numbers_of
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.training.result import Privacy
 
@@ -111,14 +112,17 @@ def private_score(
     y = np.asarray(y)
     if y.ndim != 1 or not len(y):
         raise DataError("y: must be one label or number per held-out record.")
-    publish = _publisher(budget, ledger, account, cap, n_public)
+    if y.dtype.kind == "c":
+        raise DataError("y: Complex data not supported; give labels or real numbers.")
+    public = n_public if n_public is not None and budget.relation is Relation.ADD_REMOVE else len(y)
+    publish = _publisher(budget, ledger, account, cap, n_public, _features_of(X))
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
         if not np.isin(y, classes).all():
             raise DataError("y: has a label that the model does not know. Remove such records.")
         codes = np.searchsorted(classes, y)
         if len(classes) == 2:
-            return _binary(model, X, codes, classes, publish)
+            return _binary(model, X, codes, classes, publish, public)
         return _multiclass(model, X, codes, classes, publish)
     return _regression(model, X, y, target_bounds, publish)
 
@@ -132,14 +136,14 @@ class _Released:
 
 
 def _publisher(
-    budget: Budget, ledger: Any, account: str, cap: Budget | None, n_public: int | None
+    budget: Budget, ledger: Any, account: str, cap: Budget | None, n_public: int | None, people: Any
 ) -> Callable[..., _Released]:
     def publish(cells: Any, size: int, groups: int, weights: Any = None) -> _Released:
         from quietgrad.training.minimizing import minimize
 
         result = minimize(
             Tabulation(),
-            (cells, weights),
+            (cells, weights) if people is None else (cells, weights, people),
             Tabulate(size, groups),
             budget=budget,
             ledger=ledger,
@@ -152,6 +156,14 @@ def _publisher(
         return _Released(np.asarray(result.params), float(result.details["noise"]), n, result.privacy)
 
     return publish
+
+
+def _features_of(X: Any) -> Any:
+    """The people as numbers, by which a ledger knows them again; ``None`` where a model takes something else."""
+    try:
+        return lay_out(X)
+    except (DataError, ValueError, TypeError):
+        return None
 
 
 def _logits(model: Any, X: Any) -> Floats:
@@ -172,8 +184,10 @@ def bin_edges(n: int) -> Floats:
     return np.linspace(-reach, reach, bins - 1)
 
 
-def _binary(model: Any, X: Any, codes: Any, classes: Any, publish: Callable[..., _Released]) -> PrivateScore:
-    edges = bin_edges(len(codes))
+def _binary(
+    model: Any, X: Any, codes: Any, classes: Any, publish: Callable[..., _Released], n_public: int
+) -> PrivateScore:
+    edges = bin_edges(n_public)  # never by the true number, which is private under add-remove
     bins = len(edges) + 1
     place = np.searchsorted(edges, _logits(model, X))
     if len(place) != len(codes):
@@ -310,7 +324,7 @@ def _regression(
     predicted = np.clip(np.asarray(model.predict(X), dtype=np.float64), low, high)
     if len(predicted) != len(y):
         raise DataError("X and y have different numbers of records.")
-    target = np.clip(np.asarray(y, dtype=np.float64), low, high)
+    target = np.clip(numbers_of(y, "y"), low, high)
     error, place = np.abs(predicted - target) / width, (target - low) / width
     sums = np.stack([error**2, error, place, place**2], axis=1)
     released = publish(np.tile(np.arange(len(_SUMS)), (len(y), 1)), len(_SUMS), len(_SUMS), sums)

@@ -28,8 +28,8 @@ class Places:
     ``cells`` and ``weights`` have one row per person and one column per group of cells they fall into.
     """
 
-    def __init__(self, cells: npt.NDArray[np.int64], weights: Floats) -> None:
-        self.cells, self.weights = cells, weights
+    def __init__(self, cells: npt.NDArray[np.int64], weights: Floats, people: Any = None) -> None:
+        self.cells, self.weights, self._people = cells, weights, people
         self.dim = 1
 
     def __len__(self) -> int:
@@ -40,9 +40,15 @@ class Places:
         yield self.cells.tobytes()
         yield self.weights.tobytes()
 
-    def fingerprint_parts(self) -> Iterator[bytes]:
-        """The same, for a ledger that tells tables apart."""
-        yield from self.contents()
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The features as bytes, as those of a fit on the same people: a ledger knows the table by them."""
+        if self._people is None:
+            yield from self.contents()
+            return
+        from quietgrad.objectives.tables.layout import lay_out
+        from quietgrad.objectives.tables.table import Table
+
+        yield from Table(lay_out(self._people), None).fingerprint_parts()
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,13 @@ class Tabulation:
     silent_batches: ClassVar[bool] = False
 
     def prepare(self, data: Any) -> Places:
-        """(cells, weights), weights ``None`` for ones."""
-        cells, weights = data
+        """(cells, weights) or (cells, weights, features of the people), weights ``None`` for ones."""
+        cells, weights, *people = data
         cells = np.asarray(cells, dtype=np.int64)
         if cells.ndim != 2 or not len(cells):
             raise DataError("there are no records to evaluate on.")
-        return Places(cells, np.ones(cells.shape) if weights is None else np.asarray(weights, dtype=np.float64))
+        weights = np.ones(cells.shape) if weights is None else np.asarray(weights, dtype=np.float64)
+        return Places(cells, weights, *people)
 
     def initial(self, records: Any) -> Floats:
         """Nothing to start from."""

@@ -73,6 +73,8 @@ def refuse_text(values: Any, what: str) -> None:
         cells = array if array.dtype.kind in "buif" else np.asarray(values, dtype=object)
     except (TypeError, ValueError):
         return  # not a table at all, which is said without looking at cells
+    if array.dtype.kind == "c":  # scikit-learn would print the array
+        raise DataError(f"{what}: Complex data not supported; give real numbers.")
     if cells.dtype.kind not in "buif":
         _refuse(values, cells, _are((str, bytes), cells), what)
 
