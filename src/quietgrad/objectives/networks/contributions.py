@@ -83,7 +83,7 @@ class Contribution(Protocol):
     """Per-example vectors of one parameter."""
 
     def squared_norms(self) -> Tensor:
-        """‖v_i‖² for every example and family, shape (examples, families)."""
+        """‖v_i‖² of what `add_weighted` adds, from above, shape (examples, families), in float64."""
         ...
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
@@ -164,18 +164,24 @@ class TokenSums:
         self.rows = rows
 
     def squared_norms(self) -> Tensor:
-        """A token that occurs twice in an example adds up before it is squared."""
+        """A token that occurs twice in an example adds up before it is squared.
+
+        The sums may cancel. In float64, of P terms, they are off by at most γ_P·Σ_t ‖b_t‖: it is added, twice.
+        """
         examples = self.tokens.shape[0]
         owner = torch.arange(examples, device=self.tokens.device)[:, None] * self.rows
         keys, where = torch.unique(owner + self.tokens, return_inverse=True)
-        sums = self.values.new_zeros((len(keys), *self.values.shape[2:]))
-        sums.index_add_(0, where.flatten(), self.values.flatten(0, 1))
-        norms = self.values.new_zeros((examples, self.values.shape[2]))
-        return norms.index_add_(0, keys // self.rows, sums.square().sum(2))
+        sums = self.values.new_zeros((len(keys), *self.values.shape[2:]), dtype=torch.float64)
+        sums.index_add_(0, where.flatten(), self.values.flatten(0, 1).double())
+        squares = sums.new_zeros((examples, self.values.shape[2]))
+        squares.index_add_(0, keys // self.rows, sums.square().sum(2))
+        longest = squares_of(self.values).sqrt().sum(1)
+        return (squares.sqrt() + 2 * (self.tokens.shape[1] + 8) * 2.0**-53 * longest).square()
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """Scatter the weighted output gradients into the table."""
-        weighted = torch.einsum("ef,epfw->epw", weights, self.values).double()
+        # Weighted in float64: where a token's gradients cancel, what rounding leaves of each would count in full.
+        weighted = (self.values * weights.double()[:, None, :, None]).sum(2)
         out.view(self.rows, -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
 
     def dense(self) -> Stored:
@@ -188,5 +194,16 @@ class TokenSums:
 
 
 def squares_of(vectors: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
-    return norms.square()
+    """Sums of squares along the last axis, in float64, a piece at a time so that the wider copy stays in the cache.
+
+    Squares of float32 are exact there, and none vanishes; summed in float32, millions of them lose several per mille.
+    """
+    rows = vectors.reshape(-1, vectors.shape[-1])
+    count, width = rows.shape
+    squares = rows.new_zeros(count, dtype=torch.float64)
+    size = max(1, _CACHED // max(1, width))
+    for start in range(0, count, size):
+        for left in range(0, width, _CACHED):
+            piece = rows[start : start + size, left : left + _CACHED]
+            squares[start : start + size] += piece.double().square().sum(1)
+    return squares.view(vectors.shape[:-1])

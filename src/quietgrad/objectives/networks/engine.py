@@ -32,19 +32,19 @@ __all__ = ["PerExampleEngine", "Strategy", "clip_weights"]
 
 Strategy = Literal["auto", "factored", "functional"]
 
-# Clipping aims this much below C, so that rounding never lifts a contribution above C.
+# Clipping aims this much below C, so that rounding never lifts a contribution above C. By the module's precision.
 _SLACK = {torch.float32: 2e-5, torch.float64: 1e-12}
 
 
-def clip_weights(norms: Tensor, clip: float) -> Tensor:
-    """min(1, C/‖v_i‖) with C lowered by the rounding of the norm's precision.
+def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
+    """min(1, C/‖v_i‖) with C lowered by the rounding of the precision the vectors are in.
 
-    >>> clip_weights(torch.tensor([0.5, 2.0], dtype=torch.float64), 1.0)
+    >>> clip_weights(torch.tensor([0.5, 2.0], dtype=torch.float64), 1.0, torch.float64)
     tensor([1.0000, 0.5000], dtype=torch.float64)
     """
     if not clip > 0:
         raise ValueError(f"clip={clip}: must be > 0.")
-    return (clip / (1 + _SLACK[norms.dtype]) / norms).clamp(max=1.0)
+    return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
 
 
 class PerExampleEngine:
@@ -60,7 +60,7 @@ class PerExampleEngine:
             vmap(grad) over the whole model, the slow reference.
 
     θ holds the trainable parameters in the order of `named_parameters`; frozen ones stay in the module.
-    Half-precision modules get a float32 θ, and their norms are computed in float32.
+    Half-precision modules get a float32 θ; norms are computed in float64 whatever the module is in.
     An example whose norm is not finite counts as zero. Each example draws its own random numbers (dropout), the
     same at both points of a difference.
 
@@ -199,7 +199,7 @@ class PerExampleEngine:
         mix = Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
         examples = batch_length(x)
         if examples == 0:
-            return theta.new_zeros((0, mix.families))
+            return theta.new_zeros((0, mix.families), dtype=torch.float64)
         if torch.is_autocast_enabled(theta.device.type):
             raise ValueError(
                 "autocast would compute the norms that decide the clipping in half precision: leave it, or give "
@@ -207,8 +207,8 @@ class PerExampleEngine:
             )
         keys = keys or RecordKeys.of(None, np.arange(examples))
         way = self.way(x, y)
-        weigh = _weighing(rule, mix)
-        norms = theta.new_empty((examples, mix.families))
+        weigh = _weighing(rule, mix, self.dtype)
+        norms = theta.new_empty((examples, mix.families), dtype=torch.float64)
         for rows in keys.passes(self._pass_size(way, mix) or examples):
             where: slice | Tensor = slice(None)
             if len(rows) < examples:
@@ -230,7 +230,7 @@ class PerExampleEngine:
         keys: RecordKeys,
     ) -> Tensor:
         pieces = way.pieces(theta, previous, x, y, mix, keys)
-        squares = theta.new_zeros((batch_length(x), mix.families))
+        squares = theta.new_zeros((batch_length(x), mix.families), dtype=torch.float64)
         for _, piece in pieces:
             squares += piece.squared_norms()
         # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
@@ -244,7 +244,7 @@ class PerExampleEngine:
                 rest = select(x, good), select(y, good)
                 self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(good.cpu().numpy()))
             return norms
-        weights = weigh(norms).to(theta.dtype)
+        weights = weigh(norms)  # in float64: C/‖v_i‖ may be below the range of float32
         total = out if out.dtype == torch.float64 else torch.zeros_like(theta, dtype=torch.float64)
         while pieces:
             where, piece = pieces.pop()
@@ -294,18 +294,18 @@ def _positive(rule: Rule) -> Rule:
     return rule
 
 
-def _weighing(rule: Rule, mix: Combination) -> Callable[[Tensor], Tensor]:
+def _weighing(rule: Rule, mix: Combination, precision: torch.dtype) -> Callable[[Tensor], Tensor]:
     """The weights of each example's vectors, by their norms."""
 
     def weigh(norms: Tensor) -> Tensor:
         if mix.families == 2:
             gradient, change = norms.unbind(1)
             parts = (
-                rule.gamma * clip_weights(gradient, rule.second_clip),
-                rule.alpha * clip_weights(change, rule.clip),
+                rule.gamma * clip_weights(gradient, rule.second_clip, precision),
+                rule.alpha * clip_weights(change, rule.clip, precision),
             )
             return torch.stack(parts, 1)
-        weights = rule.alpha * clip_weights(norms, rule.clip)
-        return weights + rule.gamma * clip_weights(norms, rule.second_clip) if rule.gamma else weights
+        weights = rule.alpha * clip_weights(norms, rule.clip, precision)
+        return weights + rule.gamma * clip_weights(norms, rule.second_clip, precision) if rule.gamma else weights
 
     return weigh

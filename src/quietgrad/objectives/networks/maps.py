@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 __all__ = ["Convolution", "LinearMap"]
 
-_FEW = 32  # examples whose convolutions are added up in float32
 _CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
 
 
@@ -100,14 +99,11 @@ class Convolution:
             out.copy_(block.transpose(1, 2).reshape(out.shape))
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        weight = inputs.new_empty((self.shape[0], inputs.shape[1] // self.groups, *self.kernel))
-        total = torch.zeros_like(weight, dtype=torch.float64)
-        # A convolution in float64 is many times slower; of a few examples float32 is exact enough.
-        size = len(inputs) if inputs.dtype == torch.float64 else _FEW
-        for start in range(0, len(inputs), size):
-            part = slice(start, start + size)
-            total += self._backward(grads[part], inputs[part], weight, self.groups)
-        return total.flatten()
+        # As a product of matrices: a convolution in float64 is many times slower.
+        rows, columns = (
+            side.double().unflatten(0, (-1, self.groups)) for side in (self.rows(grads), self.columns(inputs))
+        )
+        return torch.einsum("egot,egit->goi", rows, columns).flatten()
 
     def _backward(self, grads: Tensor, inputs: Tensor, weight: Tensor, groups: int) -> Tensor:
         none = (0,) * len(self.kernel)

@@ -1,12 +1,14 @@
 """Per-example vectors that are sums of outer products: the weights of linear and convolution layers.
 
-Kept as factors, they are written out a few examples at a time, or their norms come from Gram matrices; see
-:mod:`quietgrad.objectives.networks.contributions` for how two points are compared without losing digits.
+What is measured is what is summed. With few positions both come from the factors in float64: the norms by Gram
+matrices, the sums as weight gradients. With many, the vectors are written out a few examples at a time and forgotten
+again, once for their norms and once for their sum. See :mod:`quietgrad.objectives.networks.contributions` for how two
+points are compared without losing digits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -16,9 +18,8 @@ from quietgrad.objectives.networks.contributions import Combination, Record, Sto
 
 __all__ = ["OuterLayer", "OuterProducts", "same_input", "write_gradients"]
 
-# A squared norm that comes from Gram matrices is a sum of signed terms; this fraction of their absolute
-# sum covers the rounding, so the computed norm is never below the true one.
-_ROUNDING = {torch.float32: 2.0**-20, torch.float64: 2.0**-49}
+_CHUNK = 1 << 20  # numbers of float64 worked on at a time
+_UNIT = 2.0**-53  # rounding of float64
 
 
 class OuterLayer(Protocol):
@@ -41,7 +42,7 @@ class OuterLayer(Protocol):
         ...
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        """Σ_i Σ_t b_t ⊗ a_t, the ordinary weight gradient, flat, in float64."""
+        """Σ_i Σ_t b_t ⊗ a_t, the ordinary weight gradient, flat, computed in float64."""
         ...
 
     def block(self, inputs: Tensor, families: int) -> int:
@@ -60,7 +61,9 @@ class OuterProducts:
         outputs, fan_in = layer.shape
         self.layer = layer
         self.positions = lefts[0][0].numel() // (families * outputs)
-        self.by_gram = self.positions * (outputs + fan_in) < outputs * fan_in * layer.groups
+        rank_one = self.positions == len(lefts) == 1
+        # Gram matrices are taken in float64, at twice the price of the same numbers in float32.
+        self.by_gram = rank_one or 2 * self.positions * (outputs + fan_in) < outputs * fan_in * layer.groups
         self.lefts = lefts
         self.rights = rights
         self.families = families
@@ -82,30 +85,45 @@ class OuterProducts:
         return self._gram_norms() if self.by_gram else self._blockwise_norms()
 
     def _gram_norms(self) -> Tensor:
-        """‖Σ_k L_k ⊗ R_k‖² = Σ_kl ⟨R_kᵀR_l, L_kᵀL_l⟩; no vector is written out."""
-        columns = [self.layer.columns(right) for right in self.rights]
-        rows = [self.layer.rows(left) for left in self.lefts]
+        """‖Σ_k L_k ⊗ R_k‖² = Σ_kl ⟨R_kᵀR_l, L_kᵀL_l⟩ from above; no vector is written out.
+
+        The terms have signs and may cancel: two positions with large and nearly equal inputs. With u = 2⁻⁵³, n and m
+        the lengths of a_t and b_t and N the number of terms, an entry of a Gram matrix is off by at most γ_n‖a_s‖‖a_t‖
+        (γ_n‖·‖, not γ_n|a_sᵀa_t|: it may have cancelled itself), where γ_n = nu/(1−nu) in whatever order it is summed.
+        So the sum is off by at most γ_{n+m+N+1}·A², A = Σ_t ‖a_t‖‖b_t‖ ≥ ‖v‖. Twice (n+m+N+8)u·A² is added, with A from
+        the diagonals, where nothing cancels: the computed norm is never below the true one. A vector that has
+        cancelled below 10⁻⁶·A or so is clipped as if it had that length; more digits float32 inputs do not have.
+        """
+        return torch.cat([self._gram_part(part) for part in self._chunks()])
+
+    def _gram_part(self, part: slice) -> Tensor:
+        factors = [_in_float64(a[part], b[part]) for a, b in zip(self.lefts, self.rights, strict=True)]
+        columns = [self.layer.columns(right) for _, right in factors]
+        rows = [self.layer.rows(left) for left, _ in factors]
         counts = [self.families] + [1] * (len(rows) - 1)
         rows = [r.reshape(len(r), f, -1, r.shape[2]) for r, f in zip(rows, counts, strict=True)]
-        terms = []
+        squares = longest = columns[0].new_zeros((len(columns[0]), self.families))
         for k in range(len(rows)):
             for other in range(k, len(rows)):
-                inputs = _gram(columns[k], columns[other]).unsqueeze(1)
-                term = (inputs * _gram(rows[k], rows[other])).sum((-2, -1))
-                terms.append(term if other == k else 2 * term)
-        norms = sum(term + _ROUNDING[term.dtype] * term.abs() for term in terms[1:])
-        norms = norms + terms[0] * (1 + _ROUNDING[terms[0].dtype])
-        return norms.view(-1, self.layer.groups, self.families).sum(1)
+                inputs, outputs = _gram(columns[k], columns[other]).unsqueeze(1), _gram(rows[k], rows[other])
+                squares = squares + (1 if other == k else 2) * (inputs * outputs).sum((-2, -1))
+                if other == k:
+                    lengths = inputs.diagonal(dim1=-2, dim2=-1) * outputs.diagonal(dim1=-2, dim2=-1)
+                    longest = longest + lengths.sqrt().sum(-1)
+        terms = columns[0].shape[1] + rows[0].shape[2] + (len(rows) * self.positions) ** 2
+        squares = squares + 2 * (terms + 8) * _UNIT * longest.square()
+        return squares.view(-1, self.layer.groups, self.families).sum(1)
 
     def _blockwise_norms(self) -> Tensor:
-        """By writing out a few examples at a time and forgetting them again."""
+        return torch.cat([written.squared_norms() for _, written in self._blocks()])
+
+    def _blocks(self) -> Iterator[tuple[slice, Stored]]:
+        """A few examples at a time, written out and forgotten again."""
         workspace = self._space(min(self._block, len(self.rights[0])))
-        norms = []
-        for part in self._parts():
+        for part in self._parts(self._block):
             values = workspace[:, : part.stop - part.start]
             self._write(part, values)
-            norms.append(Stored(values.flatten(2)).squared_norms())
-        return torch.cat(norms)
+            yield part, Stored(values.flatten(2))
 
     def stored(self, values: Tensor | None = None) -> Stored:
         """All vectors written out, into `values` (families, examples, outputs, fan-in) if given."""
@@ -114,28 +132,39 @@ class OuterProducts:
         if self.families == len(self.lefts) == 1:
             squares = write_gradients(self.layer, Record(self.rights[0], self.lefts[0]), values[0])
             return Stored(values.flatten(2), squares)
-        for part in self._parts():
+        for part in self._parts(self._block):
             self._write(part, values[:, part])
         return Stored(values.flatten(2))
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
-        """As many ordinary weight gradients as there are factors, with weighted output gradients."""
-        dim = self.layer.channel_dim
-        for k, (left, right) in enumerate(zip(self.lefts, self.rights, strict=True)):
-            parts = left.chunk(self.families, dim) if k == 0 else [left]
-            shares = weights.unbind(1) if k == 0 else [weights.sum(1)]
-            total = _scale(parts[0], shares[0])
-            for part, share in zip(parts[1:], shares[1:], strict=True):
-                total += _scale(part, share)
-            out += self.layer.weight_gradient(total, right)
+        """The vectors that were measured: written out again, or ordinary weight gradients of the factors."""
+        if not self.by_gram:
+            for part, written in self._blocks():
+                written.add_weighted(weights[part], out)
+            return
+        # In float64 from the weights on: where positions cancel, what rounding leaves of b_t would count in full.
+        weights = weights.double()
+        for part in self._chunks():
+            for k, (left, right) in enumerate(zip(self.lefts, self.rights, strict=True)):
+                families = left[part].chunk(self.families, self.layer.channel_dim) if k == 0 else [left[part]]
+                shares = weights[part].unbind(1) if k == 0 else [weights[part].sum(1)]
+                total = _scale(families[0], shares[0])
+                for family, share in zip(families[1:], shares[1:], strict=True):
+                    total += _scale(family, share)
+                out += self.layer.weight_gradient(total, right[part])
 
     @property
     def _block(self) -> int:
         return self.layer.block(self.rights[0], self.families)
 
-    def _parts(self) -> list[slice]:
+    def _chunks(self) -> list[slice]:
+        outputs, fan_in = self.layer.shape
+        numbers = self.positions * (self.families * outputs + fan_in * self.layer.groups)
+        return self._parts(max(1, _CHUNK // max(1, numbers)))
+
+    def _parts(self, size: int) -> list[slice]:
         examples = len(self.rights[0])
-        return [slice(i, min(i + self._block, examples)) for i in range(0, examples, self._block)]
+        return [slice(i, min(i + size, examples)) for i in range(0, examples, size)]
 
     def _space(self, examples: int) -> Tensor:
         return self.lefts[0].new_empty((self.families, examples, *self.layer.shape))
@@ -179,7 +208,22 @@ def write_gradients(
 
 
 def _gram(left: Tensor, right: Tensor) -> Tensor:
+    if left.shape[-1] == 1:
+        return (left * right).sum(-2, keepdim=True)
     return left.transpose(-2, -1) @ right
+
+
+def _in_float64(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The same products, of factors whose squares neither vanish nor overflow unless those of the products do.
+
+    Squares of float32 are far inside the range of float64. Factors in float64 share their magnitude, by powers of two.
+    """
+    if left.dtype != torch.float64:
+        return left.double(), right.double()
+    _, ours = left.abs().flatten(1).amax(1).frexp()
+    _, theirs = right.abs().flatten(1).amax(1).frexp()
+    half = 2.0 ** ((theirs - ours) // 2).clamp(-1000, 1000).double()
+    return _scale(left, half), _scale(right, 1 / half)
 
 
 def _scale(values: Tensor, weights: Tensor) -> Tensor:

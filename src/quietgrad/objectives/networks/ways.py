@@ -307,7 +307,7 @@ def _agrees(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys, expec
     mix = Combination(gradient=True, change=False)
     part = select(x, rows), select(y, rows)
     pieces = way._pieces(theta.detach(), None, *part, mix, keys.rows(np.array(good)))
-    squares = sum(piece.squared_norms()[:, 0].double() for _, piece in pieces)
+    squares = sum(piece.squared_norms()[:, 0] for _, piece in pieces)
     weights = theta.new_tensor([[_WEIGHTS[i]] for i in good])
     total = torch.zeros_like(theta, dtype=torch.float64)
     for where, piece in pieces:
