@@ -247,7 +247,7 @@ def test_randomness_that_is_nobodys_is_refused() -> None:
     torch.manual_seed(0)
     data = Augmented(torch.randn(20, 6))
     objective = ModuleObjective(nn.Linear(6, 2), LOSS)
-    with pytest.raises(DataError, match="generator of its own"):
+    with pytest.raises(DataError, match="Generator of its own"):
         objective.prepare(OwnGenerator(data.x))
     with pytest.raises(DataError, match="mixup"):
         ModuleObjective(nn.Linear(6, 2), LOSS, collate_fn=mixup).prepare(data)
@@ -258,10 +258,10 @@ def test_randomness_that_is_nobodys_is_refused() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.generator = nn.Linear(6, 2), torch.Generator()
+            self.layer = nn.Linear(6, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.layer(x * torch.rand(x.shape, generator=self.generator))
+            output: Tensor = self.layer(x * torch.rand(x.shape, generator=torch.Generator()))
             return output
 
     with pytest.raises(ValueError, match=r"torch\.Generator of the model's own"):

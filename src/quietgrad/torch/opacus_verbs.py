@@ -21,7 +21,11 @@ from quietgrad import training
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
 from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.examples import refuse_mixing_collate, refuse_own_generators
+from quietgrad.objectives.networks.examples import (
+    refuse_mixing_collate,
+    refuse_own_generators,
+    refuse_repeated_records,
+)
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.torch.affording import affordable
 from quietgrad.torch.own_loop import OutputGradients, OwnLoop, PrivateLoop, pairing
@@ -221,6 +225,7 @@ def _private(
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: must be a finite number > 0.")
     stretches, lengths = shape
     n, _ = _checked(data_loader)
+    refuse_repeated_records(data_loader.dataset)
     refuse_own_generators(data_loader.dataset)
     refuse_mixing_collate(data_loader.dataset, data_loader.collate_fn)
     engine = PerExampleEngine(module, pairing, micro_batch=micro_batch, memory_budget=memory_budget)

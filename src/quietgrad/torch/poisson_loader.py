@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.networks.examples import draws_nothing, read_record
 from quietgrad.objectives.networks.randomness import preserved
+from quietgrad.objectives.networks.reading import collated, draws_nothing, read_record
 from quietgrad.torch.own_loop import PrivateLoop
 from quietgrad.torch.private_module import mapped
 from quietgrad.torch.rows import Owners, Rows
@@ -121,5 +121,7 @@ class _Collate:
 
     def __call__(self, samples: list[Any]) -> Any:
         if samples:
-            return self._collate(samples)
-        return mapped(self._collate([self._dataset[0]]), lambda tensor: tensor[:0])
+            return collated(self._collate, samples)
+        with preserved():
+            shapes = collated(self._collate, [read_record(self._dataset, 0, 0)])
+        return mapped(shapes, lambda tensor: tensor[:0])

@@ -24,6 +24,7 @@ from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.checks import refuse_mixing_layers, refuse_unusable_modules
 from quietgrad.objectives.networks.collector import Network
 from quietgrad.objectives.networks.contributions import Combination, Workspace
+from quietgrad.objectives.networks.held_generators import refuse_held_generators
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
 from quietgrad.objectives.networks.ways import Way, choose_way
@@ -90,6 +91,8 @@ class PerExampleEngine:
             raise ValueError(f"strategy={strategy!r}: choose 'auto', 'factored' or 'functional'.")
         refuse_unusable_modules(module)
         refuse_mixing_layers(module)
+        refuse_held_generators(module, "the model")
+        refuse_held_generators(loss_fn, "the loss")
         self.module = module
         self.loss_fn = loss_fn
         self.memory_budget = 0.0 if strategy == "factored" else memory_budget

@@ -13,16 +13,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.networks.randomness import RecordKeys, preserved, seed_generators
+from quietgrad.objectives.networks.randomness import RecordKeys, preserved
+from quietgrad.objectives.networks.reading import (
+    Collate,
+    collated,
+    draws_nothing,
+    leaves_of,
+    read_record,
+    refuse_mixing_collate,
+    refuse_own_generators,
+    refuse_repeated_records,
+)
 from quietgrad.objectives.networks.tape import Batch, tensors_of
 
-__all__ = ["Collate", "Examples", "bytes_of", "draws_nothing", "examples_of", "leaves_of", "read_record",
-           "refuse_mixing_collate", "refuse_own_generators"]  # fmt: skip
+__all__ = ["Collate", "Examples", "bytes_of", "draws_nothing", "examples_of", "leaves_of", "probe", "read_record",
+           "refuse_mixing_collate", "refuse_own_generators", "refuse_repeated_records"]  # fmt: skip
 
-Collate = Callable[[list[Any]], Any]
 Reader = Callable[[RecordKeys], tuple[Batch, Batch]]
 
 _READ = 512  # examples read at a time where all of them are
@@ -92,6 +101,7 @@ def examples_of(data: Any, dim: int, collate: Collate | None = None, fixed: tupl
         raise DataError("the data set is empty: there is nothing to train on.")
     collate = collate or default_collate
     read = _reader(data, collate)
+    refuse_repeated_records(data)
     read(RecordKeys(_PUBLIC, np.array([0, length - 1])))
     refuse_own_generators(data)
     refuse_mixing_collate(data, collate)
@@ -131,8 +141,7 @@ def _reader(data: Any, collate: Collate) -> Reader:
             with preserved():
                 samples = [read_record(data, int(i), int(w)) for i, w in zip(keys.indices, keys.reads, strict=True)]
         try:
-            with preserved():
-                parts = collate(samples)
+            parts = collated(collate, samples)
         except (TypeError, RuntimeError) as error:
             raise DataError(
                 f"samples of type {type(samples[0]).__name__} cannot be put into one batch "
@@ -153,91 +162,6 @@ def _reader(data: Any, collate: Collate) -> Reader:
         return x, y
 
     return read
-
-
-def draws_nothing(data: Any) -> bool:
-    """Whether reading a record is known to draw no random numbers: tensors in memory, and parts of them."""
-    while type(data) is Subset:
-        data = data.dataset
-    return type(data) is TensorDataset
-
-
-def read_record(data: Any, index: int, word: int) -> Any:
-    """Record ``index``, whose augmentation draws from generators seeded for it alone."""
-    seed_generators(word)
-    return data[index]
-
-
-def refuse_own_generators(data: Any) -> None:
-    """Raise DataError if a record read twice with the same seed is not the same."""
-    if draws_nothing(data):
-        return
-    for index in (0, len(data) - 1):
-        with preserved():
-            twice = [list(leaves_of(read_record(data, index, 1))) for _ in range(2)]
-        if not all(_equal(a, b) for a, b in zip(*twice, strict=True)):
-            raise DataError(
-                "the data set gives another sample when a record is read again with the same seed: it draws from a "
-                "generator of its own, or keeps a state. Draw from the generators of torch, numpy or random; they "
-                "are seeded per record."
-            )
-
-
-def refuse_mixing_collate(data: Any, collate: Collate) -> None:
-    """Raise DataError if ``collate`` makes a record's row depend on the others of its batch (mixup, cutmix)."""
-    if collate is default_collate:
-        return
-    last = len(data) - 1
-    places = [0, last, last // 2]
-    for seed in range(3):
-        with preserved():
-            samples = [read_record(data, place, seed) for place in places]
-            seed_generators(seed)
-            together = tensors_of(collate(samples))
-            apart = []
-            for sample in samples:
-                seed_generators(seed)
-                apart.append(tensors_of(collate([sample])))
-        for place, tensor in enumerate(together):
-            ones = [one[place] for one in apart]
-            if tensor.dim() < 1 or len(tensor) != len(places) or any(o.dim() < 1 or len(o) != 1 for o in ones):
-                raise DataError(
-                    f"collate_fn made a tensor of shape {tuple(tensor.shape)} of {len(places)} samples: examples "
-                    "must be its first dimension (batch_first), so that it is known which row is whose."
-                )
-            if not all(_begins_alike(row, one[0]) for row, one in zip(tensor, ones, strict=True)):
-                raise DataError(
-                    "collate_fn makes a record's row depend on the other records of its batch, or draws random "
-                    "numbers for it (mixup, cutmix): one record would then be in many contributions. Augment each "
-                    "record in __getitem__, where its random numbers are its own."
-                )
-
-
-def _begins_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two rows agree where both have entries: a batch may pad its records to the longest."""
-    if a.dim() != b.dim():
-        return False
-    common = tuple(slice(0, min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
-    return _equal(a[common], b[common])
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) if a.shape == b.shape else False
-    if isinstance(a, np.ndarray):
-        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
-    return isinstance(a, int | float | str | bool | bytes) is False or a == b or a != a
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """What a sample is made of, in order."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from leaves_of(item)
-    else:
-        yield value
 
 
 def _split(parts: Sequence[Any]) -> tuple[Any, Any]:
