@@ -3,14 +3,14 @@
 An example's gradient must be its own. Three questions are asked of a module and its loss, in the mode (training or
 not) that it will be asked in: does an example's loss or gradient move when *another* example is exchanged (mixing)?
 does a forward pass write into a buffer? are the engine's sums those of autograd, one example at a time? What cannot
-be seen is what happens on real records only: docs/torch.md says so.
+be seen is what happens on real records only: docs/torch-proof.md says what is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,18 @@ from quietgrad.objectives.networks.tape import (
     batch_length,
     per_example_losses,
     select,
+    tensors_of,
     with_parameters,
 )
 
-__all__ = ["alone", "made_up", "refuse_changed_buffers", "refuse_mixing", "refuse_mixing_layers",
+__all__ = ["MadeUp", "alone", "examples_that_fit", "made_up", "refuse_crowd", "refuse_changed_buffers", "refuse_mixing", "refuse_mixing_layers", "refuse_other_losses",
            "refuse_unusable_modules"]  # fmt: skip
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-_BATCHES, _EXAMPLES = 3, 16
+_EXAMPLES, _CROWD = 16, 300
+_MEMORY = 1 << 26  # bytes of activations that a trial may keep
 _ENORMOUS = 1e12
+_FAILS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
 
 def refuse_unusable_modules(module: nn.Module) -> None:
@@ -101,13 +104,36 @@ def refuse_mixing_layers(module: nn.Module) -> None:
             )
 
 
-def made_up(x: Batch, y: Batch, seed: int, count: int = 4) -> tuple[Batch, Batch]:
-    """Examples of the shapes of ``x`` and ``y``: floats uniform in [0, 1).
+def _enormous(rows: Tensor) -> float:
+    return min(_ENORMOUS, torch.finfo(rows.dtype).max / 16)
 
-    Whole numbers (tokens, classes) cannot be made up and are those of the first, last and middle example.
+
+def _wide(rows: Tensor) -> Tensor:
+    sizes = 10.0 ** (4 * torch.rand(len(rows), *[1] * (rows.dim() - 1)) - 2)
+    return torch.randn_like(rows) * sizes.to(rows)
+
+
+# What examples are made of: both signs, sizes from nothing to enormous. A record may be so, and then the faintest
+# mixing is a strong one.
+_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "uniform": torch.rand_like,
+    "normal": torch.randn_like,
+    "wide": _wide,
+    "zero": torch.zeros_like,
+    "up": lambda rows: _enormous(rows) * torch.rand_like(rows),
+    "down": lambda rows: -_enormous(rows) * torch.rand_like(rows),
+    "far": lambda rows: _enormous(rows) / 8 * torch.randn_like(rows).clamp(-8, 8),
+}
+_MILD = ("uniform", "normal")
+
+
+def made_up(x: Batch, y: Batch, seed: int, count: int = 4) -> tuple[Batch, Batch]:
+    """Examples of the shapes of ``x`` and ``y``: floats uniform in [0, 1), whole numbers of records.
+
+    The whole numbers (tokens, classes) are those of the first, last and middle example; :class:`MadeUp` finds
+    others that the module takes.
     """
-    last = batch_length(x) - 1
-    places = torch.tensor([0, last, last // 2, 0]).repeat(count // 4 + 1)[:count]
+    places = _places(x, count)
 
     def make(value: Tensor) -> Tensor:
         rows = value.detach()[places.to(value.device)]
@@ -116,6 +142,120 @@ def made_up(x: Batch, y: Batch, seed: int, count: int = 4) -> tuple[Batch, Batch
     with preserved():
         seed_generators(seed)
         return _mapped(x, make), _mapped(y, make)
+
+
+def _places(x: Batch, count: int) -> Tensor:
+    last = batch_length(x) - 1
+    return torch.tensor([0, last, last // 2, 0]).repeat(count // 4 + 1)[:count]
+
+
+class MadeUp:
+    """Examples of many kinds that a module takes.
+
+    Which whole numbers it takes is found by trying: from wide ranges to those seen, each input for itself. On
+    accelerators, where a wrong index ends the process, they stay between the smallest and largest seen.
+
+    Args:
+        x, y: a few examples, for their shapes and the whole numbers in them.
+        run: the losses of some examples.
+        sizes: numbers that a vocabulary or a set of classes may have.
+    """
+
+    def __init__(self, x: Batch, y: Batch, run: Callable[[Batch, Batch], Tensor], sizes: set[int]) -> None:
+        self.x, self.y = x, y
+        self.ranges: dict[int, tuple[int, int]] = {}
+        tensors = tensors_of((x, y))
+        finite = int(run(*self(0, _EXAMPLES, vary=False)).isfinite().sum())
+        for place, tensor in enumerate(tensors):
+            if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+                continue
+            for bounds in _ranges(tensor, sizes):
+                self.ranges[place] = bounds
+                try:
+                    losses = [run(*self(seed, _EXAMPLES)) for seed in (1, 2)]
+                except _FAILS:
+                    del self.ranges[place]
+                    continue
+                if min(int(each.isfinite().sum()) for each in losses) >= finite:
+                    break
+                del self.ranges[place]
+
+    def __call__(
+        self, seed: int, count: int, kind: str = "uniform", *, vary: bool = True, parts: str = "xy"
+    ) -> tuple[Batch, Batch]:
+        """``count`` examples; the floats of ``parts`` are of the given kind, others uniform."""
+        places = _places(self.x, count)
+        first = len(tensors_of(self.x))
+        number = iter(range(len(tensors_of((self.x, self.y)))))
+
+        def make(value: Tensor) -> Tensor:
+            place = next(number)
+            rows = value.detach()[places.to(value.device)]
+            if rows.is_floating_point():
+                return _FLOATS[kind if ("x" if place < first else "y") in parts else "uniform"](rows)
+            if not vary:
+                return rows
+            if place not in self.ranges:
+                return rows[torch.randperm(count).to(rows.device)]
+            return _whole(rows, *self.ranges[place], kind)
+
+        with preserved():
+            seed_generators(seed)
+            return _mapped(self.x, make), _mapped(self.y, make)
+
+    def taken(self, seed: int, count: int, kind: str, use: Callable[[Batch, Batch], Any]) -> Any:
+        """What ``use`` makes of examples of a kind, as varied as the module takes them; None if it takes none."""
+        error: Exception | None = None
+        for vary, parts in product((True, False), ("xy", "x", "y")):
+            try:
+                return use(*self(seed, count, kind, vary=vary, parts=parts))
+            except _FAILS as failure:  # no numbers of this module's: indices, probabilities
+                error = failure
+        if kind == "uniform" and error is not None:
+            raise error
+        return None
+
+
+def _ranges(tensor: Tensor, sizes: set[int]) -> Iterator[tuple[int, int]]:
+    """From the widest: what whole numbers may lie between, the upper end excluded."""
+    if tensor.dtype == torch.bool:
+        yield 0, 2
+        return
+    info = torch.iinfo(tensor.dtype)
+    low, high = int(tensor.min()), int(tensor.max()) + 1
+    if tensor.device.type == "cpu":
+        yield max(info.min, -1000), min(info.max, 1000)
+        for top in sorted({*sizes, 1000, 2 * _EXAMPLES, high}, reverse=True):
+            if top >= high:
+                yield from ((start, min(top, info.max)) for start in (0, 1) if start < top)
+    yield low, high
+
+
+def _whole(rows: Tensor, low: int, high: int, kind: str) -> Tensor:
+    if kind == "zero":
+        return torch.full_like(rows, low)
+    if kind == "up":
+        return torch.full_like(rows, high - 1)
+    if rows.dim() == 1 and len(rows) <= high - low <= 1 << 20:  # all different, so that they have an order
+        return (torch.randperm(high - low)[: len(rows)] + low).to(rows)
+    return torch.randint(low, high, rows.shape).to(rows)
+
+
+def examples_that_fit(
+    module: nn.Module, loss_fn: LossFunction, params: Mapping[str, Tensor], x: Batch, y: Batch
+) -> int:
+    """How many examples a trial can keep the activations of."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+    sizes = {value.data_ptr(): 0 for value in leaves.values()}
+
+    def pack(value: Tensor) -> Tensor:
+        sizes.setdefault(value.data_ptr(), value.numel() * value.element_size())
+        return value
+
+    with torch.enable_grad(), with_parameters(module, leaves):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            per_example_losses(loss_fn, module(*_args(x)), x, y)
+    return max(4, _MEMORY * batch_length(x) // max(1, sum(sizes.values())))
 
 
 def alone(
@@ -147,36 +287,78 @@ def alone(
 
 
 def refuse_mixing(
-    module: nn.Module, loss_fn: LossFunction, params: Mapping[str, Tensor], x: Batch, y: Batch
+    module: nn.Module, loss_fn: LossFunction, params: Mapping[str, Tensor], make: MadeUp, fit: int = _EXAMPLES
 ) -> None:
-    """Raise ValueError if the loss or gradient of an example moves when another example is exchanged.
+    """Raise ValueError if the loss or gradient of an example moves when the others are exchanged.
 
     Both sides draw the same random numbers, so a difference is one in the examples. It is compared with the size of
-    what moves, however small losses are. The others are also exchanged for enormous ones: a record may be so, and
-    then the faintest mixing is a strong one.
+    what moves, however small losses are. The example is one of three kinds, the others one after another are of
+    every kind.
     """
-    for number in range(_BATCHES):
-        first, other = (made_up(x, y, 2 * number + k, _EXAMPLES) for k in (0, 1))
-        for kept, scale in ((0, 1.0), (1, 1.0), (2, _ENORMOUS)):
-            rest = [i for i in range(_EXAMPLES) if i != kept]
-            x_other, y_other = (_exchanged(a, b, rest, scale) for a, b in zip(first, other, strict=True))
+    count = min(_EXAMPLES, fit)
+    for number, (kept, base) in enumerate(((0, "uniform"), (1, "normal"), (count - 1, "wide"))):
+
+        def one(x: Batch, y: Batch, kept: int = kept, number: int = number) -> tuple[Batch, Batch, list[Tensor]]:
             with preserved():
-                here = _one_of(module, loss_fn, params, *first, kept, number)
-                try:
-                    there = _one_of(module, loss_fn, params, x_other, y_other, kept, number)
-                except (RuntimeError, IndexError, ValueError):
-                    if scale == 1.0:
-                        raise
-                    continue  # no numbers of this module's: indices, probabilities
-            if scale != 1.0 and not there[1].isfinite().all():
-                here, there = here[:1], there[:1]  # 0 · inf of the others, not a gradient
-            if not all(_same(a, b) for a, b in zip(here, there, strict=True)):
+                return x, y, _one_of(module, loss_fn, params, x, y, kept, number)
+
+        found = make.taken(number, count, base, one)
+        if found is None:
+            continue
+        x, y, here = found
+        rest = [i for i in range(count) if i != kept]
+        for k, kind in enumerate(_FLOATS):
+
+            def exchanged(
+                x_other: Batch, y_other: Batch, x: Batch = x, y: Batch = y, rest: list[int] = rest, one: Any = one
+            ) -> list[Tensor]:
+                result: list[Tensor] = one(_exchanged(x, x_other, rest), _exchanged(y, y_other, rest))[2]
+                return result
+
+            there = make.taken(100 * (number + 1) + k, count, kind, exchanged)
+            if there is None:
+                continue
+            here_now = here
+            if kind not in _MILD and not there[1].isfinite().all():
+                here_now, there = here[:1], there[:1]  # 0 · inf of the others, not a gradient
+            if not all(_same(a, b) for a, b in zip(here_now, there, strict=True)):
                 raise ValueError(
                     "the loss or gradient of an example changes when another example of the batch is exchanged: "
                     "the module or loss_fn mixes examples (batch statistics, a comparison between examples, "
                     "mixup), so no example has a gradient of its own. Make each example's loss depend on that "
                     "example alone."
                 )
+
+
+def refuse_crowd(losses: Callable[[Batch, Batch], Tensor], make: MadeUp, fit: int) -> None:
+    """Raise ValueError if losses in a batch of several hundred are not those in small batches, in another order."""
+    count = min(_CROWD, fit)
+    if count <= _EXAMPLES:
+        return
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+
+    def both(x: Batch, y: Batch) -> tuple[Tensor, Tensor]:
+        apart = torch.cat([losses(select(x, part), select(y, part)) for part in order.split(_EXAMPLES)])
+        return losses(x, y)[order.to(apart.device)], apart
+
+    for kind in _MILD:
+        found = make.taken(7, count, kind, both)
+        if found is not None:
+            refuse_other_losses(*found)
+
+
+def refuse_other_losses(together: Tensor, apart: Tensor) -> None:
+    """Raise ValueError unless losses in a batch are those of the examples in another."""
+    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(together.dtype, 5e-2)
+    together, apart = together.double(), apart.double()
+    finite = together.isfinite() & apart.isfinite()
+    gap = (together - apart)[finite].norm()
+    if not torch.equal(together.isfinite(), apart.isfinite()) or gap > tolerance * together[finite].norm():
+        raise ValueError(
+            "the loss of an example changes when another example joins the batch: the module or loss_fn mixes "
+            "examples (batch statistics, a division by the batch size, a comparison between examples), so no "
+            "example has a gradient of its own. Make each example's loss depend on that example alone."
+        )
 
 
 def _one_of(
@@ -238,12 +420,12 @@ def refuse_changed_buffers(module: nn.Module, run: Callable[[], Any]) -> None:
         )
 
 
-def _exchanged(kept: Batch, other: Batch, rows: list[int], scale: float) -> Batch:
-    """``kept`` with some rows from ``other``, scaled; rows of whole numbers change places among themselves."""
+def _exchanged(kept: Batch, other: Batch, rows: list[int]) -> Batch:
+    """``kept`` with some rows from ``other``."""
 
     def change(value: Tensor, new: Tensor) -> Tensor:
         value = value.clone()
-        value[rows] = scale * new[rows] if value.is_floating_point() else new[rows[::-1]]
+        value[rows] = new[rows]
         return value
 
     if isinstance(kept, Tensor):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
-__all__ = ["DrawTrace", "RecordDraws", "RecordKeys", "UnplannedDraw", "example_axes", "generators", "preserved",
+__all__ = ["DrawTrace", "RecordDraws", "RecordKeys", "UnplannedDraw", "even_odds", "example_axes", "generators", "preserved",
            "seed_generators", "torch_generator"]  # fmt: skip
 
 Words = npt.NDArray[np.uint64]
@@ -36,6 +37,20 @@ Words = npt.NDArray[np.uint64]
 _DRAW, _READ, _PASS, _SHARE = range(4)  # blocks of a release's stream: one per purpose
 _SIGNED = 1 << 63
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+# Coins are fair whatever chance they are given.
+_EVEN: ContextVar[bool] = ContextVar("even", default=False)
+
+
+@contextmanager
+def even_odds(on: bool = True) -> Iterator[None]:
+    """Let records draw True and False alike, so that no two have the same mask: for checking whose is whose."""
+    token = _EVEN.set(on)
+    try:
+        yield
+    finally:
+        _EVEN.reset(token)
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,8 @@ class _Source:
     def below(self, shape: Sequence[int], chance: float | Tensor) -> Tensor:
         """True with the given chance."""
         words = _shifted(self.draws.numbers(shape, self.number), 11)
+        if _EVEN.get():
+            return words < 1 << 52
         if isinstance(chance, Tensor):
             return words.double() * 2.0**-53 < chance
         return words < int(chance * 2**53)
@@ -273,7 +290,12 @@ class DrawTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def example_axes(shapes: Sequence[torch.Size], one: Sequence[torch.Size]) -> tuple[int, ...] | None:
-    """The axis of each draw along which the records lie, from its shapes with two examples and with one."""
+    """The axis of each draw along which the records may lie, from its shapes with two examples and with one.
+
+    On an axis of k·B rows it is not known whether a record's rows follow each other (B, k) or not (heads first, k, B):
+    they are drawn as if they did, and :func:`quietgrad.objectives.networks.ways.choose_way` tries whether that is so,
+    with masks that differ between records.
+    """
     axes: list[int] = []
     if len(shapes) != len(one):
         return None

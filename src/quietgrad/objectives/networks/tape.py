@@ -18,11 +18,15 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
 
-__all__ = ["Batch", "Call", "LossFunction", "Unit", "backpropagate", "batch_length", "hooked", "per_example_losses",
+__all__ = ["Batch", "Call", "LossFunction", "Unit", "UnplannedRows", "backpropagate", "batch_length", "hooked", "per_example_losses",
            "select", "tensors_of", "with_parameters"]  # fmt: skip
 
 Batch = Tensor | tuple[Tensor, ...]
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+class UnplannedRows(RuntimeError):
+    """A layer was called with other rows than one for each example."""
 
 
 class Unit:
@@ -107,6 +111,7 @@ def backpropagate(
     anchor = torch.zeros((), device=first.device, dtype=first.dtype, requires_grad=True)
     numbers: Counter[Unit] = Counter()
     calls: list[Call] = []
+    examples = batch_length(x)
     forward = True
 
     root: Callable[[Tensor, Tensor], Tensor] = _Root.apply
@@ -118,6 +123,8 @@ def backpropagate(
                 if tensor.is_floating_point() and not tensor.requires_grad and torch.is_grad_enabled():
                     root(tensor, anchor)
             return None
+        _refuse_other_rows(unit.name, tensors_of((args, kwargs)), unit.input_dims, examples)
+        _refuse_other_rows(unit.name, outputs, unit.output_dims, examples)
         call = Call(unit, numbers[unit], args, kwargs, len(outputs))
         numbers[unit] += 1
         calls.append(call)
@@ -144,6 +151,15 @@ def backpropagate(
             if any(grad is not None for grad in call.output_grads):
                 receive(call)
     return losses.detach()
+
+
+def _refuse_other_rows(
+    name: str, tensors: Sequence[Tensor], axes: Sequence[int | None], examples: int
+) -> None:
+    """Raise UnplannedRows unless there is a row for each example where the plan says so."""
+    rows = [None if axis is None else tensor.shape[axis] for tensor, axis in zip(tensors, axes, strict=False)]
+    if len(tensors) != len(axes) or any(count not in (None, examples) for count in rows):
+        raise UnplannedRows(f"layer {name!r} was not called with one row for each of {examples} examples.")
 
 
 def _arrival(call: Call, place: int, receive: Callable[[Call], None]) -> Callable[[Tensor], None]:

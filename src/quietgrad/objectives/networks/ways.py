@@ -31,6 +31,7 @@ from quietgrad.objectives.networks.randomness import (
     RecordDraws,
     RecordKeys,
     UnplannedDraw,
+    even_odds,
     example_axes,
     generators,
     preserved,
@@ -40,6 +41,7 @@ from quietgrad.objectives.networks.randomness import (
 from quietgrad.objectives.networks.tape import (
     Batch,
     Unit,
+    UnplannedRows,
     per_example_losses,
     select,
     tensors_of,
@@ -51,6 +53,7 @@ __all__ = ["Way", "choose_way", "joined"]
 Draws = Literal["none", "rows", "record", "generator"]
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
 _WEIGHTS = (1.0, -2.0, 0.5, 3.0)  # of the made-up examples, so that no two errors cancel
+_EXAMPLES, _CROWD = 16, 300
 _BY_VALUE = {"poisson", "_standard_gamma"}  # how much they draw depends on what they are given
 _TRIED = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError)
 
@@ -85,10 +88,10 @@ class Way:
             pieces = self._pieces(theta, previous, x, y, mix, keys)
             if torch.equal(before, torch_generator(device)):
                 return pieces
-        except UnplannedDraw:
+        except (UnplannedDraw, UnplannedRows):
             if self.alone:
                 raise
-        # The module drew what it did not draw on made-up examples. One record at a time, by the same streams, each
+        # The module drew, or gave a layer rows, as it did not on made-up examples. One record at a time, by the same streams, each
         # record contributes what it would have contributed without the one that caused this.
         slow = Way(self.network, self.space, draws="record")
         with preserved():
@@ -197,13 +200,21 @@ def choose_way(
     module, loss_fn = network.module, network.loss_fn
     checks.refuse_mixing_layers(module)
     params = network.unflatten(theta)
-    x, y = checks.made_up(x, y, 0)
+    probe, (x, y) = (x, y), checks.made_up(x, y, 0)
     with preserved(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about what is only tried out
         checks.refuse_changed_buffers(module, lambda: _forward(network, params, x, y))
         draws, axes, steady = _how_it_draws(network, params, x, y)
+        made: list[checks.MadeUp] = []
+        sizes = {p.shape[0] for p in module.parameters() if p.dim()}
+        checks.refuse_changed_buffers(
+            module,
+            lambda: made.append(checks.MadeUp(*probe, lambda xs, ys: _forward(network, params, xs, ys), sizes)),
+        )
+        (make,) = made
+        fit = checks.examples_that_fit(module, loss_fn, params, x, y)
         if steady:
-            checks.refuse_mixing(module, loss_fn, params, x, y)
+            checks.refuse_mixing(module, loss_fn, params, make, fit)
         keys = RecordKeys(bytes(32), np.arange(4))
         slow = Way(network, space, draws="record" if draws == "rows" else draws)
         expected = None
@@ -221,14 +232,74 @@ def choose_way(
                 "draws from a generator of its own. Draw from torch's default generator; it is seeded per record."
             )
         if slow.draws == "none":
-            _refuse_other_losses(_forward(network, params, x, y), expected[0])
+            checks.refuse_other_losses(_forward(network, params, x, y), expected[0])
+            checks.refuse_crowd(lambda xs, ys: _forward(network, params, xs, ys), make, fit)
+        trials = [Trial(x, y, expected[1])]
         for way in _ways(network, space, slots, params, x, slow, draws, axes, by_layers):
             try:
-                if _agrees(way, theta, x, y, keys, expected[1]):
+                if not _agrees(way, theta, trials[0], keys):
+                    continue
+                if len(trials) == 1:
+                    trials += _more_trials(slow, params, make, fit)
+                if all(_agrees(way, theta, trial) for trial in trials[1:]) and _steady(way, theta, make, fit):
                     return way
             except _TRIED:
                 continue
     return slow
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Made-up examples and their gradients by the definition; ``even``: coins are fair, so that masks differ."""
+
+    x: Batch
+    y: Batch
+    expected: list[Tensor]
+    even: bool = False
+
+
+def _more_trials(slow: Way, params: dict[str, Tensor], make: checks.MadeUp, fit: int) -> list[Trial]:
+    """Examples of both signs whose whole numbers all differ, in two orders.
+
+    A module may sort its examples inside: then the rows of a layer are the batch's in another order, which examples
+    that are equal in what they are sorted by do not show. With fair coins no two records' masks are equal, so that
+    a mask that went to another record shows too.
+    """
+    count = min(_EXAMPLES, fit)
+    keys = RecordKeys(bytes(32), np.arange(count))
+    trials = []
+    for seed in (11, 12):
+
+        def one(x: Batch, y: Batch, even: bool = seed == 12) -> Trial:
+            with even_odds(even):
+                return Trial(x, y, _definition(slow, params, x, y, keys)[1], even)
+
+        trial = make.taken(seed, count, "normal", one) or make.taken(seed, count, "uniform", one)
+        trials.append(trial)
+    return trials
+
+
+def _steady(way: Way, theta: Tensor, make: checks.MadeUp, fit: int) -> bool:
+    """Whether several hundred examples get, layer by layer, the norms they get in small batches in another order."""
+    count = min(_CROWD, fit)
+    if way.units is None or count <= _EXAMPLES:
+        return True
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    keys = RecordKeys(bytes(32), np.arange(count))
+
+    def both(x: Batch, y: Batch) -> bool:
+        with even_odds(way.draws == "rows"):
+            whole = _norms(way, theta, x, y, keys)
+            parts = [
+                _norms(way, theta, select(x, part), select(y, part), keys.rows(part.numpy()))
+                for part in order.split(_EXAMPLES)
+            ]
+        if any(part.keys() != whole.keys() for part in parts):
+            return False
+        wanted = {where: torch.cat([part[where] for part in parts]) for where in whole}
+        return _close(way, theta, {where: norms[order] for where, norms in whole.items()}, wanted)
+
+    return bool(make.taken(13, count, "normal", both) or make.taken(13, count, "uniform", both))
 
 
 def _ways(
@@ -298,27 +369,51 @@ def _definition(
     return losses, [torch.cat([g.flatten().double() for g in one.values()]) for one in gradients]
 
 
-def _agrees(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys, expected: list[Tensor]) -> bool:
-    """Whether norms and a weighted sum are those of the definition."""
-    good = [i for i, g in enumerate(expected) if bool(g.isfinite().all())]
+def _agrees(way: Way, theta: Tensor, trial: Trial, keys: RecordKeys | None = None) -> bool:
+    """Whether every layer's norms and a weighted sum are those of the definition."""
+    good = [i for i, g in enumerate(trial.expected) if bool(g.isfinite().all())]
     if not good:
         return True  # nothing to compare: such an example counts as zero
+    keys = keys or RecordKeys(bytes(32), np.arange(len(trial.expected)))
     rows = torch.tensor(good, device=theta.device)
     mix = Combination(gradient=True, change=False)
-    part = select(x, rows), select(y, rows)
-    pieces = way._pieces(theta.detach(), None, *part, mix, keys.rows(np.array(good)))
-    squares = sum(piece.squared_norms()[:, 0] for _, piece in pieces)
-    weights = theta.new_tensor([[_WEIGHTS[i]] for i in good])
+    part = select(trial.x, rows), select(trial.y, rows)
+    with even_odds(trial.even):
+        pieces = way._pieces(theta.detach(), None, *part, mix, keys.rows(np.array(good)))
+    found = {where.start: piece.squared_norms()[:, 0].double().sqrt() for where, piece in pieces}
+    expected = torch.stack([trial.expected[i] for i in good])
+    wanted = {where.start: expected[:, where].norm(dim=1) for where, _ in pieces}
+    # Distinct weights, so that no two errors cancel.
+    weights = [_WEIGHTS[i % len(_WEIGHTS)] * (1 + i // len(_WEIGHTS)) for i in good]
     total = torch.zeros_like(theta, dtype=torch.float64)
     for where, piece in pieces:
-        piece.add_weighted(weights, total[where])
-    norms = torch.stack([expected[i].norm() for i in good])
-    wanted = sum(_WEIGHTS[i] * expected[i] for i in good)
+        piece.add_weighted(theta.new_tensor(weights)[:, None], total[where])
+    gap = total - expected.T @ expected.new_tensor(weights)
+    bound = _tolerance(way, theta) * max(map(abs, weights)) * float(expected.norm(dim=1).sum())
+    return _close(way, theta, found, wanted) and float(gap.norm()) <= bound
+
+
+def _norms(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys) -> dict[int, Tensor]:
+    """Each example's norm in each layer."""
+    pieces = way._pieces(theta.detach(), None, x, y, Combination(gradient=True, change=False), keys)
+    return {where.start: piece.squared_norms()[:, 0].double().sqrt().cpu() for where, piece in pieces}
+
+
+def _close(way: Way, theta: Tensor, found: dict[int, Tensor], wanted: dict[int, Tensor]) -> bool:
+    """Whether norms agree, each layer's by its own size (or a hundredth of the largest: some are nothing but rounding)."""
+    largest = max(float(norms.nan_to_num().max()) for norms in wanted.values())
+    for where, norms in wanted.items():
+        if not torch.equal(norms.isfinite(), found[where].isfinite()):
+            return False
+        gap = (found[where] - norms).nan_to_num(0.0, 0.0, 0.0).abs().max()
+        if float(gap) > _tolerance(way, theta) * max(float(norms.nan_to_num().max()), largest / 100):
+            return False
+    return True
+
+
+def _tolerance(way: Way, theta: Tensor) -> float:
     low = any(p.dtype not in _CLOSE for p in way.network.module.parameters())
-    tolerance = 5e-2 if low else _CLOSE[theta.dtype]
-    assert isinstance(squares, Tensor)
-    close = float((squares.sqrt() - norms).abs().max()) <= tolerance * float(norms.max())
-    return close and float((total.double() - wanted).norm()) <= tolerance * 3.0 * float(norms.sum())
+    return 5e-2 if low else _CLOSE[theta.dtype]
 
 
 def joined(parts: list[Any]) -> Any:
@@ -327,19 +422,6 @@ def joined(parts: list[Any]) -> Any:
         return parts[0]
     columns = zip(*(tensors_of(part) for part in parts), strict=True)
     return refilled(parts[0], iter([torch.cat(pieces) for pieces in columns]))
-
-
-def _refuse_other_losses(together: Tensor, apart: Tensor) -> None:
-    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(together.dtype, 5e-2)
-    together, apart = together.double(), apart.double()
-    finite = together.isfinite() & apart.isfinite()
-    gap = (together - apart)[finite].norm()
-    if not torch.equal(together.isfinite(), apart.isfinite()) or gap > tolerance * together[finite].norm():
-        raise ValueError(
-            "the loss of an example changes when another example joins the batch: the module or loss_fn mixes "
-            "examples (batch statistics, a division by the batch size, a comparison between examples), so no "
-            "example has a gradient of its own. Make each example's loss depend on that example alone."
-        )
 
 
 def _args(x: Batch) -> tuple[Tensor, ...]:
