@@ -42,7 +42,7 @@ def clipped_gradient_sum(
     theta = engine.flatten(dict(model.named_parameters()))
     out = torch.zeros_like(theta)
     norms = engine.add_clipped_gradients(theta, *batch, clip, out)
-    return engine.views(out), norms
+    return engine.views(out), norms.to(theta.dtype)
 
 
 def clipped_difference_sum(
@@ -71,4 +71,4 @@ def clipped_difference_sum(
     theta = engine.flatten(dict(model.named_parameters()))
     out = torch.zeros_like(theta)
     norms = engine.add_clipped_differences(theta, engine.flatten(previous_params), *batch, clip, out)
-    return engine.views(out), norms
+    return engine.views(out), norms.to(theta.dtype)

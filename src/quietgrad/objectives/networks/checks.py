@@ -30,8 +30,18 @@ from quietgrad.objectives.networks.tape import (
     with_parameters,
 )
 
-__all__ = ["MadeUp", "alone", "examples_that_fit", "made_up", "refuse_crowd", "refuse_changed_buffers", "refuse_mixing", "refuse_mixing_layers", "refuse_other_losses",
-           "refuse_unusable_modules"]  # fmt: skip
+__all__ = [
+    "MadeUp",
+    "alone",
+    "examples_that_fit",
+    "made_up",
+    "refuse_crowd",
+    "refuse_changed_buffers",
+    "refuse_mixing",
+    "refuse_mixing_layers",
+    "refuse_other_losses",
+    "refuse_unusable_modules",
+]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _EXAMPLES, _CROWD = 16, 300
