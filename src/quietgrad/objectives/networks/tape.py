@@ -18,8 +18,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
 
-__all__ = ["Batch", "Call", "LossFunction", "Unit", "UnplannedRows", "backpropagate", "batch_length", "hooked", "per_example_losses",
-           "select", "tensors_of", "with_parameters"]  # fmt: skip
+__all__ = ["Batch", "Call", "LossFunction", "Unit", "UnplannedRows", "backpropagate", "batch_length", "hooked",
+           "per_example_losses", "select", "tensors_of", "with_parameters"]  # fmt: skip
 
 Batch = Tensor | tuple[Tensor, ...]
 LossFunction = Callable[[Any, Any], Tensor]
@@ -153,9 +153,7 @@ def backpropagate(
     return losses.detach()
 
 
-def _refuse_other_rows(
-    name: str, tensors: Sequence[Tensor], axes: Sequence[int | None], examples: int
-) -> None:
+def _refuse_other_rows(name: str, tensors: Sequence[Tensor], axes: Sequence[int | None], examples: int) -> None:
     """Raise UnplannedRows unless there is a row for each example where the plan says so."""
     rows = [None if axis is None else tensor.shape[axis] for tensor, axis in zip(tensors, axes, strict=False)]
     if len(tensors) != len(axes) or any(count not in (None, examples) for count in rows):
