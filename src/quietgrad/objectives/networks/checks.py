@@ -262,9 +262,9 @@ def examples_that_fit(
         sizes.setdefault(value.data_ptr(), value.numel() * value.element_size())
         return value
 
-    with torch.enable_grad(), with_parameters(module, leaves):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-            per_example_losses(loss_fn, module(*_args(x)), x, y)
+    counted = torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value)
+    with torch.enable_grad(), with_parameters(module, leaves), counted:
+        per_example_losses(loss_fn, module(*_args(x)), x, y)
     return max(4, _MEMORY * batch_length(x) // max(1, sum(sizes.values())))
 
 
@@ -348,7 +348,7 @@ def refuse_crowd(losses: Callable[[Batch, Batch], Tensor], make: MadeUp, fit: in
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
 
     def both(x: Batch, y: Batch) -> tuple[Tensor, Tensor]:
-        apart = torch.cat([losses(select(x, part), select(y, part)) for part in order.split(_EXAMPLES)])
+        apart = torch.cat([losses(select(x, part), select(y, part)) for part in torch.split(order, _EXAMPLES)])
         return losses(x, y)[order.to(apart.device)], apart
 
     for kind in _MILD:

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
-__all__ = ["DrawTrace", "RecordDraws", "RecordKeys", "UnplannedDraw", "even_odds", "example_axes", "generators", "preserved",
-           "seed_generators", "torch_generator"]  # fmt: skip
+__all__ = ["DrawTrace", "RecordDraws", "RecordKeys", "UnplannedDraw", "even_odds", "example_axes", "generators",
+           "preserved", "seed_generators", "torch_generator"]  # fmt: skip
 
 Words = npt.NDArray[np.uint64]
 
@@ -292,9 +292,9 @@ class DrawTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def example_axes(shapes: Sequence[torch.Size], one: Sequence[torch.Size]) -> tuple[int, ...] | None:
     """The axis of each draw along which the records may lie, from its shapes with two examples and with one.
 
-    On an axis of k·B rows it is not known whether a record's rows follow each other (B, k) or not (heads first, k, B):
-    they are drawn as if they did, and :func:`quietgrad.objectives.networks.ways.choose_way` tries whether that is so,
-    with masks that differ between records.
+    On an axis of k·B rows it is not known whether a record's rows follow each other (B, k) or not (heads first,
+    k, B): they are drawn as if they did, and :func:`quietgrad.objectives.networks.ways.choose_way` tries whether
+    that is so, with masks that differ between records.
     """
     axes: list[int] = []
     if len(shapes) != len(one):

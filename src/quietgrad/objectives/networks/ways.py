@@ -91,8 +91,8 @@ class Way:
         except (UnplannedDraw, UnplannedRows):
             if self.alone:
                 raise
-        # The module drew, or gave a layer rows, as it did not on made-up examples. One record at a time, by the same streams, each
-        # record contributes what it would have contributed without the one that caused this.
+        # The module drew, or gave a layer rows, as it did not on made-up examples. One record at a time, by the
+        # same streams, each record contributes what it would have contributed without the one that caused this.
         slow = Way(self.network, self.space, draws="record")
         with preserved():
             return slow._pieces(theta, previous, x, y, mix, keys)
@@ -280,26 +280,29 @@ def _more_trials(slow: Way, params: dict[str, Tensor], make: checks.MadeUp, fit:
 
 
 def _steady(way: Way, theta: Tensor, make: checks.MadeUp, fit: int) -> bool:
-    """Whether several hundred examples get, layer by layer, the norms they get in small batches in another order."""
+    """Whether several hundred examples get, layer by layer, the norms of small batches in another order."""
     count = min(_CROWD, fit)
     if way.units is None or count <= _EXAMPLES:
         return True
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     keys = RecordKeys(bytes(32), np.arange(count))
 
-    def both(x: Batch, y: Batch) -> bool:
-        with even_odds(way.draws == "rows"):
-            whole = _norms(way, theta, x, y, keys)
-            parts = [
-                _norms(way, theta, select(x, part), select(y, part), keys.rows(part.numpy()))
-                for part in order.split(_EXAMPLES)
-            ]
-        if any(part.keys() != whole.keys() for part in parts):
-            return False
-        wanted = {where: torch.cat([part[where] for part in parts]) for where in whole}
-        return _close(way, theta, {where: norms[order] for where, norms in whole.items()}, wanted)
+    def takes(x: Batch, y: Batch) -> tuple[Batch, Batch]:
+        _forward(way.network, way.network.unflatten(theta), x, y)
+        return x, y
 
-    return bool(make.taken(13, count, "normal", both) or make.taken(13, count, "uniform", both))
+    # What the module takes decides on the examples, never what this way of computing can do with them.
+    x, y = make.taken(13, count, "normal", takes) or make.taken(13, count, "uniform", takes)
+    with even_odds(way.draws == "rows"):
+        whole = _norms(way, theta, x, y, keys)
+        parts = [
+            _norms(way, theta, select(x, part), select(y, part), keys.rows(part.numpy()))
+            for part in torch.split(order, _EXAMPLES)
+        ]
+    if any(part.keys() != whole.keys() for part in parts):
+        return False
+    wanted = {where: torch.cat([part[where] for part in parts]) for where in whole}
+    return _close(way, theta, {where: norms[order] for where, norms in whole.items()}, wanted)
 
 
 def _ways(
@@ -400,7 +403,10 @@ def _norms(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys) -> dic
 
 
 def _close(way: Way, theta: Tensor, found: dict[int, Tensor], wanted: dict[int, Tensor]) -> bool:
-    """Whether norms agree, each layer's by its own size (or a hundredth of the largest: some are nothing but rounding)."""
+    """Whether norms agree, each layer's by its own size.
+
+    Or by a hundredth of the largest layer's: some gradients, of a bias before a normalisation, are but rounding.
+    """
     largest = max(float(norms.nan_to_num().max()) for norms in wanted.values())
     for where, norms in wanted.items():
         if not torch.equal(norms.isfinite(), found[where].isfinite()):
