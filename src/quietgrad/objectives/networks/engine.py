@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.objectives.base import Rule
-from quietgrad.objectives.networks.checks import refuse_mixing_layers, refuse_unusable_modules
+from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
 from quietgrad.objectives.networks.collector import Network
 from quietgrad.objectives.networks.contributions import Combination, Workspace
 from quietgrad.objectives.networks.randomness import RecordKeys
@@ -200,11 +200,7 @@ class PerExampleEngine:
         examples = batch_length(x)
         if examples == 0:
             return theta.new_zeros((0, mix.families))
-        if torch.is_autocast_enabled(theta.device.type):
-            raise ValueError(
-                "autocast would compute the norms that decide the clipping in half precision: leave it, or give "
-                "a module in bfloat16."
-            )
+        refuse_autocast(theta.device)
         keys = keys or RecordKeys.of(None, np.arange(examples))
         way = self.way(x, y)
         weigh = _weighing(rule, mix)
