@@ -288,7 +288,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "loss that mixes": (lambda: nn.Linear(6, 2), lambda o, y: CE(o - o.mean(0), y), "mixes examples"),
     "loss of a mean": (lambda: nn.Linear(6, 2), lambda o, y: CE(o, y) / len(y), "joins the batch"),
     "running mean": (RunningMean, CE, "buffer 'mean' changes"),
-    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)), CE, "buffer .* changes"),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)), CE, "buffers follow the weights"),
+    "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(6, 2)), CE, "buffers follow the weights"),
+    "doubles": (lambda: nn.Linear(6, 2).double(), CE, "inputs are float32 and the module computes with float64"),
     "counts its calls": (Counter, CE, "asked twice|keeps a state|mixes examples"),
     "compiled": (lambda: torch.compile(nn.Linear(6, 2), backend="eager"), CE, r"torch\.compile"),  # type: ignore[dict-item,return-value]
     "scripted": (lambda: torch.jit.script(nn.Linear(6, 2)), CE, r"torch\.jit"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -303,3 +306,208 @@ def test_augmentation_is_keyed_by_record_with_and_without_workers() -> None:
         return [x.flatten().tolist() for x, _ in loader]
 
     assert batches(0, 1) == batches(0, 2) == batches(1, 3)
+
+
+def test_parameters_that_join_the_optimizer_later_are_refused() -> None:
+    model, optimizer, loader = made()
+    x, y = next(iter(loader))
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 2))]})
+    loss_of(model(x), y).backward()
+    with pytest.raises(ValueError, match=r"0 of its group 1, of shape \(3, 2\)"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    del optimizer.param_groups[1]
+    optimizer.step()  # nothing was lost
+
+
+def test_no_other_parameter_meets_the_records() -> None:
+    """A head behind the model, a learnt loss, the module itself: another optimizer would train them, noiseless."""
+    module, head = nn.Linear(4, 2), nn.Linear(2, 2)
+    model, optimizer, loader = made(module)
+    x, y = next(iter(loader))
+    temperature = torch.ones((), requires_grad=True)
+    uses: list[Callable[[], Any]] = [
+        lambda: head(model(x)), lambda: model(x) * temperature, lambda: module(x), lambda: x[:, :2] @ head.weight,
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(BudgetError, match="a parameter meets"):
+            use()
+    with torch.no_grad():
+        head(model(x))
+    head.requires_grad_(False)
+    loss_of(head(model(x)), y).backward()
+    optimizer.step()
+
+
+def test_evaluation_on_records_gives_parameters_no_gradient() -> None:
+    model, _, loader = made()
+    x, y = next(iter(loader))
+    model.eval()
+    with pytest.raises(BudgetError, match="evaluation mode"):
+        loss_of(model(x), y).backward()
+    assert math.isfinite(loss_of(model(x), y).item())
+    loss_of(model(x.requires_grad_()), y).backward()  # an attack on the inputs may be computed
+    assert x.grad is not None
+    assert all(param.grad is None for param in model.parameters())
+
+
+def copied(x: Tensor) -> Tensor:
+    mean = torch.zeros(4)
+    mean.copy_(x.mean(0))
+    return x - mean
+
+
+def stored(x: Tensor) -> Tensor:
+    mean = torch.zeros(1)
+    mean[0] = x.mean()
+    return x - mean
+
+
+READ: dict[str, Callable[[Tensor], Tensor]] = {
+    "item": lambda x: (x - x.mean().item()) / x.std().item(),
+    "float": lambda x: x / float(x.abs().max()),
+    "if": lambda x: x / 255 if x.max() > 1 else x * 1.0,
+    "list": lambda x: x - sum(x[:, 0].tolist()),
+    "numpy": lambda x: x - float(x.numpy().mean()),
+    "array": lambda x: x / math.sqrt(x.square().mean()),
+    "copied": copied,
+    "stored": stored,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_batch_statistics_by_way_of_numbers_are_refused(name: str) -> None:
+    model, optimizer, loader = made()
+    batches = iter(loader)
+    x, _ = next(batches)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            changed = READ[name](x)
+        with pytest.raises(BudgetError, match=r"numbers were made|that were mixed"):
+            model(changed)
+    u, v = next(batches)
+    loss_of(model(u), v).backward()
+    optimizer.step()
+
+
+def test_a_slice_that_depends_on_records_mixes_them() -> None:
+    x = marked([0, 1, 2, 3])
+    assert isinstance(owners_of((x[:, : x[:, 0].argmax()],)), str)
+
+
+def test_losses_and_accuracies_may_be_looked_at() -> None:
+    model, optimizer, loader = made()
+    hits = torch.zeros(())
+    for x, y in loader:
+        optimizer.zero_grad()
+        half = len(x) // 2
+        for part in (slice(0, half), slice(half, None)):
+            output = model(x[part])
+            loss = loss_of(output, y[part])
+            loss.backward()
+            assert math.isfinite(loss.item())
+            right = output.detach().argmax(1) == y[part]
+            assert 0 <= right.sum().item() <= len(right)
+            hits.add_(right.sum())
+        optimizer.step()
+        y.tolist()
+
+
+class Named(NamedTuple):
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Mapped(OrderedDict[str, Tensor]):
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+
+class Attributes(dict[str, Tensor]):
+    def __init__(self, **items: Tensor) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Answering(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 2), kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind(logits=self.layer(x))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 7])
+@pytest.mark.parametrize("kind", [Named, Answer, Mapped, Attributes, dict])
+def test_outputs_keep_their_type(kind: Any, micro_batch: int | None) -> None:
+    model, optimizer, loader = made(Answering(kind), micro_batch=micro_batch)
+    x, y = next(iter(loader))
+    output = model(x)
+    assert type(output) is kind
+    loss_of(output["logits"] if kind is dict else output.logits, y).backward()
+    optimizer.step()
+
+
+def test_autocast_is_refused_in_the_loop() -> None:
+    model, optimizer, loader = made()
+    x, y = next(iter(loader))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        model(x)
+    loss_of(model(x), y).backward()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_inputs_of_another_type_are_told() -> None:
+    x = torch.arange(4 * N).view(N, 4)
+    model, _, loader = made(dataset=TensorDataset(x, x[:, 0] % 2))
+    with pytest.raises(DataError, match="inputs are int64 and the module computes with float32"):
+        model(next(iter(loader))[0])
+
+
+def test_sparse_embeddings_are_trained_densely() -> None:
+    words = torch.arange(2 * N).view(N, 2) % 5
+    model: Any = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    private, optimizer, loader = made(model, TensorDataset(words, words[:, 0] % 2))
+    x, y = next(iter(loader))
+    loss_of(private(x), y).backward()
+    optimizer.step()
+    assert not model[0].weight.grad.is_sparse
+    with pytest.raises(ValueError, match="SparseAdam"):
+        make_private(
+            module=model, optimizer=torch.optim.SparseAdam(model.parameters()), noise_multiplier=1.0,
+            data_loader=DataLoader(data(), batch_size=20), max_grad_norm=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("drawn_before", [False, True])
+def test_a_forked_loop_releases_nothing(drawn_before: bool) -> None:
+    """Two processes would add one noise to two sums, and their difference has none."""
+    model, optimizer, loader = made()
+    batches = iter(loader)
+    sample = next(batches) if drawn_before else None
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            x, y = sample or next(batches)
+            loss_of(model(x), y).backward()
+            optimizer.step()
+        except BudgetError as error:
+            code = 0 if "another process" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    x, y = sample or next(batches)
+    loss_of(model(x), y).backward()
+    optimizer.step()

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from quietgrad import training
@@ -249,6 +249,7 @@ def _attach(optimizer: Optimizer, loop: PrivateLoop) -> None:
             raise TypeError(
                 "optimizer.step(closure): a step may use its sample once; call step() without a closure."
             )
+        _check_optimizer(optimizer, loop.engine.module)  # parameters may have joined since
         loop.write_gradients()
 
     optimizer.register_step_pre_hook(before_step)
@@ -317,7 +318,15 @@ def _checked(loader: DataLoader[Any]) -> tuple[int, int]:
 
 
 def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    if isinstance(optimizer, SparseAdam):
+        raise ValueError("SparseAdam takes sparse gradients only, and a noisy one is dense: use Adam instead.")
     own = {id(param) for param in module.parameters()}
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(id(param) not in own for param in held):
-        raise ValueError("the optimizer holds parameters of another module; their gradients would not be private.")
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names", range(len(group["params"])))
+        for name, param in zip(names, group["params"], strict=True):
+            if id(param) not in own:
+                raise ValueError(
+                    f"the optimizer holds parameters of another module: {name!r} of its group {number}, of shape "
+                    f"{tuple(param.shape)}. Their gradients would not be private, and nothing was stepped. Make "
+                    "one module of all that is trained and give it to make_private."
+                )

@@ -23,18 +23,23 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Batch, NoRegularizer, Rule
-from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_mixing_layers
+from quietgrad.objectives.networks.checks import (
+    made_up,
+    refuse_autocast,
+    refuse_changed_buffers,
+    refuse_mixing_layers,
+    refuse_other_types,
+)
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.examples import bytes_of, leaves_of, read_record
 from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
-from quietgrad.objectives.networks.tape import select, tensors_of
+from quietgrad.objectives.networks.tape import mapped, select, tensors_of
 from quietgrad.objectives.networks.ways import joined
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.events import Event
 from quietgrad.sampling import Poisson
-from quietgrad.torch.private_module import mapped
-from quietgrad.torch.rows import Owners, plain
+from quietgrad.torch.rows import Owners, Rows, Sample, plain
 
 __all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
 
@@ -92,6 +97,7 @@ class PrivateLoop:
         self._session = curator.open(plan)
         self._records = len(curator.records)
         self._ahead: deque[Drawn] = deque()  # drawn for a loader that reads ahead, and not yet handed out
+        self.sample = Sample()  # what is known of the rows last handed out
         self._now: Drawn | None = None  # the sample a step may use; None once it has been used
         self._pieces: list[_Piece] = []
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
@@ -148,6 +154,7 @@ class PrivateLoop:
         """The next sample goes to the loop; returns how many records it has."""
         count = len(self.keys(self.handed_out).indices)
         self._now = self._ahead.popleft()
+        self.sample = Sample()
         self.handed_out += 1
         # A forward pass nobody differentiated was an evaluation.
         self._pieces = [piece for piece in self._pieces if piece.has_gradient]
@@ -164,6 +171,14 @@ class PrivateLoop:
                 "the private model was given rows of another sample than the loader's last, or of one that a step "
                 "was made on: each step must use one fresh sample of the private loader, and only that."
             )
+        if self.sample.read:
+            raise BudgetError(
+                "numbers were made of records of this batch before the private model was called on them (item(), "
+                "tolist(), float(), numpy(), an if): what they do to the other rows cannot be followed. Scale and "
+                "check records one by one in the data set or in the model; look at losses and accuracies after "
+                "the call. The next batch may be trained on."
+            )
+        refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         keys = self._keys(self._now).rows(owners.places.numpy())
         with torch.no_grad():
@@ -178,7 +193,7 @@ class PrivateLoop:
                     f"the model returned shape {tuple(value.shape)} for a batch of examples: they must come first."
                 )
             leaves.append(value.detach().requires_grad_())
-            return leaves[-1]
+            return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
         self._pieces.append(_Piece(args, leaves, owners, keys))
@@ -243,9 +258,10 @@ class PrivateLoop:
                 "optimizer.step(): a record went through the model twice since the last step and would contribute "
                 "twice. Call the model once per example and step."
             )
+        refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         for name, param in self._params().items():
-            if param.requires_grad and param.grad is not None:
+            if param.grad is not None:
                 known = self._released.get(param)
                 if known is None or known[0] is not param.grad or known[1] != param.grad._version:
                     raise BudgetError(
@@ -332,7 +348,11 @@ def _plan(engine: PerExampleEngine, args: tuple[Tensor, ...]) -> None:
     tried: list[Any] = []
 
     def run() -> None:
-        tried.extend(engine.module(*select(made, slice(0, count))) for count in (3, 4))
+        try:
+            tried.extend(engine.module(*select(made, slice(0, count))) for count in (3, 4))
+        except (RuntimeError, TypeError) as error:
+            refuse_other_types(engine.module, made, error)
+            raise
 
     refuse_mixing_layers(engine.module)
     with preserved(), torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.randomness import preserved
+<<<<<<< HEAD
 from quietgrad.objectives.networks.reading import collated, draws_nothing, read_record
+=======
+from quietgrad.objectives.networks.tape import mapped
+>>>>>>> tfd
 from quietgrad.torch.own_loop import PrivateLoop
-from quietgrad.torch.private_module import mapped
-from quietgrad.torch.rows import Owners, Rows
+from quietgrad.torch.rows import Owners, Rows, Sample
 
 __all__ = ["PoissonLoader"]
 
@@ -63,19 +67,19 @@ class PoissonLoader:
                 break
             count = loop.hand_out()
             owners = Owners(loop.handed_out - 1, torch.arange(count))
-            yield mapped(batch, lambda tensor, owners=owners, count=count: _marked(tensor, owners, count))  # type: ignore[misc]
+            yield mapped(batch, partial(_marked, owners=owners, sample=loop.sample))
         self._epoch += 1
         if loop.handed_out - first < length:
             raise BudgetError(loop.refusal())
 
 
-def _marked(tensor: torch.Tensor, owners: Owners, count: int) -> torch.Tensor:
-    if tensor.dim() < 1 or len(tensor) != count:
+def _marked(tensor: torch.Tensor, owners: Owners, sample: Sample) -> torch.Tensor:
+    if tensor.dim() < 1 or len(tensor) != len(owners.places):
         raise DataError(
             f"the loader made a tensor of {tensor.dim()} axes whose first is not the examples: batches must be "
             "batch-first, so that it is known which row is whose. Change its collate_fn."
         )
-    return Rows.mark(tensor, owners)
+    return Rows.of(tensor, owners, sample)
 
 
 class _Records(Dataset[Any]):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import BudgetError
-from quietgrad.torch.rows import owners_of, plain
+from quietgrad.objectives.networks.tape import mapped, tensors_of, with_parameters
+from quietgrad.torch.rows import Rows, owners_of, plain
 
 if TYPE_CHECKING:
     from quietgrad.torch.own_loop import PrivateLoop
 
-__all__ = ["PrivateModule", "mapped"]
+__all__ = ["PrivateModule"]
 
 
 class PrivateModule(nn.Module):
@@ -28,7 +28,7 @@ class PrivateModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; recorded for the next step when training."""
         if not (self.training and torch.is_grad_enabled()):
-            return self._module(*plain(args), **plain(kwargs))
+            return self._evaluate(args, kwargs)
         if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
             raise TypeError(
                 "a private model takes positional tensors only: model(x) or model(x1, x2), examples first. For a "
@@ -42,6 +42,14 @@ class PrivateModule(nn.Module):
                 "their own; wrap evaluations in model.eval() or torch.no_grad()."
             )
         return self._loop.forward(plain(args), owners)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (torch.is_grad_enabled() and any(isinstance(t, Rows) for t in tensors_of((args, kwargs)))):
+            return self._module(*plain(args), **plain(kwargs))
+        # Another optimizer may hold the parameters: on private records they are constants.
+        constants = {name: param.detach() for name, param in self._module.named_parameters()}
+        with with_parameters(self._module, constants):
+            return mapped(self._module(*plain(args), **plain(kwargs)), _not_trained_on)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -68,13 +76,17 @@ class PrivateModule(nn.Module):
         self._module.zero_grad(set_to_none)
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested structure with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+def _not_trained_on(value: Tensor) -> Tensor:
+    """An output from which no gradient goes back to a parameter; it may to an input, of which it is made."""
+    if not value.is_floating_point() or value.requires_grad:
+        return value
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(_refuse_backward)  # type: ignore[no-untyped-call]
+    return leaf.view_as(leaf)
+
+
+def _refuse_backward(_: Tensor) -> None:
+    raise BudgetError(
+        "backward() from an output of the private model in evaluation mode, on records of the private loader: such "
+        "gradients would have no noise. Call model.train() before a step; wrap evaluations in torch.no_grad()."
+    )

@@ -4,7 +4,8 @@ A loop may move a batch, scale it, cut it into pieces. It may not mix its rows: 
 contributions, and the noise is for one. Rows are therefore followed by identity, through every torch function that
 is applied to the batch: what selects or moves entries is applied to the records' numbers as well, what works entry
 by entry keeps them, and what is left (a mean over the batch, a product, noise from a public generator) is marked as
-mixed and the private model refuses it.
+mixed and the private model refuses it. A number made of records (``x.mean().item()``) cannot be followed, so the sample
+remembers that there was one. A parameter that meets rows outside the model would be trained on them, and is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Owners", "Rows", "owners_of", "plain"]
+from quietgrad.errors import BudgetError
+from quietgrad.objectives.networks.tape import mapped
+
+__all__ = ["Owners", "Rows", "Sample", "owners_of", "plain"]
 
 
 class Owners(NamedTuple):
@@ -29,10 +33,23 @@ class Owners(NamedTuple):
         return self.draw == other.draw and torch.equal(self.places, other.places)
 
 
+class Sample:
+    """Whether numbers were made of a sample's records: those cannot be followed any further."""
+
+    def __init__(self) -> None:
+        self.read = False
+
+
 class Rows(Tensor):
-    """A tensor whose first axis is examples of a known sample; ``owners`` is ``None`` if they are mixed."""
+    """A tensor whose first axis is examples of a known sample; ``owners`` is ``None`` if they are mixed.
+
+    ``samples`` are those it was made of, and ``told`` is whether an output of the private model went into it: a
+    loss or an accuracy, which a loop may look at.
+    """
 
     owners: Owners | None
+    samples: tuple[Sample, ...] = ()
+    told: bool = False
     seen: int  # the tensor's version when it was marked: writing through another view of its memory changes it
 
     @staticmethod
@@ -41,7 +58,15 @@ class Rows(Tensor):
         marked = tensor if isinstance(tensor, Rows) else tensor.as_subclass(Rows)
         assert isinstance(marked, Rows)
         with torch._C.DisableTorchFunctionSubclass():
-            marked.owners, marked.seen = owners, marked._version
+            marked.owners, marked.seen = owners, _version(marked)
+        return marked
+
+    @staticmethod
+    def of(tensor: Tensor, owners: Owners, sample: Sample, told: bool = False) -> Tensor:
+        """Rows of a sample, or the model's outputs for them."""
+        marked = Rows.mark(tensor, owners)
+        assert isinstance(marked, Rows)
+        marked.samples, marked.told = (sample,), told
         return marked
 
     @classmethod
@@ -51,19 +76,37 @@ class Rows(Tensor):
         given = [value for value in _tensors((args, kwargs)) if isinstance(value, Rows)]
         with torch._C.DisableTorchFunctionSubclass():
             for value in given:
-                if value._version != value.seen:
+                if _version(value) != value.seen:
                     Rows.mark(value, None)
+            plain = [value for value in _tensors((args, kwargs)) if not isinstance(value, Rows)]
+            if torch.is_grad_enabled() and any(value.is_leaf and value.requires_grad for value in plain):
+                raise BudgetError(
+                    f"{name}: a parameter meets rows of the private loader outside the private model, or its "
+                    "outputs: its gradient would be one of the records, without noise. Put it into the module "
+                    "given to make_private; if it is not trained, set requires_grad_(False) or use torch.no_grad()."
+                )
+            others = [(value, _version(value)) for value in plain]
             result = func(*args, **kwargs)
+            samples = tuple({id(sample): sample for value in given for sample in value.samples}.values())
+            told = any(value.told for value in given)
+            if not told and (name in _NUMBERS or any(_version(value) != before for value, before in others)):
+                for sample in samples:
+                    sample.read = True
             if name == "__setitem__":
                 inner = [value for value in _tensors(args[1:]) if isinstance(value, Rows)]
                 if isinstance(args[0], Rows):
                     Rows.mark(args[0], None if inner else args[0].owners)
+                    args[0].samples, args[0].told = samples, told
                 return result
             if name == "__set__" and func.__self__.__name__ not in _HARMLESS:
                 args[0].owners = None
             if not any(True for _ in _tensors(result)):
                 return result
-            return _marked(name, func, args, kwargs, given, result)
+            result = _marked(name, func, args, kwargs, given, result)
+            for each in _tensors(result):
+                if isinstance(each, Rows):
+                    each.samples, each.told = samples, told
+            return result
 
 
 def _words(text: str) -> frozenset[str]:
@@ -82,6 +125,9 @@ _MOVING = _words("""
     transpose swapaxes movedim moveaxis reshape view view_as flatten unflatten squeeze unsqueeze expand expand_as
     cat concat stack repeat repeat_interleave hstack vstack""")
 
+_NUMBERS = _words("""
+    item tolist numpy equal allclose is_nonzero storage untyped_storage __float__ __int__ __bool__ __index__
+    __complex__ __array__ __contains__ __dlpack__""")  # values leave torch, and nobody follows them
 _JOINING = _words("cat concat stack hstack vstack")
 _HARMLESS = _words("requires_grad grad")  # attributes that may be set
 
@@ -90,7 +136,7 @@ def _marked(name: str, func: Any, args: Any, kwargs: Any, given: list[Rows], res
     owners = [value.owners for value in given]
     known = [each for each in owners if each is not None]
     if len(known) < len(owners) or not known or any(each.draw != known[0].draw for each in known):
-        return _map(result, lambda tensor: Rows.mark(tensor, None))
+        return mapped(result, lambda tensor: Rows.mark(tensor, None))
     if name.strip("_") in _ENTRYWISE:
         aligned = all(each.same(known[0]) for each in known)
 
@@ -98,16 +144,16 @@ def _marked(name: str, func: Any, args: Any, kwargs: Any, given: list[Rows], res
             fits = all(v.dim() == tensor.dim() and v.dim() > 0 and len(v) == len(tensor) for v in given)
             return Rows.mark(tensor, known[0] if aligned and fits else None)
 
-        return _map(result, keep)
+        return mapped(result, keep)
     by_rows = name == "__getitem__" and any(isinstance(value, Rows) for value in _tensors(args[1:]))
     if name in _MOVING and not by_rows:
         places = _places if name not in _JOINING else _places_or_none
         try:
-            numbers = iter(_tensors(func(*_map(args, places), **_map(kwargs, places))))
-            return _map(result, lambda tensor: Rows.mark(tensor, _rows_of(next(numbers), known[0].draw)))
+            numbers = iter(_tensors(func(*mapped(args, places), **mapped(kwargs, places))))
+            return mapped(result, lambda tensor: Rows.mark(tensor, _rows_of(next(numbers), known[0].draw)))
         except (RuntimeError, TypeError, ValueError, IndexError):
             pass
-    return _map(result, lambda tensor: Rows.mark(tensor, None))
+    return mapped(result, lambda tensor: Rows.mark(tensor, None))
 
 
 def _places(value: Tensor) -> Tensor:
@@ -136,15 +182,20 @@ def _rows_of(places: Tensor, draw: int) -> Owners | None:
     return Owners(draw, highest.cpu())
 
 
+def _version(value: Tensor) -> int:
+    """How often it was written into; torch.inference_mode() does not count."""
+    return 0 if value.is_inference() else int(value._version)
+
+
 def _stale(value: Rows) -> bool:
     """Whether someone has written into it since, through another view."""
     with torch._C.DisableTorchFunctionSubclass():
-        return bool(value._version != value.seen)
+        return _version(value) != value.seen
 
 
 def plain(value: Any) -> Any:
     """The same structure without marks."""
-    return _map(value, lambda tensor: tensor.as_subclass(Tensor) if isinstance(tensor, Rows) else tensor)
+    return mapped(value, lambda tensor: tensor.as_subclass(Tensor) if isinstance(tensor, Rows) else tensor)
 
 
 def owners_of(values: tuple[Any, ...]) -> Owners | str:
@@ -153,6 +204,8 @@ def owners_of(values: tuple[Any, ...]) -> Owners | str:
     for value in values:
         if not isinstance(value, Rows):
             return "a tensor that did not come from the private loader"
+        if value.told:
+            return "an output of the private model"
         if value.owners is None or _stale(value):
             return "rows that were mixed, drawn for or reordered in a way that cannot be followed"
         found.append(value.owners)
@@ -168,17 +221,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from _tensors((value.start, value.stop, value.step))
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
-
-
-def _map(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_map(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

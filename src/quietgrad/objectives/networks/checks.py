@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
+from quietgrad.errors import DataError
 from quietgrad.objectives.networks.randomness import RecordDraws, UnplannedDraw, preserved, seed_generators
 from quietgrad.objectives.networks.tape import (
     Batch,
@@ -30,6 +33,7 @@ from quietgrad.objectives.networks.tape import (
     with_parameters,
 )
 
+<<<<<<< HEAD
 __all__ = [
     "MadeUp",
     "alone",
@@ -42,6 +46,10 @@ __all__ = [
     "refuse_other_losses",
     "refuse_unusable_modules",
 ]
+=======
+__all__ = ["alone", "made_up", "refuse_autocast", "refuse_changed_buffers", "refuse_mixing", "refuse_mixing_layers",
+           "refuse_other_types", "refuse_unusable_modules"]  # fmt: skip
+>>>>>>> tfd
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _EXAMPLES, _CROWD = 16, 300
@@ -86,10 +94,47 @@ def refuse_unusable_modules(module: nn.Module) -> None:
             )
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ValueError within autocast."""
+    if torch.is_autocast_enabled(device.type):
+        raise ValueError(
+            "autocast would compute the norms that decide the clipping in half precision: leave it, or give "
+            "a module in bfloat16."
+        )
+
+
+def refuse_other_types(module: nn.Module, args: tuple[Tensor, ...], error: Exception) -> None:
+    """Raise DataError if the module failed on these inputs only because their type is not its parameters'."""
+    first = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if first is None or all(arg.dtype == first.dtype for arg in args):
+        return
+    try:
+        with preserved(), torch.no_grad():
+            module(*(arg.to(first.dtype) for arg in args))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return
+    given = ", ".join(str(arg.dtype).removeprefix("torch.") for arg in args)
+    wanted = str(first.dtype).removeprefix("torch.")
+    raise DataError(
+        f"the inputs are {given} and the module computes with {wanted}: give inputs of that type "
+        f"(X.to(torch.{wanted})), or convert the module. Nothing was reserved."
+    ) from error
+
+
 def refuse_mixing_layers(module: nn.Module) -> None:
     """Raise ValueError for a layer whose output for one example depends on the others."""
     for name, layer in module.named_modules():
         where = f"layer {name!r} ({type(layer).__name__})"
+        power_iteration = isinstance(layer, _SpectralNorm) or any(
+            isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()
+        )
+        if power_iteration and layer.training:
+            raise ValueError(
+                f"{where} is or has a spectral_norm, whose buffers follow the weights: every pass in training mode "
+                "is a step of its power iteration, so that what an example contributes would depend on how many "
+                "passes there were before. Put the layer into evaluation mode after model.train(), which keeps "
+                "its singular vectors as they are, or use weight_norm."
+            )
         if isinstance(layer, _InstanceNorm) and layer.track_running_stats and layer.training:
             raise ValueError(
                 f"{where} stores statistics of the data in its buffers, unprotected. "
@@ -292,7 +337,10 @@ def alone(
             if isinstance(draws, RecordDraws) and draws.number != made:
                 raise UnplannedDraw("a checkpointed layer draws again on the way back.")
         losses.append(loss.detach())
-        gradients.append({k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items()})
+        # Dense, whatever nn.Embedding(sparse=True) makes of it: noise is.
+        gradients.append(
+            {k: torch.zeros_like(v) if v.grad is None else v.grad.to_dense() for k, v in leaves.items()}
+        )
     return torch.cat(losses), gradients
 
 
@@ -389,7 +437,7 @@ def _one_of(
         losses = per_example_losses(loss_fn, module(*_args(x)), x, y)
         if losses.requires_grad:
             torch.autograd.backward(losses[which])
-    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense() for leaf in leaves.values()]
     return [losses[which].detach().reshape(1), torch.cat([g.flatten().to(losses.dtype) for g in grads])]
 
 

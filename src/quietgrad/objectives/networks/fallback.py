@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, tensors_of
+from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, mapped, tensors_of
 
 __all__ = ["model_gradients", "module_gradients", "refilled"]
 
@@ -94,11 +94,4 @@ def _squeezed(value: Tensor, dim: int | None) -> Tensor:
 
 def refilled(value: Any, tensors: Any) -> Any:
     """The same nested structure with its tensors replaced in order."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: refilled(item, tensors) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [refilled(item, tensors) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return mapped(value, lambda _: next(tensors))

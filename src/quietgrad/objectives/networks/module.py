@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import BaseObjective, Indices, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.base import Batch as ReleaseBatch
-from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers
+from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_other_types
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe
 from quietgrad.objectives.networks.randomness import preserved
@@ -162,7 +162,12 @@ class ModuleObjective(BaseObjective):
     def _refuse_unused_parameters(self, x: Batch, y: Batch) -> None:
         params = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         with torch.enable_grad():
-            output = self.module(x) if isinstance(x, Tensor) else self.module(*x)
+            args = (x,) if isinstance(x, Tensor) else x
+            try:
+                output = self.module(*args)
+            except (RuntimeError, TypeError) as error:
+                refuse_other_types(self.module, args, error)
+                raise
             losses = self.engine.loss_fn(output, y)
             if losses.shape != (batch_length(x),):
                 raise DataError(

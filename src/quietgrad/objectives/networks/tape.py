@@ -7,6 +7,8 @@ use and free them at once; nothing is kept for a second pass.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +20,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
 
+<<<<<<< HEAD
 __all__ = ["Batch", "Call", "LossFunction", "Unit", "UnplannedRows", "backpropagate", "batch_length", "hooked",
+=======
+__all__ = ["Batch", "Call", "LossFunction", "Unit", "backpropagate", "batch_length", "hooked", "mapped",
+>>>>>>> tfd
            "per_example_losses", "select", "tensors_of", "with_parameters"]  # fmt: skip
 
 Batch = Tensor | tuple[Tensor, ...]
@@ -196,14 +202,46 @@ def with_parameters(module: nn.Module, params: Mapping[str, Tensor]) -> Iterator
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
+    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = value.values()
+    elif _is_dataclass(value):
+        value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     elif not isinstance(value, tuple | list):
         return []
     return [tensor for item in value for tensor in tensors_of(item)]
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same structure, of the same types, with every tensor that :func:`tensors_of` finds changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        if type(value) is dict:
+            return {key: mapped(item, change) for key, item in value.items()}
+        filled = copy.copy(value)
+        for key, item in value.items():
+            filled[key] = mapped(item, change)
+        for name, held in getattr(filled, "__dict__", {}).items():  # the same item, kept as an attribute as well
+            if name in value and held is value[name]:
+                filled.__dict__[name] = filled[name]
+        return filled
+    if _is_dataclass(value):
+        new = {field.name: mapped(getattr(value, field.name, None), change) for field in dataclasses.fields(value)}
+        filled = copy.copy(value)
+        for name, item in new.items():
+            object.__setattr__(filled, name, item)  # a frozen one too
+        return filled
+    if isinstance(value, tuple | list):
+        items = [mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def batch_length(x: Batch) -> int:
