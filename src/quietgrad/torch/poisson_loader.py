@@ -11,11 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.randomness import preserved
-<<<<<<< HEAD
 from quietgrad.objectives.networks.reading import collated, draws_nothing, read_record
-=======
 from quietgrad.objectives.networks.tape import mapped
->>>>>>> tfd
 from quietgrad.torch.own_loop import PrivateLoop
 from quietgrad.torch.rows import Owners, Rows, Sample
 

@@ -33,23 +33,20 @@ from quietgrad.objectives.networks.tape import (
     with_parameters,
 )
 
-<<<<<<< HEAD
 __all__ = [
     "MadeUp",
     "alone",
     "examples_that_fit",
     "made_up",
     "refuse_crowd",
+    "refuse_autocast",
     "refuse_changed_buffers",
     "refuse_mixing",
     "refuse_mixing_layers",
     "refuse_other_losses",
+    "refuse_other_types",
     "refuse_unusable_modules",
 ]
-=======
-__all__ = ["alone", "made_up", "refuse_autocast", "refuse_changed_buffers", "refuse_mixing", "refuse_mixing_layers",
-           "refuse_other_types", "refuse_unusable_modules"]  # fmt: skip
->>>>>>> tfd
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _EXAMPLES, _CROWD = 16, 300

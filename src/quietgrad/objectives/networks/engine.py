@@ -202,17 +202,8 @@ class PerExampleEngine:
         mix = Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
         examples = batch_length(x)
         if examples == 0:
-<<<<<<< HEAD
             return theta.new_zeros((0, mix.families), dtype=torch.float64)
-        if torch.is_autocast_enabled(theta.device.type):
-            raise ValueError(
-                "autocast would compute the norms that decide the clipping in half precision: leave it, or give "
-                "a module in bfloat16."
-            )
-=======
-            return theta.new_zeros((0, mix.families))
         refuse_autocast(theta.device)
->>>>>>> tfd
         keys = keys or RecordKeys.of(None, np.arange(examples))
         way = self.way(x, y)
         weigh = _weighing(rule, mix, self.dtype)

@@ -20,11 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
 
-<<<<<<< HEAD
-__all__ = ["Batch", "Call", "LossFunction", "Unit", "UnplannedRows", "backpropagate", "batch_length", "hooked",
-=======
-__all__ = ["Batch", "Call", "LossFunction", "Unit", "backpropagate", "batch_length", "hooked", "mapped",
->>>>>>> tfd
+__all__ = ["Batch", "Call", "LossFunction", "Unit", "UnplannedRows", "backpropagate", "batch_length", "hooked", "mapped",
            "per_example_losses", "select", "tensors_of", "with_parameters"]  # fmt: skip
 
 Batch = Tensor | tuple[Tensor, ...]
