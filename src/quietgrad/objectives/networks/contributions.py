@@ -196,7 +196,7 @@ class TokenSums:
 def squares_of(vectors: Tensor) -> Tensor:
     """Sums of squares along the last axis, in float64, a piece at a time so that the wider copy stays in the cache.
 
-    Squares of float32 are exact there, and none vanishes; summed in float32, millions of them lose several per mille.
+    Squares of float32 are exact there, and none vanishes; summed in float32, millions of them lose some per mille.
     """
     rows = vectors.reshape(-1, vectors.shape[-1])
     count, width = rows.shape
