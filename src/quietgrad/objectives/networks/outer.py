@@ -88,8 +88,8 @@ class OuterProducts:
         """‖Σ_k L_k ⊗ R_k‖² = Σ_kl ⟨R_kᵀR_l, L_kᵀL_l⟩ from above; no vector is written out.
 
         The terms have signs and may cancel: two positions with large and nearly equal inputs. Let u = 2⁻⁵³, n and m
-        the lengths of a_t and b_t, N the number of terms, and γ_n = nu/(1−nu). Summed in whatever order, an entry of
-        a Gram matrix is off by at most γ_n‖a_s‖‖a_t‖ (not γ_n|a_sᵀa_t|: it may have cancelled itself), so the whole
+        the lengths of a_t and b_t, N the number of terms, and γ_n = nu/(1−nu). In any order of summing, an entry
+        of a Gram matrix is off by at most γ_n‖a_s‖‖a_t‖ (not γ_n|a_sᵀa_t|: it may have cancelled itself), so all
         by at most γ_{n+m+N+1}·A², A = Σ_t ‖a_t‖‖b_t‖ ≥ ‖v‖. Added is 2(n+m+N+8)u·A², with A from the diagonals,
         where nothing cancels: the computed norm is never below the true one. A vector that has cancelled below
         10⁻⁶·A or so is clipped as if it were that long; more digits float32 inputs do not have.
