@@ -277,10 +277,10 @@ def inner_product(output: Tensor, y: Tensor) -> Tensor:
     ids=["linear, few positions", "linear, many", "convolution, few", "convolution, many"],
 )
 def test_positions_that_cancel_are_measured_as_they_are_summed(
-    layer: nn.Module, positions: int, strategy: Strategy
+    layer: nn.Linear | nn.Conv1d, positions: int, strategy: Strategy
 ) -> None:
     torch.manual_seed(0)
-    width = layer.weight.shape[1] * getattr(layer, "groups", 1)
+    width = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
     common = 1e4 * torch.randn(40, 1, width)
     x = common + torch.randn(40, positions, width)
     x = x.mT.contiguous() if isinstance(layer, nn.Conv1d) else x
@@ -297,7 +297,8 @@ def test_tokens_that_cancel_are_measured_as_they_are_summed() -> None:
             self.rows = nn.Embedding(3, 16)
 
         def forward(self, tokens: Tensor, factors: Tensor) -> Tensor:
-            return (self.rows(tokens) * factors).sum(1)
+            total: Tensor = (self.rows(tokens) * factors).sum(1)
+            return total
 
     factors = 1e6 * torch.randn(60, 1, 1) * (torch.tensor([1.0, -1.0])[:, None] + 1e-7 * torch.randn(60, 2, 1))
     tokens, y = torch.ones(60, 2, dtype=torch.long), 30 * torch.randn(60, 16)
