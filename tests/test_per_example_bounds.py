@@ -230,3 +230,140 @@ def test_wrong_arguments_are_refused() -> None:
         PerExampleEngine(module, cross_entropy, micro_batch=0)
     with pytest.raises(ValueError, match="strategy='ghost'"):
         PerExampleEngine(module, cross_entropy, strategy="ghost")  # type: ignore[arg-type]
+
+
+class Apart(nn.Module):
+    """What a layer makes of the first half of the positions, less what it makes of the second."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        if isinstance(self.layer, nn.Conv1d):
+            out = out.mT
+        first, second = out.chunk(2, 1)
+        return first.sum(1) - second.sum(1)
+
+
+def longest(engine: PerExampleEngine, x: Tensor, y: Tensor, clip: float = 1.0) -> float:
+    """The longest contribution of a record on its own, at one point or as a change between two, over the bound."""
+    theta = engine.flatten(dict(engine.module.named_parameters()))
+    previous = theta * 0.999
+    lengths = []
+    for i in range(len(x)):
+        one = x[i : i + 1], y[i : i + 1]
+        out = torch.zeros(2, engine.dim, dtype=torch.float64)
+        engine.add_clipped_gradients(theta, *one, clip, out[0])
+        engine.add_clipped_differences(theta, previous, *one, clip, out[1])
+        lengths.append(out.norm(dim=1).max())
+    return torch.stack(lengths).max().item() / clip
+
+
+def inner_product(output: Tensor, y: Tensor) -> Tensor:
+    return (output * y).sum(1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "factored"])
+@pytest.mark.parametrize(
+    ("layer", "positions"),
+    [
+        (nn.Linear(64, 64, bias=False), 2),
+        (nn.Linear(16, 16), 8),
+        (nn.Conv1d(64, 64, 1), 2),
+        (nn.Conv1d(16, 64, 1, groups=2), 8),
+    ],
+    ids=["linear, few positions", "linear, many", "convolution, few", "convolution, many"],
+)
+def test_positions_that_cancel_are_measured_as_they_are_summed(
+    layer: nn.Linear | nn.Conv1d, positions: int, strategy: Strategy
+) -> None:
+    torch.manual_seed(0)
+    width = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+    common = 1e4 * torch.randn(40, 1, width)
+    x = common + torch.randn(40, positions, width)
+    x = x.mT.contiguous() if isinstance(layer, nn.Conv1d) else x
+    y = torch.randn(40, layer.weight.shape[0])
+    assert longest(PerExampleEngine(Apart(layer), inner_product, strategy=strategy), x, y) <= 1 + 1e-9
+
+
+def test_tokens_that_cancel_are_measured_as_they_are_summed() -> None:
+    torch.manual_seed(0)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(3, 16)
+
+        def forward(self, tokens: Tensor, factors: Tensor) -> Tensor:
+            total: Tensor = (self.rows(tokens) * factors).sum(1)
+            return total
+
+    factors = 1e6 * torch.randn(60, 1, 1) * (torch.tensor([1.0, -1.0])[:, None] + 1e-7 * torch.randn(60, 2, 1))
+    tokens, y = torch.ones(60, 2, dtype=torch.long), 30 * torch.randn(60, 16)
+    engine = PerExampleEngine(Pair(), inner_product)
+    theta = engine.flatten(dict(engine.module.named_parameters()))
+    for i in range(60):
+        one, out = slice(i, i + 1), torch.zeros(engine.dim, dtype=torch.float64)
+        engine.add_clipped_gradients(theta, (tokens[one], factors[one]), y[one], 1.0, out)
+        assert out.norm() <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("strategy", ["auto", "factored"])
+def test_factors_whose_squares_vanish_still_have_a_norm(dtype: torch.dtype, strategy: Strategy) -> None:
+    small = 2.5e-23 if dtype == torch.float32 else 1e-200
+    for layer, shape in ((nn.Linear(64, 64, bias=False), (2, 64)), (nn.Linear(784, 10, bias=False), (784,))):
+        module = nn.Sequential(Apart(layer) if len(shape) == 2 else layer).to(dtype)
+        x = torch.full((2, *shape), small, dtype=dtype)
+        x[:, : shape[0] // 2] *= 3
+        y = torch.full((2, layer.out_features), 1e-2 / small, dtype=dtype)
+        engine = PerExampleEngine(module, inner_product, strategy=strategy)
+        theta, out = torch.zeros(engine.dim, dtype=dtype), torch.zeros(engine.dim, dtype=torch.float64)
+        engine.add_clipped_gradients(theta, x[:1], y[:1], 1e-4, out)
+        assert 0.99e-4 < out.norm().item() <= 1e-4
+
+
+def test_long_vectors_are_measured_in_float64() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1_000_000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.sum()
+
+    engine = PerExampleEngine(Wide(), lambda output, y: output[:, 0])
+    out = torch.zeros(engine.dim, dtype=torch.float64)
+    engine.add_clipped_gradients(
+        torch.zeros(engine.dim), torch.full((1, 1), 1.9195979833602905), torch.zeros(1), 1.0, out
+    )
+    assert 1 - 1e-4 < out.norm().item() <= 1.0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_penalty_in_the_loss_has_its_gradient(strategy: Strategy) -> None:
+    torch.manual_seed(0)
+    module, x, y = nn.Linear(12, 2).double(), torch.randn(5, 12).double(), torch.randint(2, (5,))
+
+    def penalised(output: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(output, y) + 1e-9 * module.weight.square().sum()
+
+    engine = PerExampleEngine(module, penalised, strategy=strategy)
+    theta, out = engine.flatten(dict(module.named_parameters())), torch.zeros(26, dtype=torch.float64)
+    engine.add_clipped_gradients(theta, x, y, 1e9, out)
+    loss = penalised(module(x), y).sum()
+    gradients = torch.autograd.grad(loss, list(module.parameters()))
+    torch.testing.assert_close(out, torch.cat([g.flatten() for g in gradients]), rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_penalty_on_the_tensors_themselves_is_refused(strategy: Strategy) -> None:
+    module = nn.Linear(12, 2)
+    kept = list(module.parameters())
+    engine = PerExampleEngine(
+        module, lambda output, y: cross_entropy(output, y) + kept[0].square().sum(), strategy=strategy
+    )
+    with pytest.raises(ValueError, match=r"'weight' is used by loss_fn .*regularizer="):
+        engine.way(torch.randn(5, 12), torch.randint(2, (5,)))

@@ -172,7 +172,8 @@ class TokenSums:
         owner = torch.arange(examples, device=self.tokens.device)[:, None] * self.rows
         keys, where = torch.unique(owner + self.tokens, return_inverse=True)
         sums = self.values.new_zeros((len(keys), *self.values.shape[2:]), dtype=torch.float64)
-        sums.index_add_(0, where.flatten(), self.values.flatten(0, 1).double())
+        for part in self._parts():
+            sums.index_add_(0, where[part].flatten(), self.values[part].flatten(0, 1).double())
         squares = sums.new_zeros((examples, self.values.shape[2]))
         squares.index_add_(0, keys // self.rows, sums.square().sum(2))
         longest = squares_of(self.values).sqrt().sum(1)
@@ -181,8 +182,16 @@ class TokenSums:
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """Scatter the weighted output gradients into the table."""
         # Weighted in float64: where a token's gradients cancel, what rounding leaves of each would count in full.
-        weighted = (self.values * weights.double()[:, None, :, None]).sum(2)
-        out.view(self.rows, -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
+        table, shares = out.view(self.rows, -1), weights.double()[:, None, :, None]
+        for part in self._parts():
+            weighted = (self.values[part] * shares[part]).sum(2)
+            table.index_add_(0, self.tokens[part].flatten(), weighted.flatten(0, 1))
+
+    def _parts(self) -> list[slice]:
+        """A few examples at a time, so that the wider copy stays in the cache."""
+        examples, *shape = self.values.shape
+        size = max(1, _CACHED // max(1, prod(shape)))
+        return [slice(start, start + size) for start in range(0, examples, size)]
 
     def dense(self) -> Stored:
         """The same vectors written out, for a table that other layers use as well."""
@@ -196,7 +205,7 @@ class TokenSums:
 def squares_of(vectors: Tensor) -> Tensor:
     """Sums of squares along the last axis, in float64, a piece at a time so that the wider copy stays in the cache.
 
-    Squares of float32 are exact there, and none vanishes; summed in float32, millions of them lose several per mille.
+    Squares of float32 are exact there, and none vanishes; summed in float32, millions of them lose some per mille.
     """
     rows = vectors.reshape(-1, vectors.shape[-1])
     count, width = rows.shape

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, mapped, tensors_of
+from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, mapped, tensors_of, with_parameters
 
 __all__ = ["model_gradients", "module_gradients", "refilled"]
 
@@ -69,7 +69,8 @@ def model_gradients(
     def loss(flat: Tensor, xi: Batch, yi: Batch) -> Tensor:
         xs = _unsqueezed(xi)
         args = (xs,) if isinstance(xs, Tensor) else xs
-        return loss_fn(functional_call(module, unflatten(flat), args), _unsqueezed(yi)).sum()
+        with with_parameters(module, unflatten(flat)):  # the loss too: it may have a penalty
+            return loss_fn(module(*args), _unsqueezed(yi)).sum()
 
     with _vmapping():
         # "different": a draw then has one row per example, in front.

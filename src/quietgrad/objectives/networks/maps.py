@@ -101,7 +101,8 @@ class Convolution:
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
         # As a product of matrices: a convolution in float64 is many times slower.
         rows, columns = (
-            side.double().unflatten(0, (-1, self.groups)) for side in (self.rows(grads), self.columns(inputs))
+            side.double().reshape(-1, self.groups, *side.shape[1:])
+            for side in (self.rows(grads), self.columns(inputs))
         )
         return torch.einsum("egot,egit->goi", rows, columns).flatten()
 

@@ -1,9 +1,9 @@
 """Per-example vectors that are sums of outer products: the weights of linear and convolution layers.
 
 What is measured is what is summed. With few positions both come from the factors in float64: the norms by Gram
-matrices, the sums as weight gradients. With many, the vectors are written out a few examples at a time and forgotten
-again, once for their norms and once for their sum. See :mod:`quietgrad.objectives.networks.contributions` for how two
-points are compared without losing digits.
+matrices, the sums as weight gradients. With many, the vectors are written out a few examples at a time, once for
+their norms and once for their sum. See :mod:`quietgrad.objectives.networks.contributions` for how two points are
+compared without losing digits.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class OuterProducts:
     def _gram_norms(self) -> Tensor:
         """‖Σ_k L_k ⊗ R_k‖² = Σ_kl ⟨R_kᵀR_l, L_kᵀL_l⟩ from above; no vector is written out.
 
-        The terms have signs and may cancel: two positions with large and nearly equal inputs. With u = 2⁻⁵³, n and m
-        the lengths of a_t and b_t and N the number of terms, an entry of a Gram matrix is off by at most γ_n‖a_s‖‖a_t‖
-        (γ_n‖·‖, not γ_n|a_sᵀa_t|: it may have cancelled itself), where γ_n = nu/(1−nu) in whatever order it is summed.
-        So the sum is off by at most γ_{n+m+N+1}·A², A = Σ_t ‖a_t‖‖b_t‖ ≥ ‖v‖. Twice (n+m+N+8)u·A² is added, with A from
-        the diagonals, where nothing cancels: the computed norm is never below the true one. A vector that has
-        cancelled below 10⁻⁶·A or so is clipped as if it had that length; more digits float32 inputs do not have.
+        The terms have signs and may cancel: two positions with large and nearly equal inputs. Let u = 2⁻⁵³, n and m
+        the lengths of a_t and b_t, N the number of terms, and γ_n = nu/(1−nu). In any order of summing, an entry
+        of a Gram matrix is off by at most γ_n‖a_s‖‖a_t‖ (not γ_n|a_sᵀa_t|: it may have cancelled itself), so all
+        by at most γ_{n+m+N+1}·A², A = Σ_t ‖a_t‖‖b_t‖ ≥ ‖v‖. Added is 2(n+m+N+8)u·A², with A from the diagonals,
+        where nothing cancels: the computed norm is never below the true one. A vector that has cancelled below
+        10⁻⁶·A or so is clipped as if it were that long; more digits float32 inputs do not have.
         """
         return torch.cat([self._gram_part(part) for part in self._chunks()])
 
@@ -216,7 +216,7 @@ def _gram(left: Tensor, right: Tensor) -> Tensor:
 def _in_float64(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """The same products, of factors whose squares neither vanish nor overflow unless those of the products do.
 
-    Squares of float32 are far inside the range of float64. Factors in float64 share their magnitude, by powers of two.
+    Squares of float32 are far inside the range of float64; factors in float64 share their magnitude, exactly.
     """
     if left.dtype != torch.float64:
         return left.double(), right.double()

@@ -234,6 +234,8 @@ def choose_way(
         if slow.draws == "none":
             checks.refuse_other_losses(_forward(network, params, x, y), expected[0])
             checks.refuse_crowd(lambda xs, ys: _forward(network, params, xs, ys), make, fit)
+        if _loss_uses_parameters(network, slots, params, x, y):
+            by_layers = False  # the tape ends at the layers' outputs: what reaches parameters around them is lost
         trials = [Trial(x, y, expected[1])]
         for way in _ways(network, space, slots, params, x, slow, draws, axes, by_layers):
             try:
@@ -361,6 +363,46 @@ def theta_device(params: dict[str, Tensor]) -> torch.device:
 def _forward(network: Network, params: dict[str, Tensor], x: Batch, y: Batch) -> Tensor:
     with torch.no_grad(), with_parameters(network.module, params):
         return per_example_losses(network.loss_fn, network.module(*_args(x)), x, y)
+
+
+def _loss_uses_parameters(
+    network: Network, slots: dict[nn.Parameter, slice], params: dict[str, Tensor], x: Batch, y: Batch
+) -> bool:
+    """Whether loss_fn uses parameters other than through the module's output: a penalty in it, say.
+
+    Refused if a parameter is used through the tensor itself (kept in a list): the module is given other ones, so it
+    would count as a constant in every way of differentiating.
+    """
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+
+    def used(forward: AbstractContextManager[Any]) -> set[int]:
+        with torch.enable_grad(), with_parameters(network.module, leaves):
+            with forward:
+                output = network.module(*_args(x))
+            return _leaves_of(per_example_losses(network.loss_fn, output, x, y))
+
+    everywhere = used(nullcontext())
+    for name, param in zip(network.slices, slots, strict=True):
+        if id(param) in everywhere:
+            raise ValueError(
+                f"parameter {name!r} is used by loss_fn or the module through a reference to the tensor itself, "
+                "which stands still while the module is trained: its gradient would be lost. For a penalty use "
+                "regularizer=; else ask the module for its parameters at each call."
+            )
+    return bool(used(torch.no_grad()) & {id(leaf) for leaf in leaves.values()})
+
+
+def _leaves_of(result: Tensor) -> set[int]:
+    """Which tensors autograd would give a gradient to, by identity."""
+    found, seen, ahead = set(), set(), [result.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        ahead += [following for following, _ in node.next_functions]
+    return found
 
 
 def _definition(
