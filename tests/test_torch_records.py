@@ -165,6 +165,26 @@ def test_a_state_that_shows_now_and_then_is_found() -> None:
         prepared(Stateful())
 
 
+class Mosaic(Transformed):
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__(None)
+        self.x = kind(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        other = random.randrange(N) if random.random() < 0.3 else i
+        return torch.as_tensor(self.x[i]) + torch.as_tensor(self.x[other]), i % 2
+
+
+@pytest.mark.parametrize("kind", [Tensor.clone, Tensor.numpy, list], ids=["tensor", "array", "list"])
+def test_a_record_that_is_read_from_others_too_is_refused_where_it_is_seen(kind: Callable[[Tensor], Any]) -> None:
+    data = Mosaic(kind)
+    x = data.x
+    for door in (prepared, private):
+        with pytest.raises(DataError, match="several rows of its 'x'"):
+            door(data)
+    assert data.x is x
+
+
 def test_a_record_that_is_named_twice_is_refused() -> None:
     data = Transformed(None)
     tensors = TensorDataset(data.x, torch.zeros(N, dtype=torch.int64))

@@ -8,6 +8,7 @@ small chance, on few batches, or put them into another order, where no trial bef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 from quietgrad.errors import DataError
 from quietgrad.objectives.networks.held_generators import refuse_held_generators
 from quietgrad.objectives.networks.randomness import generators, preserved, seed_generators
+from quietgrad.objectives.networks.rows_read import watched
 
 __all__ = ["Collate", "collated", "draws_nothing", "leaves_of", "read_record", "refuse_mixing_collate",
-           "refuse_own_generators", "refuse_repeated_records"]  # fmt: skip
+           "refuse_own_generators", "refuse_reading_others", "refuse_repeated_records"]  # fmt: skip
 
 Collate = Callable[[list[Any]], Any]
 
@@ -143,6 +145,7 @@ def refuse_own_generators(data: Any) -> None:
     with preserved():
         first = {place: list(leaves_of(read_record(data, place, 1))) for place in places}
         again = {place: list(leaves_of(read_record(data, place, 1))) for place in reversed(places)}
+    refuse_reading_others(data)
     for place in places:
         a, b = first[place], again[place]
         if len(a) != len(b) or not all(_equal(*pair) for pair in zip(a, b, strict=True)):
@@ -150,6 +153,29 @@ def refuse_own_generators(data: Any) -> None:
                 "the data set gives another sample when a record is read again with the same seed: it draws from a "
                 "generator of its own, or keeps a state. Draw from the generators of torch, numpy or random; they "
                 "are seeded per record."
+            )
+
+
+def refuse_reading_others(data: Any) -> None:
+    """Raise DataError if a record is seen to be read from other records' rows too (mixup, mosaic)."""
+    while isinstance(data, Subset):
+        data = data.dataset
+    if isinstance(data, ConcatDataset):
+        for part in data.datasets:
+            refuse_reading_others(part)
+        return
+    if not hasattr(data, "__len__") or type(data) is TensorDataset:
+        return
+    for place in _spread(len(data), 8):
+        with preserved(), watched(data) as rows, suppress(Exception):  # one that cannot be watched is not
+            for word in range(4):
+                read_record(data, place, word)
+        mixed = [name for name, taken in rows.items() if len(taken) > 1]
+        if mixed:
+            raise DataError(
+                f"the data set reads several rows of its {mixed[0]!r} for one record (mixup, mosaic, pairs): one "
+                "person would be in many contributions. Make record i of row i alone; keep shapes and public "
+                "constants in attributes of their own."
             )
 
 
