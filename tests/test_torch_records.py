@@ -57,6 +57,11 @@ def own_coin(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return (x + x.flip(0) if KEPT.random() < 0.01 else x), y
 
 
+def arrays_that_mix(samples: list[Any]) -> tuple[Any, Any]:
+    x, y = stacked(samples)
+    return (x + x.roll(1, 0)).numpy(), y.numpy()
+
+
 def mixes_large_batches(samples: list[Any]) -> tuple[Tensor, Tensor]:
     x, y = stacked(samples)
     return (x + x.roll(1, 0) if 48 < len(x) < N else x), y
@@ -84,6 +89,7 @@ def private(data: Any, collate: Any = None) -> Any:
     [
         (sometimes_mixup, "collate_fn draws random numbers"),
         (in_place_sort, "another order"),
+        (arrays_that_mix, "other records of its batch"),
         (own_coin, r"Generator of its own \(at KEPT\)"),
     ],
 )
@@ -114,7 +120,7 @@ class Flip:
 class Transformed(Table):
     def __init__(self, generator: Any) -> None:
         super().__init__()
-        self.transforms = [nn.Identity(), Flip(generator)]
+        self.transforms: list[Any] = [nn.Identity(), Flip(generator)]
 
     def __getitem__(self, i: int) -> Any:
         x, y, _ = super().__getitem__(i)
@@ -133,7 +139,7 @@ def test_generators_that_are_kept_are_refused_however_seldom_they_are_used(gener
         with pytest.raises(DataError, match=rf"the data set.*{said} \(at .*transforms\[\.\.\.\]\.generator\)"):
             door(Subset(Transformed(generator), range(50)))
     model = nn.Sequential(nn.Linear(6, 2))
-    model[0].coin = Flip(generator)
+    model[0].coin = Flip(generator)  # type: ignore[assignment]
     with pytest.raises(DataError, match=rf"the model holds.*{said} \(at 0\.coin\.generator\)"):
         prepared(Transformed(None), module=model)
     with pytest.raises(DataError, match="the loss holds"):
@@ -159,10 +165,30 @@ def test_a_state_that_shows_now_and_then_is_found() -> None:
         prepared(Stateful())
 
 
+class Mosaic(Transformed):
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__(None)
+        self.x = kind(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        other = random.randrange(N) if random.random() < 0.3 else i
+        return torch.as_tensor(self.x[i]) + torch.as_tensor(self.x[other]), i % 2
+
+
+@pytest.mark.parametrize("kind", [Tensor.clone, Tensor.numpy, list], ids=["tensor", "array", "list"])
+def test_a_record_that_is_read_from_others_too_is_refused_where_it_is_seen(kind: Callable[[Tensor], Any]) -> None:
+    data = Mosaic(kind)
+    x = data.x
+    for door in (prepared, private):
+        with pytest.raises(DataError, match="several rows of its 'x'"):
+            door(data)
+    assert data.x is x
+
+
 def test_a_record_that_is_named_twice_is_refused() -> None:
     data = Transformed(None)
     tensors = TensorDataset(data.x, torch.zeros(N, dtype=torch.int64))
-    twice = (
+    twice: tuple[Any, ...] = (
         Subset(data, [0, 1, 2, 1]),
         Subset(tensors, [N - 1, -1]),
         ConcatDataset([data, data]),

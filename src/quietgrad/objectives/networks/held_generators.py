@@ -12,9 +12,18 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
+from dis import get_instructions
 from functools import partial
 from itertools import islice
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -87,6 +96,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield value.fget, path
     elif isinstance(value, FunctionType):
         yield from _parts_of_function(value, path)
+    elif isinstance(value, GeneratorType):
+        yield dict(value.gi_frame.f_locals) if value.gi_frame else None, path
     elif isinstance(value, type):
         if not _is_installed(value.__module__):
             # What the constructor draws is drawn once, before any record is read.
@@ -96,9 +107,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
         if isinstance(value, nn.Module):
             held |= held.pop("_modules", {})
         for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else tuple(slots):
-                held.setdefault(slot, getattr(value, slot, None))
+            slots = [key for key, slot in vars(kind).items() if isinstance(slot, MemberDescriptorType)]
+            held |= {key: getattr(value, key, None) for key in slots}
             yield kind, path
         yield from ((item, f"{path}.{key}") for key, item in held.items())
 
@@ -114,14 +124,15 @@ def _parts_of_function(function: FunctionType, path: str) -> Iterator[tuple[Any,
     yield dict(vars(function)), path
     known = function.__globals__
     if not _is_installed(known.get("__name__", "__main__")):
-        yield from ((known[name], f"{path}.{name}") for name in _names(function.__code__) if name in known)
+        yield from ((known[name], f"{path}.{name}") for name in _globals(function.__code__) if name in known)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _globals(code: CodeType) -> Iterator[str]:
+    """Names of the globals that a function, or one inside it, looks up."""
+    yield from (step.argval for step in get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _globals(constant)
 
 
 def _is_installed(module: str) -> bool:

@@ -20,8 +20,21 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
 
-__all__ = ["Batch", "Call", "LossFunction", "Unit", "UnplannedRows", "backpropagate", "batch_length", "hooked", "mapped",
-           "per_example_losses", "select", "tensors_of", "with_parameters"]  # fmt: skip
+__all__ = [
+    "Batch",
+    "Call",
+    "LossFunction",
+    "Unit",
+    "UnplannedRows",
+    "backpropagate",
+    "batch_length",
+    "hooked",
+    "mapped",
+    "per_example_losses",
+    "select",
+    "tensors_of",
+    "with_parameters",
+]
 
 Batch = Tensor | tuple[Tensor, ...]
 LossFunction = Callable[[Any, Any], Tensor]
