@@ -5,8 +5,13 @@ contributions, and the noise is for one. Rows are therefore followed by identity
 is applied to the batch: what selects or moves entries is applied to the records' numbers as well, what works entry
 by entry keeps them, and what is left (a mean over the batch, a product, noise from a public generator) is marked as
 mixed and the private model refuses it. A number made of records (``x.mean().item()``) cannot be followed, so the
+<<<<<<< HEAD
 sample remembers that there was one. A parameter that meets rows outside the model would be trained on them, and is
 refused.
+=======
+sample remembers that there was one. A parameter that meets rows outside the model would be trained on them without
+noise, and is refused.
+>>>>>>> tfd
 """
 
 from __future__ import annotations
@@ -48,10 +53,10 @@ class Rows(Tensor):
     loss or an accuracy, which a loop may look at.
     """
 
-    owners: Owners | None
+    owners: Owners | None = None
     samples: tuple[Sample, ...] = ()
     told: bool = False
-    seen: int  # the tensor's version when it was marked: writing through another view of its memory changes it
+    seen: int = -1  # the tensor's version when it was marked: writing through another view of its memory changes it
 
     @staticmethod
     def mark(tensor: Tensor, owners: Owners | None) -> Tensor:
@@ -74,20 +79,22 @@ class Rows(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
+        if name == "__format__":  # f"{loss:.3f}": torch formats the numbers of plain tensors only
+            return func(*plain(args), **kwargs)
         given = [value for value in _tensors((args, kwargs)) if isinstance(value, Rows)]
         with torch._C.DisableTorchFunctionSubclass():
             for value in given:
                 if _version(value) != value.seen:
                     Rows.mark(value, None)
-            plain = [value for value in _tensors((args, kwargs)) if not isinstance(value, Rows)]
-            if torch.is_grad_enabled() and any(value.is_leaf and value.requires_grad for value in plain):
+            strangers = [value for value in _tensors((args, kwargs)) if not isinstance(value, Rows)]
+            if torch.is_grad_enabled() and any(value.is_leaf and value.requires_grad for value in strangers):
                 raise BudgetError(
                     f"{name}: a parameter meets rows of the private loader outside the private model, or its "
                     "outputs: its gradient would be one of the records, without noise. Put it into the module "
                     "given to make_private; if it is not trained, set requires_grad_(False) or use torch.no_grad()."
                 )
-            others = [(value, _version(value)) for value in plain]
-            result = func(*args, **kwargs)
+            others = [(value, _version(value)) for value in strangers]
+            result = func(*(plain(args) if name == "__deepcopy__" else args), **kwargs)
             samples = tuple({id(sample): sample for value in given for sample in value.samples}.values())
             told = any(value.told for value in given)
             if not told and (name in _NUMBERS or any(_version(value) != before for value, before in others)):
@@ -120,7 +127,7 @@ _ENTRYWISE = _words("""
     abs exp log log1p sqrt rsqrt square reciprocal sin cos tanh sigmoid relu clamp clip round floor ceil trunc
     nan_to_num eq ne lt le gt ge logical_and logical_or logical_not logical_xor where masked_fill maximum
     minimum copy rsub radd rmul rdiv rtruediv rpow truediv floordiv mod iadd isub imul itruediv ipow invert and
-    or xor isfinite isnan sign erf expm1 lerp""")
+    or xor isfinite isnan sign erf expm1 lerp deepcopy""")
 _MOVING = _words("""
     __getitem__ split split_with_sizes chunk tensor_split narrow index_select select unbind flip roll permute
     transpose swapaxes movedim moveaxis reshape view view_as flatten unflatten squeeze unsqueeze expand expand_as

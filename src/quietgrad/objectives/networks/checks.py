@@ -105,16 +105,20 @@ def refuse_other_types(module: nn.Module, args: tuple[Tensor, ...], error: Excep
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
     if first is None or all(arg.dtype == first.dtype for arg in args):
         return
-    try:
-        with preserved(), torch.no_grad():
-            module(*(arg.to(first.dtype) for arg in args))
-    except (RuntimeError, TypeError, ValueError, IndexError):
+    for numbers in (False, True):  # tokens stay whole numbers, if that will do
+        try:
+            with preserved(), torch.no_grad():
+                module(*(arg.to(first.dtype) if numbers or arg.is_floating_point() else arg for arg in args))
+            break
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            continue
+    else:
         return
     given = ", ".join(str(arg.dtype).removeprefix("torch.") for arg in args)
     wanted = str(first.dtype).removeprefix("torch.")
     raise DataError(
         f"the inputs are {given} and the module computes with {wanted}: give inputs of that type "
-        f"(X.to(torch.{wanted})), or convert the module. Nothing was reserved."
+        f"(X.to(torch.{wanted})), or convert the module."
     ) from error
 
 
