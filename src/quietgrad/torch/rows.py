@@ -5,13 +5,8 @@ contributions, and the noise is for one. Rows are therefore followed by identity
 is applied to the batch: what selects or moves entries is applied to the records' numbers as well, what works entry
 by entry keeps them, and what is left (a mean over the batch, a product, noise from a public generator) is marked as
 mixed and the private model refuses it. A number made of records (``x.mean().item()``) cannot be followed, so the
-<<<<<<< HEAD
 sample remembers that there was one. A parameter that meets rows outside the model would be trained on them, and is
 refused.
-=======
-sample remembers that there was one. A parameter that meets rows outside the model would be trained on them without
-noise, and is refused.
->>>>>>> tfd
 """
 
 from __future__ import annotations
