@@ -36,7 +36,7 @@ def clipped_gradient_sum(
     >>> x, y = torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2)
     >>> sums, norms = clipped_gradient_sum(model, lambda output, y: output.squeeze(1), (x, y), clip=1.0)
     >>> norms, sums["weight"]
-    (tensor([5.0000, 0.5000]), tensor([[0.9000, 1.2000]]))
+    (tensor([5.0000, 0.5000], dtype=torch.float64), tensor([[0.9000, 1.2000]]))
     """
     engine = PerExampleEngine(model, loss_fn)
     theta = engine.flatten(dict(model.named_parameters()))
@@ -65,7 +65,7 @@ def clipped_difference_sum(
     >>> square = lambda output, y: (output.squeeze(1) - y).square() / 2
     >>> sums, norms = clipped_difference_sum(model, previous, square, (x, y), clip=10.0)
     >>> norms, sums["weight"]
-    (tensor([0.1000, 0.4000]), tensor([[0.5000]]))
+    (tensor([0.1000, 0.4000], dtype=torch.float64), tensor([[0.5000]]))
     """
     engine = PerExampleEngine(model, loss_fn)
     theta = engine.flatten(dict(model.named_parameters()))
