@@ -175,7 +175,7 @@ class TokenSums:
         for part in self._parts():
             sums.index_add_(0, where[part].flatten(), self.values[part].flatten(0, 1).double())
         squares = sums.new_zeros((examples, self.values.shape[2]))
-        squares.index_add_(0, keys // self.rows, sums.square().sum(2))
+        squares.index_add_(0, keys // self.rows, squares_of(sums))
         longest = squares_of(self.values).sqrt().sum(1)
         return (squares.sqrt() + 2 * (self.tokens.shape[1] + 8) * 2.0**-53 * longest).square()
 
