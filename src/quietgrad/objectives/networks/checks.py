@@ -172,7 +172,7 @@ class MadeUp:
             for bounds in _ranges(tensor, sizes):
                 self.ranges[place] = bounds
                 try:
-                    with _Bounds():
+                    with _Bounds():  # type: ignore[no-untyped-call]
                         for kind in ("zero", "up"):  # both ends
                             run(*self(0, _EXAMPLES, kind, parts=""))
                         losses = [run(*self(seed, _EXAMPLES)) for seed in (1, 2)]
