@@ -55,7 +55,7 @@ _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
 _WEIGHTS = (1.0, -2.0, 0.5, 3.0)  # of the made-up examples, so that no two errors cancel
 _EXAMPLES, _CROWD = 16, 300
 _BY_VALUE = {"poisson", "_standard_gamma"}  # how much they draw depends on what they are given
-_TRIED = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError)
+_TRIED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,9 @@ def _more_trials(slow: Way, params: dict[str, Tensor], make: checks.MadeUp, fit:
             with even_odds(even):
                 return Trial(x, y, _definition(slow, params, x, y, keys)[1], even)
 
-        trial = make.taken(seed, count, "normal", one) or make.taken(seed, count, "uniform", one)
+        trial = make.taken(seed, count, "normal", one)
+        if trial is None or 2 * sum(bool(g.isfinite().all()) for g in trial.expected) < count:
+            trial = make.taken(seed, count, "uniform", one)  # a logarithm takes no others, and nothing is compared
         trials.append(trial)
     return trials
 
@@ -289,12 +291,14 @@ def _steady(way: Way, theta: Tensor, make: checks.MadeUp, fit: int) -> bool:
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     keys = RecordKeys(bytes(32), np.arange(count))
 
-    def takes(x: Batch, y: Batch) -> tuple[Batch, Batch]:
-        _forward(way.network, way.network.unflatten(theta), x, y)
-        return x, y
+    def takes(x: Batch, y: Batch) -> tuple[Batch, Batch, Tensor]:
+        return x, y, _forward(way.network, way.network.unflatten(theta), x, y)
 
     # What the module takes decides on the examples, never what this way of computing can do with them.
-    x, y = make.taken(13, count, "normal", takes) or make.taken(13, count, "uniform", takes)
+    found = make.taken(13, count, "normal", takes)
+    if found is None or 2 * int(found[2].isfinite().sum()) < count:
+        found = make.taken(13, count, "uniform", takes)
+    x, y, _ = found
     with even_odds(way.draws == "rows"):
         whole = _norms(way, theta, x, y, keys)
         parts = [
