@@ -378,3 +378,13 @@ def test_no_cell_is_quoted() -> None:
             call()
         assert "HIV" not in str(refusal.value)
         assert "12345" not in str(refusal.value)
+
+
+def test_a_search_refuses_settings_before_anybody_pays(tmp_path: Path) -> None:
+    X = np.random.default_rng(0).standard_normal((600, 2))
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0)
+    ledger = tmp_path / "ledger.jsonl"
+    search = PrivateSearch(model, {"class_weight": [None, "balanced"]}, epsilon=2.0, ledger=ledger)
+    with pytest.raises(ValueError, match="class_weight"):
+        search.fit(X, (X[:, 0] > 0).astype(int))
+    assert not ledger.exists()

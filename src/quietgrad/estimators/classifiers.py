@@ -71,6 +71,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         check_classification_targets(y)
         declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
+        if declared is not None:
+            self._loss(len(declared), declared)  # what no loss takes is refused before anybody pays
         if self.inference and self._known != 2:
             raise ValueError("inference: standard errors need two classes that are declared: classes=[...].")
         return X, y, declared
