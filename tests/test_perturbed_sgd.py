@@ -365,3 +365,9 @@ def theory(constants: Constants = UNIT, **settings: Any) -> object:
 def test_bad_settings_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_practical_mode_takes_every_oracle() -> None:
+    """An oracle that has no smoothness to be given is left as it is."""
+    algorithm = qg.PerturbedSGD(oracle=MiniBatch(100), learning_rate=0.5, mode="practical", steps=5)
+    assert algorithm.oracle == MiniBatch(100)

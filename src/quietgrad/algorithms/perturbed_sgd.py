@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms import escape_settings, escape_theory
@@ -105,7 +105,12 @@ class PerturbedSGD(Algorithm):
         if self.mode == "practical":
             object.__setattr__(self, "learning_rate", self.learning_rate or escape_settings.STEP)
             chosen = {"clip": escape_settings.CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
-            missing = {name: value for name, value in chosen.items() if getattr(self.oracle, name, 0) is None}
+            takes = {each.name for each in fields(self.oracle)}  # type: ignore[arg-type]
+            missing = {
+                name: value
+                for name, value in chosen.items()
+                if name in takes and getattr(self.oracle, name) is None
+            }
             object.__setattr__(self, "oracle", replace(self.oracle, **missing) if missing else self.oracle)  # type: ignore[type-var]
 
     @classmethod
