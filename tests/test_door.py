@@ -538,6 +538,7 @@ def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) 
 # --- one process ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of newer Pythons
 def test_a_forked_child_never_draws_its_parents_noise() -> None:
     X, y = problem(N)
     curator = CentralCurator(objective(), (X, y))

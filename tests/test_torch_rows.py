@@ -490,6 +490,7 @@ def test_sparse_embeddings_are_trained_densely() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of newer Pythons
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("drawn_before", [False, True])
