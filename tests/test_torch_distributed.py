@@ -86,12 +86,18 @@ def process(rank: int, port: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     start: Any = torch.multiprocessing
-    start.spawn(process, (port, str(folder)), nprocs=2)
+    for attempt in range(3):
+        folder = tmp_path_factory.mktemp("ranks")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        try:
+            start.spawn(process, (port, str(folder)), nprocs=2)
+            break
+        except start.ProcessExitedException:  # gloo aborts if its peer is gone first: a race of its own
+            if attempt == 2:
+                raise
     return folder, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
