@@ -81,6 +81,7 @@ def process(rank: int, port: int, folder: str) -> None:
     except (ValueError, QuietgradError) as error:
         out["failure"] = str(error)
     torch.save(out, Path(folder) / f"{rank}.pt")
+    dist.barrier()  # nobody leaves while the other still talks
     dist.destroy_process_group()
 
 
