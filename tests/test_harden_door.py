@@ -86,6 +86,39 @@ def test_idle_callers_keep_nobody_out(coordinator: Coordinator, keys: dict[str, 
     thread.join(timeout=60.0)
 
 
+def test_a_lasting_flood_keeps_nobody_out(coordinator: Coordinator, keys: dict[str, Credentials]) -> None:
+    """New idle callers at 50 a second, without end and from the party's own address: more than any place count."""
+    over, held = threading.Event(), []
+
+    def flood() -> None:
+        while not over.wait(0.02):
+            try:
+                held.append(socket.create_connection(("127.0.0.1", coordinator.server.port), timeout=5.0))
+            except OSError:  # turned away at once: that is an answer
+                continue
+
+    pressing = threading.Thread(target=flood, daemon=True)
+    pressing.start()
+    try:
+        while len(held) < 100:  # longer than the door's patience with the first of them
+            time.sleep(0.05)
+        thread, _ = coordinator.party(keys["a"])
+        assert coordinator.server.wait_for_all(60.0) == {}
+        for turn in range(20):  # and the exchange goes on under it
+            said = str(turn).encode()
+            replies, missing = coordinator.server.exchange({"a": said}, timeout=60.0)
+            assert (bytes(replies["a"]), missing) == (said, [])
+            time.sleep(0.05)
+        assert coordinator.server._door.waiting <= 70
+    finally:
+        over.set()
+        pressing.join(timeout=60.0)
+        for sock in held:
+            sock.close()
+    coordinator.server.finish("over")
+    thread.join(timeout=60.0)
+
+
 @pytest.mark.parametrize("body", [b"[" * 4000, b'{"a":' * 600, b"[]", b"null", b"\xff\xfe", b"7"])
 def test_nonsense_from_a_member_is_answered(
     coordinator: Coordinator, keys: dict[str, Credentials], body: bytes, recwarn: pytest.WarningsRecorder
