@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 import threading
@@ -192,6 +193,7 @@ def test_site_waits_for_a_job_as_long_as_its_patience(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks at Linux's table of sockets")
 def test_two_sites_on_flare(folder: Path, start: Any) -> None:
     (folder / "plan.toml").write_text(with_two_free_ports(TWO.replace("steps = 300", "steps = 12")))
     assert main(["federate", "provision", "plan.toml", "--engine", "nvflare", "--out", "keys"]) == 0
@@ -204,6 +206,12 @@ def test_two_sites_on_flare(folder: Path, start: Any) -> None:
     for name in ("a", "b"):
         words = ("party", "plan.toml", "--keys", f"keys/{name}", "--data", f"{name}.npz", "--out", name)
         running.append(start(*words, "--json", *engine))
+    port = read_plan("plan.toml").port
+    heard = listening()
+    while not {port, port + 1} <= {each for _, each in heard} and running[0].poll() is None:
+        time.sleep(0.05)
+        heard = listening()
+    assert {host for host, each in heard if each in (port, port + 1)} == {"127.0.0.1"}  # the admin's port too
     for process in running:
         code, out, err = ended(process)
         assert (code, err) == (0, ""), err
@@ -213,6 +221,18 @@ def test_two_sites_on_flare(folder: Path, start: Any) -> None:
     for name in ("a", "b"):
         np.testing.assert_array_equal(qg.load(folder / name).params, result.params)
         assert (folder / name / "ledger.jsonl").exists()
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports that anything on this machine listens on, as Linux tells."""
+    found = set()
+    for table, size in (("tcp", 4), ("tcp6", 16)):
+        rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+        for address, port in (row[1].split(":") for row in rows if row[3] == "0A"):
+            octets = bytes.fromhex(address)
+            words = b"".join(octets[i : i + 4][::-1] for i in range(0, size, 4))
+            found.add((str(ipaddress.ip_address(words)), int(port, 16)))
+    return found
 
 
 def with_two_free_ports(text: str) -> str:
