@@ -26,7 +26,7 @@ from quietgrad.data import load
 from quietgrad.data.arrays import open_npz
 from quietgrad.data.containers import SMALL, unpacked
 from quietgrad.data.libsvm import MOST_FEATURES, parse_libsvm
-from quietgrad.data.tables import parse_csv
+from quietgrad.data.tables import _parquet_columns, parse_csv
 from quietgrad.errors import DataError, LedgerError
 from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.ledger import Ledger
@@ -233,6 +233,16 @@ def test_a_parquet_table_that_expands_without_end(tmp_path: Path) -> None:
     assert (tmp_path / "a.parquet").stat().st_size < 40_000
     with pytest.raises(DataError, match="times the file's size"):
         load(tmp_path / "a.parquet")
+
+
+def test_codes_beyond_the_list_of_words() -> None:
+    """pyarrow decodes them without a check; a damaged page made an IndexError of them."""
+    import pyarrow
+
+    codes = pyarrow.array([0, 7], pyarrow.int32())
+    words = pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(["a", "b"]), safe=False)
+    with pytest.raises(pyarrow.ArrowException):  # which its caller says in one sentence
+        _parquet_columns(pyarrow.record_batch([words], names=["s"]), ["s"])
 
 
 def test_pipes_sockets_and_devices_are_refused_before_they_are_opened(

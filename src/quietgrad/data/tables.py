@@ -101,6 +101,7 @@ def read_parquet(
 
 
 def _parquet_columns(batch: Any, header: Sequence[str]) -> Columns:
+    batch.validate(full=True)  # pyarrow decodes codes beyond the dictionary without a word
     out: Columns = {}
     for k, column in enumerate(header):
         values = batch.column(k)
