@@ -222,10 +222,10 @@ class _Arrivals(CentralSession):
     def arrive(self, data: Any) -> None:
         """The people of the next release take the place of those before."""
         if data is not None:
-            records = self.objective.prepare(data)
-            if len(self.objective.initial(records)) != self._dim:
+            records = self._reading.prepare(data)
+            if len(self._reading.initial(records)) != self._dim:
                 raise DataError("the batch has other features than those before; give the same columns.")
-            self._see(self.objective, records)
+            self._see(self._reading, records)
         self._nobody, self._waiting = data is None, True
 
     def _sample_from(self, key: bytes) -> None:
