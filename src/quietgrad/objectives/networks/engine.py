@@ -31,7 +31,7 @@ from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
 from quietgrad.objectives.networks.ways import Way, choose_way
 
-__all__ = ["PerExampleEngine", "Strategy", "clip_weights"]
+__all__ = ["PerExampleEngine", "Strategy", "clip_weights", "positive"]
 
 Strategy = Literal["auto", "factored", "functional"]
 
@@ -154,19 +154,19 @@ class PerExampleEngine:
         self, theta: Tensor, x: Batch, y: Batch, clip: float, out: Tensor, keys: RecordKeys | None = None
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ)); returns the norms ‖g_i(θ)‖ before clipping."""
-        return self.add((theta,), x, y, _positive(Rule.gradient(clip)), out, keys)[:, 0]
+        return self.add((theta,), x, y, positive(Rule.gradient(clip)), out, keys)[:, 0]
 
     def add_clipped_differences(
         self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, clip: float, out: Tensor
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ) − g_i(θ′)); returns the norms of the differences before clipping."""
-        return self.add((theta, previous), x, y, _positive(Rule.difference(clip)), out)[:, 0]
+        return self.add((theta, previous), x, y, positive(Rule.difference(clip)), out)[:, 0]
 
     def add_joint_momentum(
         self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, gamma: float, clip: float, out: Tensor
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ) − (1−γ) g_i(θ′)); returns the norms before clipping."""
-        return self.add((theta, previous), x, y, _positive(Rule.joint(gamma, clip)), out)[:, 0]
+        return self.add((theta, previous), x, y, positive(Rule.joint(gamma, clip)), out)[:, 0]
 
     def add_recursive_momentum(
         self,
@@ -279,12 +279,16 @@ class PerExampleEngine:
         For someone whose records are not all in one pass.
         """
         theta, previous = points[0], points[1] if rule.beta else None
-        mix = _mixing(rule)
-        for where, piece in self.way(x, y).pieces(theta, previous, x, y, mix, keys):
-            for family, total in enumerate(whole):
-                weights = total.new_zeros((batch_length(x), mix.families))
-                weights[:, family] = 1.0
-                piece.add_weighted(weights, total[where])
+        mix, way = _mixing(rule), self.way(x, y)
+        size = self._pass_size(way, mix) or batch_length(x)
+        for start in range(0, batch_length(x), size):
+            some = slice(start, start + size)
+            part = select(x, some), select(y, some)
+            for where, piece in way.pieces(theta, previous, *part, mix, keys.rows(some)):
+                for family, total in enumerate(whole):
+                    weights = total.new_zeros((batch_length(part[0]), mix.families))
+                    weights[:, family] = 1.0
+                    piece.add_weighted(weights, total[where])
 
     def add_whole(self, whole: Tensor, factor: float, rule: Rule, out: Tensor) -> Tensor:
         """out += what the rule makes of one person's combined vectors; returns their norms, (1, families)."""
@@ -325,8 +329,8 @@ class PerExampleEngine:
             good = finite.nonzero().flatten().cpu().numpy()
             if len(good):
                 rows, others = (good, None) if persons is None else persons.some(good)
-                where = torch.from_numpy(rows).to(theta.device)
-                rest = select(x, where), select(y, where)
+                kept = torch.from_numpy(rows).to(theta.device)
+                rest = select(x, kept), select(y, kept)
                 self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(rows), others)
             return norms
         weights = weigh(norms) * factors  # in float64: C/‖v_i‖ may be below the range of float32
@@ -386,7 +390,8 @@ def _where(numbers: npt.NDArray[np.int64], total: int, device: torch.device) -> 
     return slice(None) if len(numbers) == total else torch.from_numpy(numbers).to(device)
 
 
-def _positive(rule: Rule) -> Rule:
+def positive(rule: Rule) -> Rule:
+    """The rule, if its clip is one."""
     if not rule.clip > 0:
         raise ValueError(f"clip={rule.clip}: must be > 0.")
     return rule

@@ -40,8 +40,8 @@ class Alike(NamedTuple):
         Zero by assignment: a product with zero would keep what is not finite.
         """
         if self.run is not None:
-            return values[self.run].unflatten(0, self.rows.shape)
-        taken = values.index_select(0, self.rows.flatten()).unflatten(0, self.rows.shape)
+            return values[self.run].view(*self.rows.shape, *values.shape[1:])
+        taken = values.index_select(0, self.rows.flatten()).view(*self.rows.shape, *values.shape[1:])
         if blank and self.blank is not None:
             taken.masked_fill_(self.blank.view(*self.blank.shape, *[1] * (taken.dim() - 2)), 0.0)
         return taken
