@@ -153,6 +153,11 @@ class People:
         shares[self.order] = np.repeat(1.0 / used, self.sizes)
         return shares
 
+    def only(self, positions: Indices) -> tuple[Indices, People]:
+        """The rows of some of the people, and these people by places among those rows."""
+        rows, starts = Groups(positions, self.order, self.starts, True).flat()
+        return rows, People(np.arange(len(rows)), starts, self.combine, self.records_per_person)
+
     def groups(self, indices: Indices | None, key: bytes | None = None) -> Groups:
         """The records of the people at ``indices`` (``None``: everybody) that a release with this key looks at."""
         mean = self.combine == "mean"
@@ -268,7 +273,10 @@ def rows_of(batch: Batch) -> Shared:
     groups = people.groups(batch.indices, batch.key)
     if groups.people is None and groups.order is people.order:
         return Shared(records.rows, None, people.shares)
-    return Shared(records.rows, groups.flat()[0], people.shares)
+    rows = groups.flat()[0]
+    shares = np.zeros(len(people.order))  # whoever looks at other rows all the same finds that they count nothing
+    shares[rows] = people.shares[rows]
+    return Shared(records.rows, rows, shares)
 
 
 @runtime_checkable
