@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import BaseObjective, Batch, Regularizer, Rule
+from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.people import OfPeople, told
@@ -43,7 +44,7 @@ def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) 
     examples = _agreed(objective, data)
     if dist.get_rank() != _LEADER:
         return _serve(objective, examples)
-    shared = _Shared(objective)
+    shared = _SharedPeople.of(objective) if isinstance(objective, OfPeople) else _Shared(objective)
     try:
         result = lead(shared, examples)
     except BaseException as error:
@@ -54,9 +55,9 @@ def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) 
 
 
 class _Shared(BaseObjective):
-    """A :class:`ModuleObjective`, maybe asked about people, whose sums are computed by all processes together."""
+    """A :class:`ModuleObjective` whose sums are computed by all processes together."""
 
-    def __init__(self, objective: Asked) -> None:
+    def __init__(self, objective: ModuleObjective) -> None:
         self._objective = objective
 
     def __repr__(self) -> str:
@@ -66,28 +67,34 @@ class _Shared(BaseObjective):
     def regularizer(self) -> Regularizer:
         return self._objective.regularizer
 
-    def prepare(self, data: Any) -> Any:
+    def prepare(self, data: Any) -> Examples:
         return self._objective.prepare(data)
 
-    def initial(self, records: Any) -> Any:
+    def initial(self, records: Examples) -> Tensor:
         return self._objective.initial(records)
 
     def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
-        if batch.key is None:
-            batch = batch._replace(key=fresh_key())  # one for all processes
-        _send(("add", batch.indices, batch.key, len(points), rule))
-        for point in points:
-            dist.broadcast(point, _LEADER)
-        out += _shares_added(self._objective, batch, points, rule)
+        out += _sum(self._objective, batch, points, rule)
 
     def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
         return self._objective.loss_sum(batch, params, bound)
 
-    def risk(self, records: Any, params: Tensor) -> float:
+    def risk(self, records: Examples, params: Tensor) -> float:
         return self._objective.risk(records, params)
 
-    def risk_gradient(self, records: Any, params: Tensor) -> Any:
+    def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
         return self._objective.risk_gradient(records, params)
+
+
+class _SharedPeople(OfPeople):
+    """The same, asked about people: they are what is shared out, so that each is on one process with all theirs."""
+
+    @staticmethod
+    def of(asked: OfPeople) -> _SharedPeople:
+        return _SharedPeople(asked.loss, asked.combine, asked.records_per_person)
+
+    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        out += _sum(self.around(self.loss), batch, points, rule)
 
 
 def _serve(objective: Asked, examples: Any) -> Result:
@@ -105,6 +112,16 @@ def _serve(objective: Asked, examples: Any) -> Result:
         for point in points:
             dist.broadcast(point, _LEADER)
         _shares_added(objective, Batch(examples, indices, key), points, rule)
+
+
+def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+    """The leader's side of a sum: everybody is told what is asked, and gives their share."""
+    if batch.key is None:
+        batch = batch._replace(key=fresh_key())  # one for all processes
+    _send(("add", batch.indices, batch.key, len(points), rule))
+    for point in points:
+        dist.broadcast(point, _LEADER)
+    return _shares_added(objective, batch, points, rule)
 
 
 def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
