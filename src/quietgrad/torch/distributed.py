@@ -21,6 +21,7 @@ from quietgrad.objectives.base import BaseObjective, Batch, Regularizer, Rule
 from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.people import OfPeople, told
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
 
@@ -29,17 +30,21 @@ __all__ = ["one_leader"]
 _LEADER = 0
 
 
-def one_leader(objective: ModuleObjective, data: Any, lead: Callable[[Any, Examples], Result]) -> Result:
+Asked = ModuleObjective | OfPeople
+
+
+def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) -> Result:
     """Prepare ``data`` and ``lead(objective, examples)``, on the leading process if there are several.
 
-    All processes return its result. They must agree first on all that a sum depends on.
+    All processes return its result. They must agree first on all that a sum depends on. What is shared out is what
+    a sampler draws: where records are people's, a person's are all on one process.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return lead(objective, objective.prepare(data))
     examples = _agreed(objective, data)
     if dist.get_rank() != _LEADER:
         return _serve(objective, examples)
-    shared = _Shared(objective)
+    shared = _SharedPeople.of(objective) if isinstance(objective, OfPeople) else _Shared(objective)
     try:
         result = lead(shared, examples)
     except BaseException as error:
@@ -69,12 +74,7 @@ class _Shared(BaseObjective):
         return self._objective.initial(records)
 
     def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
-        if batch.key is None:
-            batch = batch._replace(key=fresh_key())  # one for all processes
-        _send(("add", batch.indices, batch.key, len(points), rule))
-        for point in points:
-            dist.broadcast(point, _LEADER)
-        out += _shares_added(self._objective, batch, points, rule)
+        out += _sum(self._objective, batch, points, rule)
 
     def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
         return self._objective.loss_sum(batch, params, bound)
@@ -86,9 +86,20 @@ class _Shared(BaseObjective):
         return self._objective.risk_gradient(records, params)
 
 
-def _serve(objective: ModuleObjective, examples: Examples) -> Result:
+class _SharedPeople(OfPeople):
+    """The same, asked about people: they are what is shared out, so that each is on one process with all theirs."""
+
+    @staticmethod
+    def of(asked: OfPeople) -> _SharedPeople:
+        return _SharedPeople(asked.loss, asked.combine, asked.records_per_person)
+
+    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        out += _sum(self.around(self.loss), batch, points, rule)
+
+
+def _serve(objective: Asked, examples: Any) -> Result:
     """Answer the leader's queries until it is done."""
-    like = objective.initial(examples)
+    like: Any = objective.initial(examples)
     while True:
         word, *rest = _receive()
         if word == "done":
@@ -103,9 +114,20 @@ def _serve(objective: ModuleObjective, examples: Examples) -> Result:
         _shares_added(objective, Batch(examples, indices, key), points, rule)
 
 
-def _shares_added(objective: ModuleObjective, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+    """The leader's side of a sum: everybody is told what is asked, and gives their share."""
+    if batch.key is None:
+        batch = batch._replace(key=fresh_key())  # one for all processes
+    _send(("add", batch.indices, batch.key, len(points), rule))
+    for point in points:
+        dist.broadcast(point, _LEADER)
+    return _shares_added(objective, batch, points, rule)
+
+
+def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
     everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-    # By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    # By secret words, as passes are: cut by position, every later record would change places when one leaves. These
+    # are positions of people where records are people's.
     mine = RecordKeys.of(batch.key, everyone).share(dist.get_rank(), dist.get_world_size())
     total = torch.zeros_like(points[0], dtype=torch.float64)
     objective.add(batch._replace(indices=everyone[mine]), points, rule, total)
@@ -113,7 +135,7 @@ def _shares_added(objective: ModuleObjective, batch: Batch, points: Sequence[Ten
     return total
 
 
-def _agreed(objective: ModuleObjective, data: Any) -> Examples:
+def _agreed(objective: Asked, data: Any) -> Any:
     """The examples, if all processes hold the same records in the same order, the same weights and settings.
 
     A record that lies elsewhere on another process would be in two shares and contribute twice. What is compared is
@@ -137,22 +159,23 @@ def _agreed(objective: ModuleObjective, data: Any) -> Examples:
 
 
 _COMPARED = (
-    "the records, their order, frozen parameters or buffers",
+    "the records, their order, whose they are, frozen parameters or buffers",
     "the parameters that training begins with",
     "model, loss or settings",
 )
 
 
-def _digests(objective: ModuleObjective, examples: Examples, key: bytes) -> tuple[str, str, str]:
+def _digests(objective: Asked, examples: Any, key: bytes) -> tuple[str, str, str]:
     def digest(parts: Iterable[bytes | memoryview]) -> str:
         mac = hmac.new(key, digestmod="sha256")
         for part in parts:
             mac.update(part)
         return mac.hexdigest()
 
-    modes = "".join("t" if layer.training else "e" for layer in objective.module.modules())
+    modes = "".join("t" if layer.training else "e" for layer in told(objective).module.modules())
     settings = f"{objective!r} {len(examples)} {modes}"
-    start = objective.initial(examples).cpu().numpy().tobytes()
+    initial: Any = objective.initial(examples)
+    start = initial.cpu().numpy().tobytes()
     return digest(examples.contents()), digest([start]), digest([settings.encode()])
 
 
