@@ -75,6 +75,7 @@ class _ClassWeights(LinearObjective):
     """w_y times the loss, w public; the largest weight is 1."""
 
     class_weights: tuple[float, ...] = ()
+    gathered: ClassVar[bool] = False
 
     def _of(self, y: npt.NDArray[Any]) -> Floats:
         return np.asarray(self.class_weights)[np.asarray(y, dtype=np.int64)]
