@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/dense_classes.py
 
 Ours is ``minimize`` whole: Poisson samples, float64 sums, secret noise on the grid, the step. The peer gathers
-the batch, multiplies, takes softmax residuals, clips, multiplies back and adds torch's normals, in float32. CPU time
+the batch, multiplies, takes softmax residuals, clips, multiplies back and adds normals, in float32. CPU time
 per step, medians of interleaved repeats; the first call of a fresh process is given apart.
 """
 
