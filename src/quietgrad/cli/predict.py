@@ -79,6 +79,13 @@ def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, An
     from quietgrad.data import load
     from quietgrad.errors import DataError
 
+    words = facts.get("pictures")
+    pictures = None
+    if words is not None:  # the file holds pixels; the model sees their features
+        from quietgrad.features.pictures import Pictures
+
+        pictures = Pictures.from_json(words)
+        facts = {**facts, "features": pictures.pixels, "feature_names": words.get("columns")}
     if not Path(data).is_file():
         loaded = load(data)
         X, y = (loaded.X, loaded.y) if loaded.X_test is None else (loaded.X_test, loaded.y_test)
@@ -91,7 +98,7 @@ def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, An
             raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
     if X.shape[1] != facts["features"]:
         raise DataError(f"{data}: has {X.shape[1]} features, the model was trained on {facts['features']}.")
-    return X, y
+    return (X if pictures is None else pictures.rows(X)), y
 
 
 def _from_file(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:

@@ -54,6 +54,8 @@ class Dataset:
     class_names: tuple[str, ...] | None = None
     label_bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
+    pictures: dict[str, Any] | None = None
+    """What says how the rows were made of pictures, if they were."""
 
     @property
     def n(self) -> int:
