@@ -207,7 +207,8 @@ def test_sum_servers_are_members_too(folder: Path, start: Any) -> None:
 
 def test_cohorts_with_noise_that_cancels_from_a_plan(folder: Path, start: Any) -> None:
     """A TOML plan with correlated noise, sums by two servers; a party is killed and comes back with its journal."""
-    method = 'name = "dp-sgd"\nsampling = "turns"\ncohorts = 8\nnoise = "correlated"\nlearning_rate = 0.2\nclip = 1.0'
+    cohorts = 'sampling = "turns"\ncohorts = 8\nnoise = "correlated"'
+    method = f'name = "dp-sgd"\nlearning_rate = 0.2\nclip = 1.0\n{cohorts}'
     text = TWO.replace('name = "dp-gd"', method).replace("steps = 300", "steps = 160")
     words = two(folder, text.replace('trust = "curator"', 'trust = "secure"\nsecure = "servers"'))
     helpers = [start("server", "plan.toml", "--keys", f"keys/server-{k}", "--wait", "40") for k in (1, 2)]
