@@ -74,6 +74,11 @@ class Releases(Protocol):
 class Algorithm(Releases, Protocol):
     """A method: its releases and three steps of arithmetic. Inherit from it: what is optional is here."""
 
+    @property
+    def needs_means(self) -> bool:
+        """Whether it asks what is bounded for a mean of all of a person's records only."""
+        return False
+
     def init(self, x0: Vector) -> State:
         """The state that a run from ``x0`` starts with."""
         ...

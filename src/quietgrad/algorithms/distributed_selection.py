@@ -54,6 +54,7 @@ class HessianSelection(Algorithm):
     failure: float = 0.05
 
     name: ClassVar[str] = "hessian-selection"
+    needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
 
     def __post_init__(self) -> None:
         if not len(self.candidates):

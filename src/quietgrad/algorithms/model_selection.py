@@ -61,6 +61,7 @@ class ModelSelection(Algorithm):
     hessian_lipschitz: float | None = None
 
     name: ClassVar[str] = "model-selection"
+    needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)

@@ -42,6 +42,7 @@ class OutputPerturbation(Algorithm):
     mechanism: Literal["gaussian", "pure"] = "gaussian"
 
     name: ClassVar[str] = "output-perturbation"
+    needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)

@@ -58,6 +58,7 @@ class WeightedAverage(Algorithm):
     constant: float = 16.0
 
     name: ClassVar[str] = "weighted-average"
+    needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)

@@ -100,6 +100,11 @@ class WhitenedGD(Algorithm):
         if sum(self._shares().values()) >= 1.0:
             raise ValueError("the shares add up to the whole budget; leave some for the gradients.")
 
+    @property
+    def needs_means(self) -> bool:
+        """The Newton step's curvature is bounded for a mean of records."""
+        return self.inference_share > 0.0
+
     def _shares(self) -> dict[str, float]:
         shares = {} if self.look is None else self.look.shares()
         if self.row_bound is None:

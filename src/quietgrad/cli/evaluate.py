@@ -30,20 +30,28 @@ def evaluate(
         Path | None, typer.Option(help="Ledger file; else evaluation-ledger.jsonl in the folder.")
     ] = None,
     account: Annotated[str, typer.Option(help="Whose privacy is spent: the held-out people.")] = "held-out",
+    person: Annotated[
+        str | None,
+        typer.Option(help="Column of the ids of the people rows are about; by default the one trained by."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
     import json
 
     from quietgrad.cli.options import usage
-    from quietgrad.cli.predict import records_for
+    from quietgrad.cli.predict import people_for
     from quietgrad.errors import DataError
     from quietgrad.estimators.runs import from_run
     from quietgrad.estimators.scoring import private_score
 
     model = from_run(folder)
     facts = model.result_.details["model"]
-    X, y = records_for(folder, data, facts)
+    X, y, ids = people_for(folder, data, facts, person)
+    if ids is None and model.privacy_.unit == "person":
+        raise DataError(
+            f"{data}: has no column of people's ids, and the model was trained by person: name --person."
+        )
     if y is None:
         raise DataError(f"{data}: has no labels to score against.")
     labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
@@ -51,8 +59,9 @@ def evaluate(
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     with usage():
         score = private_score(
-            model, X, labels, epsilon=epsilon, delta=delta, relation=relation, ledger=book, account=account
-        )
+            model, X, labels, epsilon=epsilon, delta=delta, relation=relation, ledger=book, account=account,
+            person=ids,
+        )  # fmt: skip
     (folder / "evaluation.json").write_text(json.dumps(score.to_json(), indent=1) + "\n")
     if as_json:
         show_json(score.to_json())

@@ -38,6 +38,9 @@ app = typer.Typer(add_completion=False)
 def plan(
     algorithm: Annotated[str, typer.Argument(help="Such as dp-srm, dp-sgd, dp-gd, dp-agd.")] = "dp-gd",
     n: Annotated[int | None, typer.Option("--n", help="Number of records (public).", show_default=False)] = None,
+    people: Annotated[
+        bool, typer.Option("--people", help="n counts people, each with any number of records.")
+    ] = False,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
     relation: RelationName = "add-remove",
@@ -72,7 +75,8 @@ def plan(
         epsilon = 1.0  # not used: the noise is fixed, and the ε printed is what it proves
     promise = budget(epsilon, delta, relation) if method.private else None
     with usage():
-        the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier)
+        unit = "person" if people else "record"
+        the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier, unit=unit)
     if as_json:
         proof = None if promise is None else the_plan.proof.to_json()
         show_json({**the_plan.to_json(), "proof": proof})

@@ -76,6 +76,12 @@ def predict(
 
 def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
     """(X, y) of a file or a registered set as the run's model takes them; ``y`` is ``None`` without labels."""
+    X, y, _ = people_for(folder, data, facts)
+    return X, y
+
+
+def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | None = None) -> tuple[Any, Any, Any]:
+    """The same and people's ids, from the column ``person`` or the one that the run was told, if it is there."""
     from quietgrad.data import load
     from quietgrad.errors import DataError
 
@@ -87,10 +93,12 @@ def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, An
         pictures = Pictures.from_json(words)
         facts = {**facts, "features": pictures.pixels, "feature_names": words.get("columns")}
     if not Path(data).is_file():
+        if person is not None:
+            raise DataError(f"{data}: is no file with a column of people's ids.")
         loaded = load(data)
         X, y = (loaded.X, loaded.y) if loaded.X_test is None else (loaded.X_test, loaded.y_test)
     else:
-        loaded, y = _from_file(folder, data, facts)
+        loaded, y = _from_file(folder, data, facts, person)
         X = loaded.X
         known, given = facts.get("feature_names"), loaded.feature_names
         if known and given and list(known) != list(given):
@@ -98,16 +106,20 @@ def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, An
             raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
     if X.shape[1] != facts["features"]:
         raise DataError(f"{data}: has {X.shape[1]} features, the model was trained on {facts['features']}.")
-    return (X if pictures is None else pictures.rows(X)), y
+    return (X if pictures is None else pictures.rows(X)), y, loaded.person
 
 
-def _from_file(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
+def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | None = None) -> tuple[Any, Any]:
     """The records of a file, and their labels if it has a label column."""
     from quietgrad.data import load
 
     saved = (folder / RUN_FILE).exists()
     spec = RunSpec.load(folder) if saved else RunSpec()
     reading = {**spec.reading, "task": facts["task"]}
+    if person is not None:
+        reading["person"] = person
+    elif reading.get("person") not in _header(data):  # a prediction needs no ids
+        reading.pop("person", None)
     if "schema" not in reading and facts["task"] != "regression":
         names = facts["class_names"]
         reading.setdefault("classes", [float(c) if _is_number(c) else c for c in names])
@@ -128,15 +140,26 @@ def _from_file(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any
         return load(copy, train=False, **{**reading, "label": label}), None
 
 
+def _header(data: str) -> list[str]:
+    """The column names of a delimited or parquet file; none of another."""
+    if Path(data).suffix in (".parquet", ".pq"):
+        import pyarrow.parquet
+
+        return [str(name) for name in pyarrow.parquet.read_schema(data).names]
+    if Path(data).suffix not in (".csv", ".tsv"):
+        return []
+    with Path(data).open() as file:
+        first = file.readline()
+    mark = max(",;\t", key=first.count)
+    return [name.strip().strip('"') for name in first.split(mark)]
+
+
 def _missing_label(data: str, facts: dict[str, Any], reading: dict[str, Any]) -> str | None:
     """A name for the label column that a delimited file lacks; ``None`` if it has one or cannot be told."""
     known = facts.get("feature_names")
     if Path(data).suffix not in (".csv", ".tsv") or "schema" in reading or not known:
         return None
-    with Path(data).open() as file:
-        first = file.readline()
-    mark = max(",;\t", key=first.count)
-    header = [name.strip().strip('"') for name in first.split(mark)]
+    header = [name for name in _header(data) if name != reading.get("person")]
     label = reading.get("label")
     if label is not None and label in header:
         return None

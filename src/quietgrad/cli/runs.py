@@ -19,6 +19,7 @@ from quietgrad.files import read_json
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
+    from quietgrad.objectives.people import People
     from quietgrad.privacy.budget import Budget
 
 RUN_FILE = "run.json"
@@ -50,6 +51,8 @@ class RunSpec:
     account: str = "default"
     cap_epsilon: float | None = None
     n_public: int | None = None
+    combine: str = "mean"
+    records_per_person: int | None = None
     evaluate_train: bool = False
     checkpoint_seconds: float = 10.0
     features: str | None = None
@@ -84,8 +87,23 @@ class RunSpec:
 
         return None if self.cap_epsilon is None else budget(self.cap_epsilon, self.delta, self.relation)
 
-    def make_algorithm(self, data: Dataset) -> Any:
-        """The method asked for, or the default for linear models, chosen from public numbers only."""
+    def people_in(self, data: Dataset) -> People | None:
+        """Whose the records are, if a column says so; ``None`` if every record is a person's only one."""
+        from quietgrad.objectives.people import People, check_combination
+
+        check_combination(self.combine, self.records_per_person)
+        if data.person is None:
+            if self.combine != "mean" or self.records_per_person is not None:
+                raise ValueError("combine, records_per_person: say how a person's records count; give --person.")
+            return None
+        combine: Any = self.combine
+        return People.of(data.person, combine=combine, records_per_person=self.records_per_person, records=data.n)
+
+    def make_algorithm(self, data: Dataset, n: int | None = None) -> Any:
+        """The method asked for, or the default for linear models, chosen from public numbers only.
+
+        ``n`` is how many people there are, if they are not the records.
+        """
         from quietgrad.cli.settings import algorithm_from, key_values
 
         if self.algorithm is not None:
@@ -106,7 +124,7 @@ class RunSpec:
         from quietgrad.algorithms.whitened_design import for_table
 
         return for_table(
-            self.n_public or data.n,
+            self.n_public or n or data.n,
             data.d,
             budget=promise,
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),

@@ -87,6 +87,14 @@ def train(
     n_public: Annotated[
         int | None, typer.Option(help="Public number of records; else the file's, or 10⁶ of a landscape.")
     ] = None,
+    person: Annotated[
+        str | None,
+        typer.Option(help="Column of the ids of the people rows are about: ε is then per person, n their number."),
+    ] = None,
+    combine: Annotated[str, typer.Option(help="A person counts with the mean or the sum of their rows.")] = "mean",
+    records_per_person: Annotated[
+        int | None, typer.Option(help="The most of a person's rows that one release looks at.")
+    ] = None,
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
     account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
     cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
@@ -108,6 +116,7 @@ def train(
         "classes": _classes(classes),
         "task": task,
         "n_features": n_features,
+        "person": person,
     }
     spec = RunSpec(
         data=None if data is None else str(Path(data).resolve()) if Path(data).is_file() else data,
@@ -134,6 +143,8 @@ def train(
         account=account,
         cap_epsilon=cap_epsilon,
         n_public=n_public,
+        combine=combine,
+        records_per_person=records_per_person,
         evaluate_train=evaluate_train,
         checkpoint_seconds=checkpoint_seconds,
         features=features,
@@ -161,11 +172,15 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
         return run_on_landscape(spec, out, quiet=quiet, resumed=resumed)
     data = spec.load_data()
     facts = spec.describe_objective(data)
-    method = spec.make_algorithm(data)
+    with usage():
+        people = spec.people_in(data)
+    count = data.n if people is None else len(people)
+    method = spec.make_algorithm(data, count)
     promise = spec.budget()
     with usage():
         loss = objective_from(facts)
-        the_plan = plan(method, n=spec.n_public or data.n, budget=promise)
+        unit = "record" if people is None else "person"
+        the_plan = plan(method, n=spec.n_public or count, budget=promise, unit=unit)
     spent = SpentSoFar(the_plan)
     table = (data.X, data.y)
     kept: dict[str, Any] = {
@@ -174,6 +189,9 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
         "cap": spec.cap(),
         "folder": out,
         "checkpoint_seconds": spec.checkpoint_seconds,
+        "person": people,
+        "combine": spec.combine,
+        "records_per_person": spec.records_per_person,
     }
     if not resumed:
         spec.save(out)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounts import checked, identity
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation, Unit
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation
 
 
 EPOCH = "#"  # between a run's name and the number of an epoch, in the ledger
-_tally: dict[str, list[tuple[events.Event, Relation]]] = {}
+_tally: dict[str, list[tuple[events.Event, Relation, Unit]]] = {}
 _tally_lock = threading.Lock()
 
 
@@ -47,10 +47,10 @@ class Account:
         if self.cap is not None and self.ledger is None:
             raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
 
-    def check(self, event: events.Event, budget: Budget) -> None:
+    def check(self, event: events.Event, budget: Budget, unit: Unit = Unit.RECORD) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
         if (ledger := self._open()) is not None:
-            ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap)
+            ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap, unit=unit)
 
     def reserve(
         self,
@@ -61,6 +61,7 @@ class Account:
         note: str = "",
         contents: Iterable[bytes | memoryview] | None = None,
         part: bool = False,
+        unit: Unit = Unit.RECORD,
     ) -> Charge:
         """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
 
@@ -69,13 +70,14 @@ class Account:
             run: its name in the ledger; empty for one that is never resumed.
             contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
             part: it may be a part of a table that the account knows, such as a fold.
+            unit: whom the promise is about; an account whose ledger was charged for another is refused.
         """
         if event is None or budget is None:
             return Charge(event)
         ledger = self._open()
         if ledger is None:
             with _tally_lock:
-                _tally.setdefault(identity(self.name), []).append((event, budget.relation))
+                _tally.setdefault(identity(self.name), []).append((event, budget.relation, unit))
             return Charge(event)
         from quietgrad.privacy.fingerprint import fingerprint
 
@@ -89,10 +91,13 @@ class Account:
             note=note,
             fingerprint=None if contents is None else fingerprint(contents),
             part=part,
+            unit=unit,
         )
         return Charge(event, ledger, reservation)
 
-    def reopen(self, event: events.Event | None, budget: Budget | None, *, run: str) -> Charge | None:
+    def reopen(
+        self, event: events.Event | None, budget: Budget | None, *, run: str, unit: Unit = Unit.RECORD
+    ) -> Charge | None:
         """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
 
         What was reserved under a name pays for that event only: another one under the same name is refused.
@@ -104,7 +109,8 @@ class Account:
         if held is None:
             return None
         found = held.reservation
-        same = (found.event, found.delta, found.relation) == (event, budget.delta, budget.relation)
+        asked = (event, budget.delta, budget.relation, unit)
+        same = (found.event, found.delta, found.relation, found.unit) == asked
         if not same or identity(found.account) != identity(self.name):
             raise BudgetError(
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
@@ -193,7 +199,9 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
         parts = list(_tally.get(identity(account), []))
     if not parts:
         return 0.0
+    if len({unit for _, _, unit in parts}) > 1:
+        raise UnprovableError(f"{account}: some runs were about records and some about people: they do not add up.")
     asked = Relation.parse(relation)
-    if asked is Relation.ADD_REMOVE and any(planned is Relation.REPLACE_ONE for _, planned in parts):
+    if asked is Relation.ADD_REMOVE and any(planned is Relation.REPLACE_ONE for _, planned, _ in parts):
         raise UnprovableError(f"{account}: a fit was made under replace-one; ask for what was spent under that.")
-    return price(events.composed([event for event, _ in parts]), delta=delta, relation=asked)
+    return price(events.composed([event for event, _, _ in parts]), delta=delta, relation=asked)

@@ -12,8 +12,9 @@ from quietgrad.curators.session import CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Reading
+from quietgrad.objectives.people import OfPeople
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FixedSize
 from quietgrad.vectors import Vector
@@ -119,12 +120,18 @@ class CentralCurator:
 
     def _charge(self, plan: Plan, run: str, note: str, *, resumed: bool, part: bool) -> Charge:
         event = plan.event if plan.is_private else None
-        found = self.account.reopen(event, plan.budget, run=run) if resumed else None
+        found = self.account.reopen(event, plan.budget, run=run, unit=self.unit) if resumed else None
         if found is not None:
             return found
         contents = None if self.account.ledger is None else self.records.fingerprint_parts()
         return self.account.reserve(
-            event, plan.budget, run=run, note=note or plan.algorithm, contents=contents, part=part
+            event,
+            plan.budget,
+            run=run,
+            note=note or plan.algorithm,
+            contents=contents,
+            part=part,
+            unit=self.unit,
         )
 
     def _session_key(self) -> bytes:
@@ -137,7 +144,13 @@ class CentralCurator:
             return self._key
         return SecureStream(self._key, f"session/{self._opened}").bytes(0, len(self._key))
 
+    @property
+    def unit(self) -> Unit:
+        """Whom its records are about: what is held decides, not what a plan says."""
+        return Unit.PERSON if isinstance(self.objective, OfPeople) else Unit.RECORD
+
     def _check(self, plan: Plan) -> None:
+        self._check_unit(plan)
         exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
         fixed = any(isinstance(slot.sampling, FixedSize) for slot in plan.schedule.slots)
         if (exact or fixed) and len(self.records) != plan.n_public:
@@ -146,4 +159,12 @@ class CentralCurator:
                 if exact
                 else "fixed-size batches need the exact n"
             )
-            raise DataError(f"the plan is for n={plan.n_public} but the data has another number of records: {why}.")
+            what = plan.unit.in_words("records")
+            raise DataError(f"the plan is for n={plan.n_public} but the data has another number of {what}: {why}.")
+
+    def _check_unit(self, plan: Plan) -> None:
+        if plan.unit is not self.unit:
+            raise DataError(
+                f"the plan counts a {plan.unit} as one and the data were given by {self.unit}: plan with "
+                f"unit={str(self.unit)!r}, n being their number."
+            )

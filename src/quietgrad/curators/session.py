@@ -22,6 +22,7 @@ from quietgrad.curators.base import Spent, relative
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
+from quietgrad.objectives.people import told
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
@@ -91,7 +92,8 @@ class CentralSession:
         raise TypeError("an open session cannot be copied or pickled: two would use the same noise.")
 
     def _see(self, objective: Reading, records: Any) -> None:
-        self.objective: Any = objective
+        self.objective: Any = told(objective)
+        self._reading = objective
         self._records = records
         self.regularizer: Regularizer = objective.regularizer
         self._zero = zeros_like(objective.initial(records))
@@ -129,7 +131,7 @@ class CentralSession:
 
     def initial(self) -> Vector:
         """The starting point, which depends on no record."""
-        return self.objective.initial(self._records)
+        return self._reading.initial(self._records)
 
     def expected_batch(self, slot: str) -> float:
         return self._slot(slot).sampling.expected_batch(self.plan.n_public)
@@ -358,11 +360,11 @@ class CentralSession:
 
     def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
         if self._compiled and batch.indices is not None:  # compiled sums never warn
-            query.sum_into(self.objective, batch, out)
+            query.sum_into(self._reading, batch, out)
             return
         # A warning about an overflow would tell that there is a record that causes it.
         with np.errstate(all="ignore"):
-            query.sum_into(self.objective, batch, out)
+            query.sum_into(self._reading, batch, out)
 
     def _spent_event(self, data_dependent: bool) -> events.Event:
         budget = self.plan.budget

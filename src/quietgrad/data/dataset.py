@@ -7,7 +7,7 @@ from a schema, the registry or an argument, never from looking at the records.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -34,7 +34,8 @@ class Dataset:
     `X` is a dense array or a scipy CSR matrix of shape (n, d). `y` holds 0…k−1 for classification and
     numbers for regression. `row_bound` is a public bound on ‖x‖₂ or None; `classes` are the values `y` may
     take, `class_names` what they stand for; `label_bounds` limit a regression target. `notes` tell a reader
-    where the rows came from and what was done to them.
+    where the rows came from and what was done to them. `person` holds the id of the person each training row is
+    about, if people have several; it is no feature and as secret as the rows.
 
     >>> import numpy as np
     >>> data = Dataset("toy", np.eye(2), np.array([0, 1]), task="binary", row_bound=1.0, classes=(0, 1))
@@ -54,6 +55,7 @@ class Dataset:
     class_names: tuple[str, ...] | None = None
     label_bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
+    person: npt.NDArray[Any] | None = field(default=None, repr=False)
     pictures: dict[str, Any] | None = None
     """What says how the rows were made of pictures, if they were."""
 
@@ -230,6 +232,8 @@ def hold_out(data: Dataset, fraction: float = 0.2) -> Dataset:
     size = int(fraction * data.n)
     test, train = np.sort(order[:size]), np.sort(order[size:])
     note = f"test set: {size} of {data.n} rows by a fixed public seed"
+    if data.person is not None:
+        raise DataError(f"{data.name}: rows of one person would be in both parts; split people before loading.")
     return replace(
         data, X=data.X[train], y=data.y[train], X_test=data.X[test], y_test=data.y[test], notes=(*data.notes, note)
     )

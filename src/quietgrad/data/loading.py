@@ -41,6 +41,7 @@ def load(
     dtype: Literal["float32", "float64"] | None = None,
     download: bool = True,
     train: bool = True,
+    person: str | None = None,
 ) -> Dataset:
     """Load a registered data set by name, or a LIBSVM, CSV, npz or parquet file.
 
@@ -49,6 +50,7 @@ def load(
     `schema` (CSV, parquet), `classes` or `task`, `n_features` (LIBSVM), `label` (CSV, parquet; the last column
     otherwise), `test` (a second file of the same kind), `format` if the suffix does not tell. `normalize_rows`
     scales rows to norm ≤ 1. `train=False` is for records that are only scored: they may all be of one class.
+    `person` names the column (CSV, parquet) of the ids of the people that rows are about; it is no feature.
 
     >>> data = load("breast-cancer", normalize_rows=True)
     >>> data.X.shape, data.X_test.shape, data.row_bound
@@ -58,14 +60,14 @@ def load(
     if path.exists() and not path.is_dir():  # a folder may well be called like a registered set
         files.check_regular(path)
         public = read_schema(schema) if schema is not None else None
-        facts: dict[str, Any] = {"schema": public, "label": label, "task": task}
+        facts: dict[str, Any] = {"schema": public, "label": label, "task": task, "person": person}
         data = _read(path, format, classes=classes, n_features=n_features, **facts)
         if test is not None:
             data = _with_test(data, Path(test), format, classes, facts)
     elif path.parent != Path(".") or path.suffix:
         raise DataError(f"{source}: no such file.")
     else:
-        given = {"schema": schema, "label": label, "task": task, "classes": classes, "test": test}
+        given = {"schema": schema, "label": label, "task": task, "classes": classes, "test": test, "person": person}
         if extra := [k for k, v in given.items() if v is not None]:
             raise DataError(f"{source} is a registered data set; {extra[0]}= applies to files only.")
         data = _registered(str(source), download)
@@ -103,16 +105,19 @@ def _read(
     task: Task | None,
     classes: Sequence[object] | None,
     n_features: int | None,
+    person: str | None,
 ) -> Dataset:
     name = path.name
     kind = format or _guess(path)
+    if person is not None and kind not in ("csv", "parquet"):
+        raise DataError(f"{name}: people's ids are read from a column of a CSV or parquet file.")
     if kind == "parquet":
-        return read_parquet(path, schema, label=label, task=task, classes=classes, name=name)
+        return read_parquet(path, schema, label=label, task=task, classes=classes, name=name, person=person)
     content = read_content(path)
     if kind == "npz":
         return parse_npz(content, task=task, classes=classes, name=name)
     if kind == "csv":
-        return parse_csv(content, schema, label=label, task=task, classes=classes, name=name)
+        return parse_csv(content, schema, label=label, task=task, classes=classes, name=name, person=person)
     X, raw = parse_libsvm(content, n_features, name=name)
     y, found, codes, names = encode_labels(name, raw, task, classes)
     notes = (

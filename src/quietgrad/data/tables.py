@@ -34,10 +34,11 @@ def parse_csv(
     classes: Sequence[object] | None = None,
     delimiter: str | None = None,
     name: str = "csv",
+    person: str | None = None,
 ) -> Dataset:
     """Parse delimited text. Without a schema every column must be numeric and keeps its own scale.
 
-    The label is `label`, or the last column.
+    The label is `label`, or the last column. `person` is the column of the ids of the people that rows are about.
 
     >>> parse_csv(b"a,b,y\\n1,2,0\\n3,4,1\\n").X.tolist()
     [[1.0, 2.0], [3.0, 4.0]]
@@ -56,7 +57,7 @@ def parse_csv(
         if schema is None and header and all(_is_number(h) for h in header):
             raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
         chunks = _column_chunks(rows, header, name)
-        return _assemble(chunks, header, schema, label, task, classes, name)
+        return _assemble(chunks, header, schema, label, task, classes, name, person)
     except csv.Error as error:
         raise DataError(f"{name}: not readable as delimited text ({error}).") from None
     except UnicodeDecodeError:
@@ -71,6 +72,7 @@ def read_parquet(
     task: Task | None = None,
     classes: Sequence[object] | None = None,
     name: str = "parquet",
+    person: str | None = None,
 ) -> Dataset:
     """Read a parquet file with pyarrow (the `data` extra), under the same rules as CSV."""
     try:
@@ -95,7 +97,7 @@ def read_parquet(
             )
         rows = max(1, min(_CHUNK, _CELLS // max(1, len(header))))
         chunks = (_parquet_columns(batch, header) for batch in table.iter_batches(batch_size=rows))
-        return _assemble(chunks, header, schema, label, task, classes, name)
+        return _assemble(chunks, header, schema, label, task, classes, name, person)
     except (pyarrow.ArrowException, OSError, MemoryError, OverflowError, UnicodeDecodeError):
         raise DataError(f"{name}: not a readable parquet file; it may be cut short.") from None
 
@@ -158,19 +160,23 @@ def _assemble(
     task: Task | None,
     classes: Sequence[object] | None,
     name: str,
+    person: str | None,
 ) -> Dataset:
     known = set(header)
     if len(known) != len(header):
         raise DataError(f"{name}: the header names a column twice.")
     target = schema.label if schema is not None else (label or (header[-1] if header else ""))
-    features = list(schema.columns) if schema is not None else [h for h in header if h != target]
-    absent = [c for c in (*features, target) if c not in known]
+    features = list(schema.columns) if schema is not None else [h for h in header if h not in (target, person)]
+    if person is not None and (person == target or person in (schema.columns if schema is not None else ())):
+        raise DataError(f"{name}: the column of people's ids cannot be the label or a feature as well.")
+    absent = [c for c in (*features, target, *([] if person is None else [person])) if c not in known]
     if absent:
         raise DataError(f"{name}: no column {absent[0]!r}; the file has {_listed(header) or 'no columns'}.")
     if not features:
         raise DataError(f"{name}: there is no column besides the label {target!r}; is the delimiter another one?")
     parts: list[npt.NDArray[np.float64]] = []
     labels: list[npt.NDArray[Any]] = []
+    ids: list[Any] = []
     seen: dict[str, str] = {}
     for columns in chunks:
         if schema is None:
@@ -182,9 +188,12 @@ def _assemble(
             raise DataError(f"{name}: a label has more than {_LONGEST_LABEL} characters; is {target!r} the label?")
         # One object for equal words, and references: an array of text would give every row the longest word's room.
         raw = np.array([seen.setdefault(word, word) for word in words], dtype=object)
+        whose = [] if person is None else [v.strip() if isinstance(v, str) else v for v in columns[person]]
         if schema is not None and schema.drop_incomplete:
-            complete = np.isfinite(block).all(axis=1)
+            complete = np.asarray(np.isfinite(block).all(axis=1))
             block, raw = block[complete], raw[complete]
+            whose = [v for v, kept in zip(whose, complete, strict=False) if kept]
+        ids += whose
         parts.append(block)
         labels.append(raw)
     if not parts:
@@ -198,7 +207,7 @@ def _assemble(
     if bounds is not None:
         y = np.clip(y.astype(np.float64), *bounds)
     notes = []
-    used = {*features, target}
+    used = {*features, target, person}
     if left_out := [h for h in header if h not in used]:
         notes.append(f"columns left out: {_listed([h or '(row name)' for h in left_out])}")
     if schema is not None and schema.drop_incomplete:
@@ -209,6 +218,7 @@ def _assemble(
             row_bound=schema.row_bound if schema is not None else None,
             notes=tuple(notes), class_names=class_names, label_bounds=bounds,
             feature_names=schema.feature_names if schema is not None else tuple(features),
+            person=None if person is None else np.array([*ids, None], dtype=object)[:-1],
         )
     )  # fmt: skip
 

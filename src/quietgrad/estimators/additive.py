@@ -25,6 +25,8 @@ from quietgrad.estimators.classifiers import PrivateLogisticRegression, codes_of
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
 from quietgrad.estimators.columns import Columns
 from quietgrad.estimators.regressors import PrivateLinearRegression
+from quietgrad.estimators.whom import Whom, named, without
+from quietgrad.objectives.people import Combine
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
@@ -56,6 +58,7 @@ class _Additive(PrivateLinearModel):
 
     def _rows(self, X: Any) -> Any:
         check_is_fitted(self)
+        X = without(X, getattr(self, "person_column_", None))
         return self.shapes_.expand(self._columns.numbers(X))
 
     def _bins(self, n: int) -> int:
@@ -107,9 +110,9 @@ class _Additive(PrivateLinearModel):
                 features.append(Feature(name, float(frame.low[j]), float(frame.high[j]), bins))
         return Shapes(tuple(features), self._pairs())
 
-    def _fit_shapes(self, Z: Any, y: Any, *, labels: tuple[Slot, ...], classes: int, start: Any) -> Any:
+    def _fit_shapes(self, Z: Any, y: Any, *, whom: Whom, labels: tuple[Slot, ...], classes: int, start: Any) -> Any:
         """Plan everything, look, expand, fit. ``start(session)`` gives the loss and the targets after its look."""
-        n, budget, given = Z.shape[0], self._budget(), self._given()
+        n, budget, given = whom.count(Z.shape[0]), self._budget(), self._given()
         bins = self._bins(n)
         look = look_for(self._public_n(n), Z.shape[1], budget=budget, feature_bounds=given, **self._look_shape())
         # The bins need the whole of a range: what is rare and far away is often what matters.
@@ -129,22 +132,22 @@ class _Additive(PrivateLinearModel):
         looks = tuple(
             Slot(name, FullBatch(), fixed=look_noise(budget, share)) for name, share in look.shares().items()
         )
-        plan = make_plan(method, n=self._public_n(n), budget=budget, looks=(*labels, *looks))
-        session = self._open(LabelSet() if labels else Squared(), (Z, y), plan)
+        plan = make_plan(method, n=self._public_n(n), budget=budget, looks=(*labels, *looks), unit=whom.unit)
+        session = self._open(whom.asks(LabelSet() if labels else Squared()), whom.of_data((Z, y)), plan)
         try:
             loss, targets, notes = start(session)
-            session.reread(Squared(), (Z, np.asarray(targets, dtype=np.float64)))
+            session.reread(whom.asks(Squared()), whom.of_data((Z, np.asarray(targets, dtype=np.float64))))
             found = found_frame(look, session, Z.shape[1], budget.relation)
             frame = frame_of(found)
             assert frame is not None
             self.shapes_ = self._shapes(frame, bins)
-            session.reread(loss, (self.shapes_.expand(Z), frame.targets(targets)))
+            session.reread(whom.asks(loss), whom.of_data((self.shapes_.expand(Z), frame.targets(targets))))
         except (QuietgradError, ValueError):
             refuse_after(session)
             raise
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")
-        weights, bias = self._train(session, method, notes)
+        weights, bias = self._train(session, method, (*whom.notes, *notes))
         self._keep(weights, bias, frame)
         return self
 
@@ -223,7 +226,7 @@ class _Additive(PrivateLinearModel):
         figure.tight_layout()
         return figure
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Any:
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, *, person: Any = None) -> Any:
         """Not offered."""
         raise NotImplementedError("an additive model is fitted at once; give fit all records.")
 
@@ -295,12 +298,26 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
 
     _look = PrivateLogisticRegression._look
 
-    def fit(self, X: Any, y: Any) -> PrivateAdditiveClassifier:
-        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing."""
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        person: Any = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+    ) -> PrivateAdditiveClassifier:
+        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing.
+
+        ``person``, ``combine`` and ``records_per_person`` are those of
+        :class:`~quietgrad.estimators.PrivateLogisticRegression`.
+        """
+        X, ids = named(X, person)
         public = self.classes if self.classes is not None else public_labels(y)
         Z, y = self._check_inputs(X, y)
         y = np.asarray(y)
         declared = None if public is None else declared_classes(public, y)
+        whom = Whom.of(ids, len(Z), combine, records_per_person)
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
             notes: tuple[str, ...] = ()
@@ -314,11 +331,12 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
             loss = Logistic(intercept=True) if k == 2 else Multinomial(k, intercept=True)
             return loss, codes_of(self.classes_, y), notes
 
-        labels = () if declared is not None else (self._look(len(Z)),)
+        labels = () if declared is not None else (self._look(whom.count(len(Z))),)
         known = 2 if declared is None else len(declared)
         data = y if declared is None else np.searchsorted(declared, y)
-        fitted: PrivateAdditiveClassifier = self._fit_shapes(Z, data, labels=labels, classes=known, start=start)
-        return fitted
+        self._fit_shapes(Z, data, whom=whom, labels=labels, classes=known, start=start)
+        self.person_column_ = person if isinstance(person, str) else None
+        return self
 
     def decision_function(self, X: Any) -> Any:
         """Scores: one per record for two classes, else one per record and class."""
@@ -377,18 +395,33 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
 
     _target_bounds = PrivateLinearRegression._target_bounds
 
-    def fit(self, X: Any, y: Any) -> PrivateAdditiveRegressor:
-        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing."""
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        person: Any = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+    ) -> PrivateAdditiveRegressor:
+        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
+
+        ``person``, ``combine`` and ``records_per_person`` are those of
+        :class:`~quietgrad.estimators.PrivateLogisticRegression`.
+        """
+        X, ids = named(X, person)
         Z, y = self._check_inputs(X, y)
         y = np.asarray(y, dtype=np.float64)
-        self._bounds_of_targets = self._target_bounds(len(Z))
+        whom = Whom.of(ids, len(Z), combine, records_per_person)
+        self._bounds_of_targets = self._target_bounds(whom.count(len(Z)))
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
             found = ("the range of the targets was found privately",) if self._bounds_of_targets is None else ()
             return Squared(intercept=True), y, found
 
-        fitted: PrivateAdditiveRegressor = self._fit_shapes(Z, y, labels=(), classes=2, start=start)
-        return fitted
+        self._fit_shapes(Z, y, whom=whom, labels=(), classes=2, start=start)
+        self.person_column_ = person if isinstance(person, str) else None
+        return self
 
     def _look_shape(self) -> dict[str, Any]:
         return {"regression": True, "target_bounds": self._bounds_of_targets}

@@ -24,6 +24,7 @@ from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, QuietgradError, TooNoisyWarning
+from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.frame import Frame
@@ -36,6 +37,7 @@ from quietgrad.training import plan as make_plan
 from quietgrad.training import run
 from quietgrad.training.result import Privacy, Result
 
+_ROWS = Whom()
 _SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
 
 
@@ -110,6 +112,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _features(self, X: Any) -> Any:
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
+        X = without(X, getattr(self, "person_column_", None))
         refuse_text(X, "X")
         X = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         limits = self.feature_range_
@@ -126,7 +129,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     # --- the plan ---------------------------------------------------------------------------------------------
 
-    def _method(self, n: int, features: int) -> Algorithm:
+    def _method(self, n: int, features: int, whom: Whom = _ROWS) -> Algorithm:
         if isinstance(self.algorithm, str):
             return _by_name(self.algorithm, self._public_n(n))
         if self.algorithm is not None:
@@ -138,8 +141,17 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             feature_bounds=getattr(self, "_bounds", None),
             row_bound=self.row_bound,
             sparse=getattr(self, "_is_sparse", False),
-            **self._shape(),
+            **self._shape_for(whom),
         )
+
+    def _shape_for(self, whom: Whom) -> dict[str, Any]:
+        """The shape of the task; standard errors rest on a curvature that is bounded for means of records only."""
+        shape = self._shape()
+        if whom.means:
+            return shape
+        if self.inference:
+            raise ValueError("inference: standard errors need combine='mean' and all of a person's records.")
+        return {**shape, "inference": False}
 
     def _shape(self) -> dict[str, Any]:
         """What the default method is told about the task."""
@@ -155,13 +167,14 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             return n
         return self.n_public
 
-    def _plan(self, n: int, features: int, looks: tuple[Slot, ...] = ()) -> Plan:
+    def _plan(self, n: int, features: int, looks: tuple[Slot, ...] = (), whom: Whom = _ROWS) -> Plan:
         """The plan of a whole fit, looks at the labels included."""
-        return make_plan(self._method(n, features), n=self._public_n(n), budget=self._budget(), looks=looks)
+        method = self._method(n, features, whom)
+        return make_plan(method, n=self._public_n(n), budget=self._budget(), looks=looks, unit=whom.unit)
 
-    def _planned(self, n: int, features: int) -> Plan:
+    def _planned(self, n: int, features: int, whom: Whom = _ROWS) -> Plan:
         """The plan that a fit on ``n`` records would make."""
-        return self._plan(n, features)
+        return self._plan(n, features, whom=whom)
 
     def _signal(self, n: int) -> float:
         """nμ: records per unit of the budget's noise, which decides what can be found."""
@@ -200,7 +213,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         self.feature_range_ = None if limits is None else (np.array(limits[0]), np.array(limits[1]))
         return session.objective.coefficients(result.params)
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Any:
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, *, person: Any = None) -> Any:
         """Learn from further people, who must be in no earlier call; the models are averaged by numbers of records.
 
         Every call spends the whole budget on its own people and nothing on anybody else's: for each person the
@@ -209,7 +222,9 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
         Args:
             classes: the label set, at the first call, where it is not a setting already.
+            person: one id per record; whoever is in one call with some of their records is in no other.
         """
+        X, person = named(X, person)
         first = not hasattr(self, "_parts")
         if not first:
             refuse_text(X, "X")
@@ -232,7 +247,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             raise ValueError("partial_fit: declare the classes, here or as a setting: classes=[...].")
         part = 1 if first else self._parts + 1
         model.set_params(account=f"{self.account}, part {part}")
-        model.fit(X, y)
+        model.fit(X, y, person=person)
         n = model.result_.n_public
         if first:
             self._seen_records = 0

@@ -15,6 +15,8 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, QuietgradError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after, refuse_weights
+from quietgrad.estimators.whom import Whom, named
+from quietgrad.objectives.people import Combine
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
@@ -23,6 +25,7 @@ from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.mechanisms import FrequentLabels
 from quietgrad.sampling import FullBatch
 
+_ROWS = Whom()
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
 _FEW = 300  # nμ below which a look at the labels takes more of the budget
 
@@ -31,35 +34,56 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     classes: Sequence[Any] | None
     class_weight: Mapping[Any, float] | None
 
-    def fit(self, X: Any, y: Any, **options: Any) -> Any:
-        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing."""
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        person: Any = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing.
+
+        Args:
+            person: whom each record is about: one id per record, or the name of a column of a data frame, which is
+                then no feature. The promise is to people with all their records; without it, to single records.
+            combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
+            records_per_person: the most of a person's records that one release looks at.
+        """
         refuse_weights(options)
-        X, y, declared = self._accept(X, y)
-        n, features = X.shape
+        table, ids = named(X, person)
+        X, y, declared = self._accept(table, y)
+        whom = Whom.of(ids, X.shape[0], combine, records_per_person)
+        n, features = whom.count(X.shape[0]), X.shape[1]
         looks = () if declared is not None else (self._look(n),)
-        method = self._method(n, features)
-        plan = self._plan(n, features, looks)
-        notes: tuple[str, ...] = ()
+        method = self._method(n, features, whom)
+        plan = self._plan(n, features, looks, whom)
+        notes = whom.notes
         if declared is not None:
             loss = self._loss(len(declared), declared)
             self.classes_ = declared
             if self.classes is None:
-                notes = ("the classes are those that the type of y lists, which is taken as public",)
-            session = self._open(loss, (X, np.searchsorted(declared, y)), plan)
+                notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
+            whom.check(method, loss)
+            session = self._open(whom.asks(loss), whom.of_data((X, np.searchsorted(declared, y))), plan)
         else:
-            self._loss(2, np.arange(2))  # settings are checked before anything is reserved
-            session = self._open(LabelSet(), (X, y), plan)
+            whom.check(method, self._loss(2, np.arange(2)))  # settings are checked before anything is reserved
+            session = self._open(whom.asks(LabelSet()), whom.of_data((X, y)), plan)
             self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
-            notes = (f"{len(self.classes_)} classes were found privately; rarer labels count as the first",)
+            rare = f"{len(self.classes_)} classes were found privately; rarer labels count as the first"
+            notes = (*notes, rare)
             try:
                 found = self._loss(two_or_more(self.classes_), self.classes_)
-                session.reread(found, (X, codes_of(self.classes_, y)))
+                session.reread(whom.asks(found), whom.of_data((X, codes_of(self.classes_, y))))
             except (QuietgradError, ValueError):
                 refuse_after(session)
                 raise
         weights, bias = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
         self.intercept_ = bias
+        self.person_column_ = person if isinstance(person, str) else None
         return self
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
@@ -83,9 +107,9 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         inference = False if self.inference is None and known != 2 else self.inference
         return {"inference": inference, "outputs": 1 if known in (None, 2) else known}
 
-    def _planned(self, n: int, features: int) -> Plan:
+    def _planned(self, n: int, features: int, whom: Whom = _ROWS) -> Plan:
         """With a look at the labels if they are not declared."""
-        return self._plan(n, features, () if self.classes is not None else (self._look(n),))
+        return self._plan(n, features, () if self.classes is not None else (self._look(n),), whom)
 
     def _look(self, n: int) -> Slot:
         """The private look at the labels: a share of the budget, and of δ for a rare label that passes."""

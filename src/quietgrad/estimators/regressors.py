@@ -13,6 +13,8 @@ from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel, refuse_weights
+from quietgrad.estimators.whom import Whom, named
+from quietgrad.objectives.people import Combine
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Huber, Squared
 from quietgrad.privacy.budget import Budget
@@ -24,22 +26,43 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     target_bounds: tuple[float, float] | None
     _regression = True
 
-    def fit(self, X: Any, y: Any, **options: Any) -> Any:
-        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing."""
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        person: Any = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
+
+        Args:
+            person: whom each record is about: one id per record, or the name of a column of a data frame, which is
+                then no feature. The promise is to people with all their records; without it, to single records.
+            combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
+            records_per_person: the most of a person's records that one release looks at.
+        """
         refuse_weights(options)
-        X, y, bounds = self._accept(X, y)
-        n, features = X.shape
-        method = self._method(n, features)
+        table, ids = named(X, person)
+        X, y, bounds = self._accept(table, y)
+        whom = Whom.of(ids, X.shape[0], combine, records_per_person)
+        n, features = whom.count(X.shape[0]), X.shape[1]
+        bounds = self._target_bounds(n)
+        method = self._method(n, features, whom)
         looks_itself = isinstance(method, WhitenedGD) and method.look is not None
         scale = None
         if not looks_itself:  # another method sees targets scaled to ±2 by public bounds
             if bounds is None:
                 raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
             scale = Frame(np.zeros(1), np.ones(1), bounds)
-        plan = self._plan(n, features)
-        session = self._open(self._loss(), (X, y if scale is None else scale.targets(y)), plan)
+        plan = self._plan(n, features, whom=whom)
+        whom.check(method, self._loss())
+        data = whom.of_data((X, y if scale is None else scale.targets(y)))
+        session = self._open(whom.asks(self._loss()), data, plan)
         found = ("the range of the targets was found privately",) if bounds is None else ()
-        weights, bias = self._train(session, method, found)
+        weights, bias = self._train(session, method, (*whom.notes, *found))
         self.coef_, self.intercept_ = weights[:, 0], float(bias[0])
         if scale is not None:
             self.coef_ = self.coef_ * scale.target_scale
@@ -47,6 +70,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         limits = self.result_.details.get("target_range") or bounds
         assert limits is not None
         self.target_range_ = (float(limits[0]), float(limits[1]))
+        self.person_column_ = person if isinstance(person, str) else None
         return self
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:

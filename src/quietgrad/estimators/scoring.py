@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from quietgrad.algorithms.tabulate import Tabulate
 from quietgrad.errors import DataError
+from quietgrad.estimators.whom import Whom, named
+from quietgrad.objectives.people import People
 from quietgrad.objectives.queries.evaluation import Tabulation
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
 from quietgrad.privacy.budget import Budget, Relation
@@ -90,6 +92,8 @@ def private_score(
     cap: Budget | None = None,
     n_public: int | None = None,
     target_bounds: tuple[float, float] | None = None,
+    person: Any = None,
+    records_per_person: int | None = None,
 ) -> PrivateScore:
     """Score a fitted model on held-out people within (ε, δ), charged to their account.
 
@@ -99,6 +103,9 @@ def private_score(
         X, y: the held-out people; if they are among those the model was fitted on, name the same account.
         epsilon, delta, relation, ledger, account, cap, n_public: as in the estimators.
         target_bounds: for a regressor without ``target_range_``, the public interval that targets lie in.
+        person: one id per record, or the name of a column of ``X``: the promise is to people, and every number is
+            a mean over people of the mean of their records.
+        records_per_person: the most of a person's records that are looked at.
 
     >>> from quietgrad.estimators import PrivateLogisticRegression
     >>> X = np.random.default_rng(0).standard_normal((8000, 2))
@@ -109,13 +116,15 @@ def private_score(
     (True, 0.5)
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
+    X, ids = named(X, person)
     y = np.asarray(y)
     if y.ndim != 1 or not len(y):
         raise DataError("y: must be one label or number per held-out record.")
     if y.dtype.kind == "c":
         raise DataError("y: Complex data not supported; give labels or real numbers.")
-    public = n_public if n_public is not None and budget.relation is Relation.ADD_REMOVE else len(y)
-    publish = _publisher(budget, ledger, account, cap, n_public, _features_of(X))
+    whom = Whom.of(ids, len(y), "mean", records_per_person)
+    public = n_public if n_public is not None and budget.relation is Relation.ADD_REMOVE else whom.count(len(y))
+    publish = _publisher(budget, ledger, account, cap, n_public, _features_of(X), whom.people)
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
         if not np.isin(y, classes).all():
@@ -124,7 +133,7 @@ def private_score(
         if len(classes) == 2:
             return _binary(model, X, codes, classes, publish, public)
         return _multiclass(model, X, codes, classes, publish)
-    return _regression(model, X, y, target_bounds, publish)
+    return _regression(model, X, y, target_bounds, publish, whom.count(len(y)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,13 @@ class _Released:
 
 
 def _publisher(
-    budget: Budget, ledger: Any, account: str, cap: Budget | None, n_public: int | None, people: Any
+    budget: Budget,
+    ledger: Any,
+    account: str,
+    cap: Budget | None,
+    n_public: int | None,
+    people: Any,
+    person: People | None,
 ) -> Callable[..., _Released]:
     def publish(cells: Any, size: int, groups: int, weights: Any = None) -> _Released:
         from quietgrad.training.minimizing import minimize
@@ -150,6 +165,8 @@ def _publisher(
             account=account,
             cap=cap,
             n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
+            person=person,
+            records_per_person=None if person is None else person.records_per_person,
         )
         exact = budget.relation is Relation.REPLACE_ONE
         n = float(result.n_public) if exact or n_public is not None else None
@@ -311,7 +328,7 @@ def _multiclass(model: Any, X: Any, codes: Any, classes: Any, publish: Callable[
 
 
 def _regression(
-    model: Any, X: Any, y: Any, bounds: tuple[float, float] | None, publish: Callable[..., _Released]
+    model: Any, X: Any, y: Any, bounds: tuple[float, float] | None, publish: Callable[..., _Released], count: int
 ) -> PrivateScore:
     """Sums of (e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
     bounds = bounds if bounds is not None else getattr(model, "target_range_", None)
@@ -328,7 +345,7 @@ def _regression(
     error, place = np.abs(predicted - target) / width, (target - low) / width
     sums = np.stack([error**2, error, place, place**2], axis=1)
     released = publish(np.tile(np.arange(len(_SUMS)), (len(y), 1)), len(_SUMS), len(_SUMS), sums)
-    n = released.n if released.n is not None else float(len(y))
+    n = released.n if released.n is not None else float(count)
 
     def read(counts: Floats) -> Floats:
         mean = counts / n

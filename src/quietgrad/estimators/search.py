@@ -26,11 +26,13 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyWarning
+from quietgrad.estimators.whom import Whom, named
+from quietgrad.objectives.people import Combine, People
 from quietgrad.objectives.queries.scores import MeanScore, Scoring
 from quietgrad.plans.price import price
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
 
@@ -100,18 +102,32 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         self.account = account
         self.cap = cap
 
-    def fit(self, X: Any, y: Any) -> PrivateSearch:
-        """Search, and keep the best round's model; its cost is reserved before the first round."""
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        person: Any = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+    ) -> PrivateSearch:
+        """Search, and keep the best round's model; its cost is reserved before the first round.
+
+        With ``person`` (one id per record, or the name of a column) people are held out with all their records.
+        """
+        X, ids = named(X, person)
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         self._check()
         each = self._each()
         probe = clone(self.estimator)
         accepted, y, _ = probe._accept(X, y)  # whatever cannot be fitted is refused before anything is reserved
-        n, features = accepted.shape
+        whom = Whom.of(ids, accepted.shape[0], combine, records_per_person)
+        n, features = whom.count(accepted.shape[0]), accepted.shape[1]
         X = X if hasattr(X, "iloc") else accepted
         train, test, public_train, public_test = self._split(n, budget)
+        trained, train, test = _rows_of(whom, train, test)
         public = n if budget.relation is Relation.REPLACE_ONE else self._n_public(n)
-        plan = price(lambda z: self._plan(z, public, budget), budget)
+        plan = price(lambda z: self._plan(z, public, budget, whom.unit), budget)
         grid = [
             dict(zip(self.param_grid, values, strict=True))
             for values in itertools.product(*self.param_grid.values())
@@ -120,8 +136,10 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         whole = Charge(plan.event)
         for model in rounds:  # and so is whatever cannot be a round
             model._accept(X, y)
-            whole.part(model._planned(public_train, features).event, budget)
-        curator = CentralCurator(Scoring(), (X, y), ledger=self.ledger, account=self.account, cap=self.cap)
+            whole.part(model._planned(public_train, features, whom).event, budget)
+        curator = CentralCurator(
+            whom.asks(Scoring()), whom.of_data((X, y)), ledger=self.ledger, account=self.account, cap=self.cap
+        )
         session = curator.open(plan, note="search")
         best = None
         for k in range(_rounds(self.mean_rounds, session.uniform("rounds"))):
@@ -130,7 +148,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             model._within = session.charge
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
-                model.fit(_safe_indexing(X, train), y[train])
+                model.fit(_safe_indexing(X, train), y[train], person=trained)
             model._within = None  # a later fit of the chosen model is a fit of its own
             total = session.release("round", MeanScore(partial(each, model), test))
             if best is None or total[0] > best[0]:
@@ -184,11 +202,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
     def _n_public(self, n: int) -> int:
         return int(getattr(self.estimator, "n_public", None) or n)
 
-    def _plan(self, z: float, n: int, budget: Budget) -> Plan:
+    def _plan(self, z: float, n: int, budget: Budget, unit: Unit = Unit.RECORD) -> Plan:
         """Training and scoring see disjoint records, so a round costs one Gaussian release of multiplier z."""
         slot = Slot("round", FullBatch(), count=_ROUNDS)
         schedule = Schedule((slot,), "select", rounds=(float(self.mean_rounds), 1.0))
-        return Plan("private-search", {"mean_rounds": self.mean_rounds}, schedule, n, budget, z)
+        return Plan("private-search", {"mean_rounds": self.mean_rounds}, schedule, n, budget, z, unit=unit)
 
     def _candidate(self, setting: Mapping[str, Any], n: int, plan: Plan, budget: Budget) -> Any:
         """A round's estimator, with a budget that a fit of un-sampled Gaussian releases meets at that cost."""
@@ -280,6 +298,14 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
             raise DataError(
                 "estimator: declare its classes as public; a search cannot look for them in every round."
             )
+
+
+def _rows_of(whom: Whom, train: Any, test: Any) -> tuple[People | None, Any, Any]:
+    """Who trains, and the rows of those who train and of those who score."""
+    if whom.people is None:
+        return None, train, test
+    rows, people = whom.people.only(train)
+    return people, rows, whom.people.only(test)[0]
 
 
 def _right(model: Any, X: Any, y: Any) -> Any:

@@ -20,6 +20,7 @@ from quietgrad.curators.base import Session
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel
 from quietgrad.estimators.columns import Columns
+from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
 from quietgrad.objectives.tables.layout import refuse_text
@@ -108,12 +109,13 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
 
     _declared_bounds = PrivateLinearModel._declared_bounds
 
-    def fit(self, X: Any, y: Any = None) -> Any:
-        """Find the ranges that are not declared."""
+    def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
+        """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
         refuse_text(X, "X")
         rows = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32])
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
-        n, features = rows.shape
+        whom = Whom.of(person, rows.shape[0])
+        n, features = whom.count(rows.shape[0]), rows.shape[1]
         public = self.n_public if self.n_public and budget.relation is Relation.ADD_REMOVE else n
         sparse = not isinstance(rows, np.ndarray)
         bounds = self._declared_bounds(X, features)
@@ -123,8 +125,8 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
             from quietgrad.training import minimize
 
             result = minimize(
-                Squared(), (rows, np.zeros(n)), _Ranges(look), budget=budget, ledger=self.ledger,
-                account=self.account, cap=self.cap, n_public=public,
+                Squared(), (rows, np.zeros(rows.shape[0])), _Ranges(look), budget=budget, ledger=self.ledger,
+                account=self.account, cap=self.cap, n_public=public, person=whom.people,
             )  # fmt: skip
             self.privacy_ = result.privacy
             low, high = result.details["feature_range"]

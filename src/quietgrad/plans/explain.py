@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.budget import Relation, Unit
 
 _NEIGHBOURS = {
     Relation.ADD_REMOVE: "adding or removing one record",
@@ -14,7 +14,12 @@ _SENSITIVITY = {Relation.ADD_REMOVE: "C", Relation.REPLACE_ONE: "2C"}
 
 def explain(plan: Plan) -> str:
     """Return the text that :meth:`quietgrad.plans.schedule.Plan.explain` prints."""
-    head = f"{plan.algorithm} on n = {plan.n_public} records (a public number)"
+    return plan.unit.in_words(_records(plan))
+
+
+def _records(plan: Plan) -> str:
+    whom = "" if plan.unit is Unit.RECORD else "; one is a person with everything that is recorded of them"
+    head = f"{plan.algorithm} on n = {plan.n_public} records (a public number{whom})"
     if plan.budget is None:
         return f"{head}\nNOT PRIVATE: no noise is added, and no ε can be stated."
     relation = plan.budget.relation

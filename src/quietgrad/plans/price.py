@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from quietgrad.errors import BudgetError
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.budget import Budget, Unit
 
 if TYPE_CHECKING:
     from quietgrad.algorithms.base import Releases
@@ -37,21 +37,25 @@ def plan(
     budget: Budget | None,
     noise_multiplier: float | None = None,
     looks: tuple[Slot, ...] = (),
+    unit: str | Unit = "record",
 ) -> Plan:
     """Price ``algorithm`` on ``n`` records without touching any: find the noise that meets ``budget``.
 
     Args:
-        n: the number of records, a public constant.
+        n: the number of records, or of people if they are the ``unit``; a public constant.
         budget: the promise, or ``None`` for a run without noise that is not private.
         noise_multiplier: fix the noise instead; the plan's ε is then whatever it proves to be.
         looks: releases made before the algorithm starts, such as labels or ranges found privately; they share
             the budget and the session.
+        unit: ``"person"`` if people have several records each (``person=`` of the run): the arithmetic is the same,
+            of people.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
     >>> p = plan(DPGD(steps=30), n=10000, budget=Budget(1.0, 1e-5))
     >>> round(p.noise_multiplier, 1), round(p.epsilon(), 2)
     (20.4, 1.0)
     """
+    kind = Unit.parse(unit)
     if isinstance(n, bool) or int(n) != n or n < 1:
         raise ValueError(f"n={n!r}: must be a whole number ≥ 1.")
     if budget is not None and not algorithm.private:
@@ -63,7 +67,7 @@ def plan(
         schedule = replace(schedule, slots=(*looks, *schedule.slots))
 
     def made(z: float, paper: str | None = None) -> Plan:
-        return Plan(algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper)
+        return Plan(algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper, kind)
 
     if budget is None:
         return made(0.0)

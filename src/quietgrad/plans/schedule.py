@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.sampling import Sampling, SinglePass
 
@@ -196,6 +196,7 @@ class Plan:
 
     ``budget=None`` is a non-private run without noise. ``noise_multiplier`` is σ of the noise on the sum ÷ C of a
     slot whose relative noise is 1; ``paper_noise`` marks a paper's own formula, whose ε is proved, not claimed.
+    ``unit`` is what n_public counts and a contribution is bounded of: records, or people with all their records.
     """
 
     algorithm: str
@@ -205,6 +206,7 @@ class Plan:
     budget: Budget | None
     noise_multiplier: float
     paper_noise: str | None = None
+    unit: Unit = Unit.RECORD
 
     @property
     def is_private(self) -> bool:
@@ -279,6 +281,7 @@ class Plan:
             "algorithm": self.algorithm,
             "config": dict(self.config),
             "n_public": self.n_public,
+            "unit": str(self.unit),
             "budget": None if self.budget is None else self.budget.to_json(),
             "noise_multiplier": self.noise_multiplier,
             "paper_noise": self.paper_noise,

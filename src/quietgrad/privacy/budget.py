@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -30,6 +31,35 @@ class Relation(StrEnum):
             return cls(value)
         except ValueError:
             raise ValueError(f"relation={value!r}: must be 'add-remove' or 'replace-one'.") from None
+
+
+class Unit(StrEnum):
+    """Whom a promise is about: what a "record" of a relation is.
+
+    ``record``: one row of the data. ``person``: somebody with all their rows, however many. An ε of one says little
+    about the other, so one account has one unit.
+    """
+
+    RECORD = "record"
+    PERSON = "person"
+
+    @classmethod
+    def parse(cls, value: str | Unit) -> Unit:
+        """Return the unit named ``value``.
+
+        >>> Unit.parse("person").in_words("every record, of 3 records")
+        'every person, of 3 people'
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(f"unit={value!r}: must be 'record' or 'person'.") from None
+
+    def in_words(self, text: str) -> str:
+        """A sentence about records, said of this unit."""
+        if self is Unit.RECORD:
+            return text
+        return re.sub(r"\brecord\b", "person", re.sub(r"\brecords\b", "people", text))
 
 
 def check_delta(delta: float) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounts import checked, identity
-from quietgrad.privacy.budget import Budget, Relation, check_delta
+from quietgrad.privacy.budget import Budget, Relation, Unit, check_delta
 from quietgrad.privacy.chain import Chain, Entry, anchor, check_anchor
 from quietgrad.privacy.fingerprint import fingerprint
 from quietgrad.privacy.spending import Book, Held, Reservation, may_give_back, total
@@ -72,6 +72,7 @@ class Ledger:
         note: str = "",
         fingerprint: str | None = None,
         part: bool = False,
+        unit: str | Unit = "record",
     ) -> Reservation:
         """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
 
@@ -81,6 +82,8 @@ class Ledger:
         one account, kept as first spelled.
         ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``; the table of a ``part`` (a
         fold of a cross-validation) is expected to differ from others of its account.
+        ``unit`` is whom the promise is about; an account has one, and an entry of another is refused: what it costs
+        a person with k records is not known.
         """
         account = checked(account)
         if not isinstance(run, str):
@@ -93,6 +96,7 @@ class Ledger:
             "event": _check_event("event", event).to_json(),
             "delta": check_delta(delta),
             "relation": str(Relation.parse(relation)),
+            "unit": str(Unit.parse(unit)),
             "cap": None if cap is None else cap.to_json(),
             "note": note,
             "fingerprint": fingerprint,
@@ -100,6 +104,7 @@ class Ledger:
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
             body["account"] = account = book.name(account)
+            check_unit(account, book.units(account), Unit.parse(unit))
             _check_caps(book, account, event, relation, cap)
             found = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
             for message in found:  # before the append: where warnings are errors, nothing gets spent
@@ -108,10 +113,18 @@ class Ledger:
         return Reservation.from_body(body)
 
     def check_cap(
-        self, account: str, event: events.Event, *, relation: str | Relation, cap: Budget | None = None
+        self,
+        account: str,
+        event: events.Event,
+        *,
+        relation: str | Relation,
+        cap: Budget | None = None,
+        unit: str | Unit = "record",
     ) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
-        _check_caps(self.book(), checked(account), _check_event("event", event), relation, cap)
+        book = self.book()
+        check_unit(checked(account), book.units(account), Unit.parse(unit))
+        _check_caps(book, checked(account), _check_event("event", event), relation, cap)
 
     def close(
         self,
@@ -273,6 +286,16 @@ def _check_event(name: str, value: events.Event) -> events.Event:
     if not isinstance(value, events.Event):
         raise TypeError(f"{name}={value!r}: must be an event of quietgrad.privacy.events.")
     return value
+
+
+def check_unit(account: str, known: Sequence[Unit], asked: Unit) -> None:
+    """Raise ``BudgetError`` if an account that counts one unit is to be charged for another."""
+    if any(unit is not asked for unit in known):
+        other = Unit.PERSON if asked is Unit.RECORD else Unit.RECORD
+        raise BudgetError(
+            f"account {account!r}: its entries are about a {other} each and this run about a {asked}, so they do "
+            f"not add up. Run it by {other} too, or name another account; nothing was reserved."
+        )
 
 
 def _check_relation(planned: Sequence[Relation], asked: Relation) -> None:

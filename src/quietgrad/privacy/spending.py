@@ -16,7 +16,7 @@ from typing import Any
 from quietgrad.errors import LedgerError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounts import identity
-from quietgrad.privacy.budget import Budget, Relation, check_delta
+from quietgrad.privacy.budget import Budget, Relation, Unit, check_delta
 from quietgrad.privacy.chain import Entry
 
 
@@ -30,6 +30,7 @@ class Reservation:
     event: events.Event
     delta: float
     relation: Relation
+    unit: Unit = Unit.RECORD
 
     @cached_property
     def epsilon(self) -> float:
@@ -48,6 +49,7 @@ class Reservation:
             event=events.from_json(body["event"]),
             delta=check_delta(body["delta"]),
             relation=Relation.parse(body["relation"]),
+            unit=Unit.parse(body.get("unit", "record")),  # older entries do not say: they were about records
         )
 
 
@@ -150,6 +152,10 @@ class Book:
     def relations(self, account: str) -> tuple[Relation, ...]:
         """The relations that what counts for one account was planned under."""
         return tuple(dict.fromkeys(h.reservation.relation for h in self.of(account) if h.counts is not None))
+
+    def units(self, account: str) -> tuple[Unit, ...]:
+        """What was counted as one in what counts for one account."""
+        return tuple(dict.fromkeys(h.reservation.unit for h in self.of(account) if h.counts is not None))
 
     def table_warnings(self, account: str, fingerprint: str, *, part: bool = False) -> list[str]:
         """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""

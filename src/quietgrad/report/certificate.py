@@ -6,12 +6,13 @@ Everything here comes from a saved result and its ledger; nothing is computed fr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.mechanisms import from_json as mechanism_from
 from quietgrad.training.result import Privacy, Result
 
@@ -30,8 +31,12 @@ _ACCOUNTANTS = {
     "rdp": "Rényi differential privacy",
     "pure": "pure ε-differential privacy, which holds with δ = 0",
 }
-ASSUMPTIONS = (
-    "One person is one record. Someone with k records is protected only at the k-fold group level.",
+_WHOM = {
+    Unit.RECORD: "One person is one record. Someone with k records is protected only at the k-fold group level.",
+    Unit.PERSON: "Records were told apart by the ids that were given: whoever had several ids is protected only as "
+    "each of them.",
+}
+_ASSUMPTIONS = (
     "Whoever is called trusted above kept what they hold to themselves; the promise is about what was released.",
     "Noise and samples came from a cryptographic generator with a fresh secret key, which was destroyed.",
     "Everything in the configuration (bounds, classes, vocabularies, step sizes) was chosen without these records.",
@@ -84,7 +89,19 @@ class Certificate:
     @property
     def relation_words(self) -> str:
         """The neighbouring relation in words."""
-        return "" if self.privacy.relation is None else RELATION_WORDS[self.privacy.relation]
+        if self.privacy.relation is None:
+            return ""
+        words = self.privacy.unit.in_words(RELATION_WORDS[self.privacy.relation])
+        if self.privacy.unit is Unit.RECORD:
+            return words
+        return (
+            f"{words} A person is somebody with all the records about them, however many; how many is not public."
+        )
+
+    @property
+    def whom(self) -> str:
+        """What an attacker learns little about."""
+        return "one person's record" if self.privacy.unit is Unit.RECORD else "one person, with all their records"
 
     @property
     def accountant_words(self) -> str:
@@ -103,6 +120,12 @@ class Certificate:
         if self.privacy.epsilon is None or self.privacy.delta is None:
             return None
         return detection(self.privacy.epsilon, self.privacy.delta, 0.05)
+
+
+def assumptions(privacy: Iterable[Privacy]) -> tuple[str, ...]:
+    """What the statements of some runs rest on."""
+    units = dict.fromkeys(one.unit for one in privacy)
+    return (*(_WHOM[unit] for unit in units), *_ASSUMPTIONS)
 
 
 def detection(epsilon: float, delta: float, false_alarms: float) -> float:
@@ -127,6 +150,7 @@ def certify_run(result: Result, ledger: Path | None) -> Certificate:
     }.get(str(result.details.get("composition", "sequential")), "")
     if any(mechanism_from(slot.get("mechanism", "gaussian")).whole_run for slot in result.details.get("slots", ())):
         composition = "All releases of the run are together one Gaussian release: their noise is correlated."
+    composition = result.privacy.unit.in_words(composition)
     return Certificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
 
 
@@ -150,8 +174,8 @@ def _releases(result: Result) -> tuple[Release, ...]:
                 name=name,
                 made=made,
                 allowed=slot.get("count", made),
-                sampling=_sampling(sampling),
-                amplification=_amplification(sampling),
+                sampling=privacy.unit.in_words(_sampling(sampling)),
+                amplification=privacy.unit.in_words(_amplification(sampling)),
                 sensitivity=sensitivity,
                 noise=noise,
             )

@@ -13,7 +13,7 @@ from typing import Any
 from quietgrad import __version__
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.files import read_json, write_atomically
-from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
+from quietgrad.report.certificate import NOT_COVERED, Certificate, assumptions, certify_run
 from quietgrad.report.charts import Series, line_chart
 from quietgrad.shown import shown
 from quietgrad.training.result import Result, load
@@ -135,7 +135,7 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
             metrics=_compared(runs),
             charts=_charts(runs),
             promises=_promises(runs),
-            assumptions=ASSUMPTIONS,
+            assumptions=assumptions(run.result.privacy for run in runs),
             not_covered=NOT_COVERED,
             version=__version__,
             date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),

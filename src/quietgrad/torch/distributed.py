@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import BaseObjective, Batch, Regularizer, Rule
-from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.people import OfPeople, told
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
 
@@ -29,10 +29,14 @@ __all__ = ["one_leader"]
 _LEADER = 0
 
 
-def one_leader(objective: ModuleObjective, data: Any, lead: Callable[[Any, Examples], Result]) -> Result:
+Asked = ModuleObjective | OfPeople
+
+
+def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) -> Result:
     """Prepare ``data`` and ``lead(objective, examples)``, on the leading process if there are several.
 
-    All processes return its result. They must agree first on all that a sum depends on.
+    All processes return its result. They must agree first on all that a sum depends on. What is shared out is what
+    a sampler draws: where records are people's, a person's are all on one process.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return lead(objective, objective.prepare(data))
@@ -50,9 +54,9 @@ def one_leader(objective: ModuleObjective, data: Any, lead: Callable[[Any, Examp
 
 
 class _Shared(BaseObjective):
-    """A :class:`ModuleObjective` whose sums are computed by all processes together."""
+    """A :class:`ModuleObjective`, maybe asked about people, whose sums are computed by all processes together."""
 
-    def __init__(self, objective: ModuleObjective) -> None:
+    def __init__(self, objective: Asked) -> None:
         self._objective = objective
 
     def __repr__(self) -> str:
@@ -62,10 +66,10 @@ class _Shared(BaseObjective):
     def regularizer(self) -> Regularizer:
         return self._objective.regularizer
 
-    def prepare(self, data: Any) -> Examples:
+    def prepare(self, data: Any) -> Any:
         return self._objective.prepare(data)
 
-    def initial(self, records: Examples) -> Tensor:
+    def initial(self, records: Any) -> Any:
         return self._objective.initial(records)
 
     def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
@@ -79,16 +83,16 @@ class _Shared(BaseObjective):
     def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
         return self._objective.loss_sum(batch, params, bound)
 
-    def risk(self, records: Examples, params: Tensor) -> float:
+    def risk(self, records: Any, params: Tensor) -> float:
         return self._objective.risk(records, params)
 
-    def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
+    def risk_gradient(self, records: Any, params: Tensor) -> Any:
         return self._objective.risk_gradient(records, params)
 
 
-def _serve(objective: ModuleObjective, examples: Examples) -> Result:
+def _serve(objective: Asked, examples: Any) -> Result:
     """Answer the leader's queries until it is done."""
-    like = objective.initial(examples)
+    like: Any = objective.initial(examples)
     while True:
         word, *rest = _receive()
         if word == "done":
@@ -103,9 +107,10 @@ def _serve(objective: ModuleObjective, examples: Examples) -> Result:
         _shares_added(objective, Batch(examples, indices, key), points, rule)
 
 
-def _shares_added(objective: ModuleObjective, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
     everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-    # By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    # By secret words, as passes are: cut by position, every later record would change places when one leaves. These
+    # are positions of people where records are people's.
     mine = RecordKeys.of(batch.key, everyone).share(dist.get_rank(), dist.get_world_size())
     total = torch.zeros_like(points[0], dtype=torch.float64)
     objective.add(batch._replace(indices=everyone[mine]), points, rule, total)
@@ -113,7 +118,7 @@ def _shares_added(objective: ModuleObjective, batch: Batch, points: Sequence[Ten
     return total
 
 
-def _agreed(objective: ModuleObjective, data: Any) -> Examples:
+def _agreed(objective: Asked, data: Any) -> Any:
     """The examples, if all processes hold the same records in the same order, the same weights and settings.
 
     A record that lies elsewhere on another process would be in two shares and contribute twice. What is compared is
@@ -137,22 +142,23 @@ def _agreed(objective: ModuleObjective, data: Any) -> Examples:
 
 
 _COMPARED = (
-    "the records, their order, frozen parameters or buffers",
+    "the records, their order, whose they are, frozen parameters or buffers",
     "the parameters that training begins with",
     "model, loss or settings",
 )
 
 
-def _digests(objective: ModuleObjective, examples: Examples, key: bytes) -> tuple[str, str, str]:
+def _digests(objective: Asked, examples: Any, key: bytes) -> tuple[str, str, str]:
     def digest(parts: Iterable[bytes | memoryview]) -> str:
         mac = hmac.new(key, digestmod="sha256")
         for part in parts:
             mac.update(part)
         return mac.hexdigest()
 
-    modes = "".join("t" if layer.training else "e" for layer in objective.module.modules())
+    modes = "".join("t" if layer.training else "e" for layer in told(objective).module.modules())
     settings = f"{objective!r} {len(examples)} {modes}"
-    start = objective.initial(examples).cpu().numpy().tobytes()
+    initial: Any = objective.initial(examples)
+    start = initial.cpu().numpy().tobytes()
     return digest(examples.contents()), digest([start]), digest([settings.encode()])
 
 

@@ -26,8 +26,10 @@ from quietgrad.objectives.networks.examples import (
     refuse_own_generators,
     refuse_repeated_records,
 )
+from quietgrad.objectives.people import Combine, People
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.torch.affording import affordable
+from quietgrad.torch.ids import asked_about, people_of
 from quietgrad.torch.own_loop import OutputGradients, OwnLoop, PrivateLoop, pairing
 from quietgrad.torch.poisson_loader import PoissonLoader
 from quietgrad.torch.private_module import PrivateModule
@@ -50,6 +52,9 @@ def make_private_with_epsilon(
     target_delta: float,
     epochs: int,
     max_grad_norm: float,
+    person: Any = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
     relation: str | Relation = Relation.ADD_REMOVE,
     noise_schedule: Callable[[int], float] | None = None,
     batch_schedule: Callable[[int], int] | None = None,
@@ -69,7 +74,9 @@ def make_private_with_epsilon(
         optimizer: any torch optimizer of the module's parameters; the same object is returned.
         data_loader: of a map-style data set; its batch_size is the expected size of a sample. Shuffled or not, an
             epoch becomes ⌈n / batch_size⌉ Poisson samples (⌊…⌋ with drop_last); any other sampler is refused.
-        max_grad_norm: C, the L2 bound on one record's gradient.
+        max_grad_norm: C, the L2 bound on one record's gradient, or on a person's.
+        person, combine, records_per_person: as in :func:`quietgrad.torch.fit`: the loader then draws people and
+            hands out all their records, each person's one after the other; its batch_size counts people.
         noise_schedule: noise of epoch e relative to the calibrated one, such as ``lambda e: 0.95**e``.
         batch_schedule: expected sample size of epoch e, instead of the loader's.
         loss_reduction: ``"mean"`` if the loss averages over the batch (undone here), ``"sum"`` if it adds up.
@@ -93,11 +100,12 @@ def make_private_with_epsilon(
     >>> round(loader.privacy.epsilon(), 2)
     2.0
     """
-    loop = _epochs(data_loader, epochs, noise_schedule, batch_schedule)
+    people = people_of(person, data_loader.dataset, combine, records_per_person)
+    loop = _epochs(data_loader, people, epochs, noise_schedule, batch_schedule)
     budget = Budget(target_epsilon, target_delta, Relation.parse(relation))
     return _private(
-        module, optimizer, data_loader, loop, budget, None, max_grad_norm, loss_reduction, poisson_sampling,
-        micro_batch, memory_budget, ledger, account, cap, seed,
+        module, optimizer, data_loader, people, loop, budget, None, max_grad_norm, loss_reduction,
+        poisson_sampling, micro_batch, memory_budget, ledger, account, cap, seed,
     )  # fmt: skip
 
 
@@ -111,6 +119,9 @@ def make_private(
     epochs: int | None = None,
     target_epsilon: float | None = None,
     target_delta: float = 1e-5,
+    person: Any = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
     relation: str | Relation = Relation.ADD_REMOVE,
     noise_schedule: Callable[[int], float] | None = None,
     batch_schedule: Callable[[int], int] | None = None,
@@ -131,8 +142,9 @@ def make_private(
     """
     if epochs is None and (noise_schedule is not None or batch_schedule is not None or ledger is not None):
         raise ValueError("epochs=None: a schedule or a ledger needs the number of epochs beforehand; give epochs.")
+    people = people_of(person, data_loader.dataset, combine, records_per_person)
     if epochs is None:
-        n, size = _checked(data_loader)
+        n, size = _checked(data_loader, people)
         steps = _OPEN_END
         if target_epsilon is not None:
             from quietgrad.privacy.calibrate import calibrate_steps
@@ -143,11 +155,11 @@ def make_private(
             )  # fmt: skip
         loop: _Shape = ((steps, size, 1.0),), (_batches(data_loader, n, size),)
     else:
-        loop = _epochs(data_loader, epochs, noise_schedule, batch_schedule)
+        loop = _epochs(data_loader, people, epochs, noise_schedule, batch_schedule)
     promise = _NO_PROMISE if target_epsilon is None else target_epsilon
     budget = Budget(promise, target_delta, Relation.parse(relation))
     return _private(
-        module, optimizer, data_loader, loop, budget, noise_multiplier, max_grad_norm, loss_reduction,
+        module, optimizer, data_loader, people, loop, budget, noise_multiplier, max_grad_norm, loss_reduction,
         poisson_sampling, micro_batch, memory_budget, ledger, account, cap, seed,
     )  # fmt: skip
 
@@ -201,6 +213,7 @@ def _private(
     module: nn.Module,
     optimizer: Optimizer,
     data_loader: DataLoader[Any],
+    people: People | None,
     shape: _Shape,
     budget: Budget,
     noise_multiplier: float | None,
@@ -224,7 +237,7 @@ def _private(
     if not 0.0 < max_grad_norm < math.inf:
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: must be a finite number > 0.")
     stretches, lengths = shape
-    n, _ = _checked(data_loader)
+    n, _ = _checked(data_loader, people)
     refuse_repeated_records(data_loader.dataset)
     refuse_own_generators(data_loader.dataset)
     refuse_mixing_collate(data_loader.dataset, data_loader.collate_fn)
@@ -236,8 +249,8 @@ def _private(
         plan = affordable(plan)
     if seed is not None:
         warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
-    objective: Any = OutputGradients(engine)
-    curator = CentralCurator(objective, data_loader.dataset, ledger=ledger, account=account, cap=cap, seed=seed)
+    objective, data = asked_about(people, OutputGradients(engine), data_loader.dataset)
+    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, seed=seed)
     loop = PrivateLoop(plan, curator, engine, max_grad_norm, loss_reduction == "mean")
     _attach(optimizer, loop)
     return PrivateModule(module, loop), optimizer, PoissonLoader(data_loader, loop, lengths)
@@ -264,12 +277,13 @@ def _attach(optimizer: Optimizer, loop: PrivateLoop) -> None:
 
 def _epochs(
     loader: DataLoader[Any],
+    people: People | None,
     epochs: int,
     noise_schedule: Callable[[int], float] | None,
     batch_schedule: Callable[[int], int] | None,
 ) -> _Shape:
     """Stretches of equal settings, and the batches of each epoch."""
-    n, size = _checked(loader)
+    n, size = _checked(loader, people)
     if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
         raise ValueError(f"epochs={epochs!r}: must be a whole number ≥ 1.")
     sizes = [size if batch_schedule is None else int(batch_schedule(epoch)) for epoch in range(epochs)]
@@ -290,8 +304,8 @@ def _batches(loader: DataLoader[Any], n: int, size: int) -> int:
     return n // size if loader.drop_last else math.ceil(n / size)
 
 
-def _checked(loader: DataLoader[Any]) -> tuple[int, int]:
-    """n and the batch size of a loader whose only wish is to go through its data set."""
+def _checked(loader: DataLoader[Any], people: People | None) -> tuple[int, int]:
+    """n and the batch size, in people, of a loader whose only wish is to go through its data set."""
     dataset, sampler = loader.dataset, loader.sampler
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise DataError(
@@ -312,8 +326,10 @@ def _checked(loader: DataLoader[Any]) -> tuple[int, int]:
             f"{type(sampler).__name__}: samples drawn by it cannot be accounted for, and it is not replaced behind "
             "your back. Give the loader shuffle=True or nothing; its batches become Poisson samples."
         )
+    unit = "records" if people is None else "people"
+    n = n if people is None else len(people)
     if not 1 <= loader.batch_size <= n:
-        raise DataError(f"batch_size={loader.batch_size}: must be between 1 and the {n} records of the data set.")
+        raise DataError(f"batch_size={loader.batch_size}: must be between 1 and the {n} {unit} of the data set.")
     return n, loader.batch_size
 
 

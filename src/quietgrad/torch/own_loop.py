@@ -33,9 +33,11 @@ from quietgrad.objectives.networks.checks import (
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.examples import bytes_of, leaves_of, read_record
 from quietgrad.objectives.networks.module import private_log
+from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import mapped, select, tensors_of
 from quietgrad.objectives.networks.ways import joined
+from quietgrad.objectives.people import PeopleRecords
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.events import Event
 from quietgrad.sampling import Poisson
@@ -96,6 +98,7 @@ class PrivateLoop:
         self.handed_out = 0  # samples that the loop has seen
         self._session = curator.open(plan)
         self._records = len(curator.records)
+        self._people = curator.records.people if isinstance(curator.records, PeopleRecords) else None
         self._ahead: deque[Drawn] = deque()  # drawn for a loader that reads ahead, and not yet handed out
         self.sample = Sample()  # what is known of the rows last handed out
         self._now: Drawn | None = None  # the sample a step may use; None once it has been used
@@ -148,7 +151,18 @@ class PrivateLoop:
 
     def _keys(self, drawn: Drawn) -> RecordKeys:
         _, indices, key = self._session.batch(drawn)
+        if self._people is not None:
+            return RecordKeys.of(key, self._people.groups(indices, key).flat()[0])
         return RecordKeys.of(key, np.arange(self._records) if indices is None else indices)
+
+    def _persons(self, drawn: Drawn) -> Persons | None:
+        """Whose each row of a sample is."""
+        if self._people is None:
+            return None
+        _, indices, key = self._session.batch(drawn)
+        groups = self._people.groups(indices, key)
+        sizes = np.diff(groups.flat()[1])
+        return Persons.numbered(np.repeat(np.arange(len(sizes)), sizes), mean=groups.mean)
 
     def hand_out(self) -> int:
         """The next sample goes to the loop; returns how many records it has."""
@@ -206,7 +220,8 @@ class PrivateLoop:
         assert self._now is not None
         drawn, self._now, self._pieces = self._now, None, []
         theta = self.engine.flatten(self._params())
-        total = self._session.release_drawn(drawn, _FromOutputs(self, theta, pieces))
+        query = _FromOutputs(self, theta, pieces, self._persons(drawn))
+        total = self._session.release_drawn(drawn, query)
         if self.handed_out == self.total:
             self._session.close("steps")
         if self.mean_reduced:
@@ -302,10 +317,13 @@ class _Piece:
 class _FromOutputs:
     """Σ clip_C(∇fᵢ(θ)) from the gradients that arrived at the outputs."""
 
-    def __init__(self, loop: PrivateLoop, theta: Tensor, pieces: list[_Piece]) -> None:
+    def __init__(
+        self, loop: PrivateLoop, theta: Tensor, pieces: list[_Piece], persons: Persons | None = None
+    ) -> None:
         self.loop = loop
         self.theta = theta
         self.pieces = pieces
+        self.persons = persons
 
     @property
     def bound(self) -> float:
@@ -315,17 +333,47 @@ class _FromOutputs:
         return self.loop.engine.dim
 
     def sum_into(self, objective: Any, batch: Batch, out: Tensor) -> None:
-        loop = self.loop
-        for piece in self.pieces:
-            # A mean over the piece's examples is undone by its own length, whatever that is.
-            scale = float(len(piece.owners.places)) if loop.mean_reduced else 1.0
-            grads = tuple(
-                torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
-            )
-            rule = Rule.gradient(loop.clip)
-            norms = loop.engine.add((self.theta,), piece.args, grads, rule, out, piece.keys)
-            if not norms.isfinite().all():
-                private_log.info("contributions of a release were not finite and counted as zero")
+        engine, rule = self.loop.engine, Rule.gradient(self.loop.clip)
+        if self.persons is None:
+            norms = [
+                engine.add((self.theta,), piece.args, self._grads(piece), rule, out, piece.keys)
+                for piece in self.pieces
+            ]
+        else:
+            norms = list(self._people(engine, self.persons, rule, out))
+        if not all(bool(each.isfinite().all()) for each in norms):
+            private_log.info("contributions of a release were not finite and counted as zero")
+
+    def _grads(self, piece: _Piece) -> tuple[Tensor, ...]:
+        # A mean over the piece's examples is undone by its own length, whatever that is.
+        scale = float(len(piece.owners.places)) if self.loop.mean_reduced else 1.0
+        return tuple(
+            torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
+        )
+
+    def _people(self, engine: PerExampleEngine, persons: Persons, rule: Rule, out: Tensor) -> Iterator[Tensor]:
+        """Everyone once: who is in one piece from that piece, others from all theirs before they are clipped."""
+        owners = [persons.owners[piece.owners.places.numpy()] for piece in self.pieces]
+        everyone, counts = np.unique(np.concatenate([np.unique(own) for own in owners]), return_counts=True)
+        several = everyone[counts > 1]
+        for piece, own in zip(self.pieces, owners, strict=True):
+            rows = np.flatnonzero(~np.isin(own, several))
+            if len(rows):
+                people, number = np.unique(own[rows], return_inverse=True)
+                whose = Persons(number.reshape(-1), persons.factors[people])
+                x, y, keys = self._rows(piece, rows)
+                yield engine.add((self.theta,), x, y, rule, out, keys, whose)
+        for person in several.tolist():
+            whole = engine.nothing(rule)
+            for piece, own in zip(self.pieces, owners, strict=True):
+                if len(rows := np.flatnonzero(own == person)):
+                    x, y, keys = self._rows(piece, rows)
+                    engine.add_unclipped((self.theta,), x, y, rule, whole, keys)
+            yield engine.add_whole(whole, persons.factors[person], rule, out)
+
+    def _rows(self, piece: _Piece, rows: Any) -> tuple[Any, Any, RecordKeys]:
+        where = torch.from_numpy(rows)
+        return select(piece.args, where), select(self._grads(piece), where), piece.keys.rows(rows)
 
 
 def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:

@@ -17,14 +17,16 @@ from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Regularizer
-from quietgrad.objectives.networks.examples import Collate, Examples
+from quietgrad.objectives.networks.examples import Collate
 from quietgrad.objectives.networks.module import ModuleObjective, evaluating
 from quietgrad.objectives.networks.tape import LossFunction
+from quietgrad.objectives.people import Combine, People
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.torch.affording import Shortened, affordable, affordable_steps
 from quietgrad.torch.callbacks import Callback, Progress
 from quietgrad.torch.distributed import one_leader
+from quietgrad.torch.ids import asked_about, people_of
 from quietgrad.training import checkpoint
 from quietgrad.training.progress import SpentSoFar
 from quietgrad.training.progress import progress as progress_bar
@@ -46,6 +48,9 @@ def fit(
     algorithm: Algorithm,
     *,
     budget: Budget | None,
+    person: Any = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
     noise_multiplier: float | None = None,
     regularizer: Regularizer | None = None,
     evaluate: Evaluate | None = None,
@@ -83,6 +88,11 @@ def fit(
         progress: show steps and ε spent on a terminal.
         micro_batch: examples per pass; larger samples are virtual batches of as many passes as they need.
         memory_budget: bytes of per-example gradients kept at a time.
+        person: which person each record is about: one id per record (a list, an array, a column, a tensor) or a
+            function of the record's number. People are then drawn, counted and protected, with all their records;
+            ``batch_size`` and n count people. Without it a record is a person.
+        combine: ``"mean"``: everybody counts once; ``"sum"``: records count, clipped as a whole.
+        records_per_person: the most of a person's records that one release looks at, chosen by its secret.
         collate_fn: makes (x, y) of a list of samples.
         ledger, account, cap, n_public, folder, checkpoint_seconds, seed: as in :func:`quietgrad.minimize`.
 
@@ -104,8 +114,9 @@ def fit(
         collate_fn=collate_fn,
     )  # fmt: skip
     watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
+    people = people_of(person, train_set, combine, records_per_person)
 
-    def lead(shared: Any, examples: Examples) -> Result:
+    def lead(shared: Any, examples: Any) -> Result:
         plan = training.plan(
             algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier
         )
@@ -118,7 +129,7 @@ def fit(
                 planned=plan if within is algorithm else None,
             )  # fmt: skip
 
-    return _train(objective, train_set, lead, watch)
+    return _train(objective, people, train_set, lead, watch)
 
 
 def resume(
@@ -128,6 +139,9 @@ def resume(
     algorithm: Algorithm,
     *,
     folder: str | Path,
+    person: Any = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
     regularizer: Regularizer | None = None,
     evaluate: Evaluate | None = None,
     every: int | None = None,
@@ -151,8 +165,9 @@ def resume(
         collate_fn=collate_fn,
     )  # fmt: skip
     watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
+    people = people_of(person, train_set, combine, records_per_person)
 
-    def lead(shared: Any, examples: Examples) -> Result:
+    def lead(shared: Any, examples: Any) -> Result:
         saved = checkpoint.load(Path(folder) / "checkpoint.safetensors")
         if len(saved.state.params) != examples.dim:
             raise DataError(
@@ -173,18 +188,22 @@ def resume(
                 checkpoint_seconds=checkpoint_seconds, callback=callback,
             )  # fmt: skip
 
-    return _train(objective, train_set, lead, watch)
+    return _train(objective, people, train_set, lead, watch)
 
 
 def _train(
-    objective: ModuleObjective, train_set: Any, lead: Callable[[Any, Examples], Result], watch: _Watch
+    objective: ModuleObjective,
+    people: People | None,
+    train_set: Any,
+    lead: Callable[[Any, Any], Result],
+    watch: _Watch,
 ) -> Result:
     module = objective.module
     modes = {layer: layer.training for layer in module.modules()}
     if not module.training:
         module.train()  # else each layer stays as it is: a BatchNorm in evaluation mode is frozen on purpose
     try:
-        result = one_leader(objective, train_set, lead)
+        result = one_leader(*asked_about(people, objective, train_set), lead)
     finally:
         for layer, mode in modes.items():
             layer.training = mode

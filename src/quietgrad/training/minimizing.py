@@ -10,6 +10,7 @@ from typing import Any
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError
+from quietgrad.objectives.people import Combine, OfPeople, PersonRefused, of_people
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
@@ -38,6 +39,9 @@ def minimize(
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
     planned: Plan | None = None,
+    person: Any = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
 ) -> Result:
     """Minimise an empirical risk privately.
 
@@ -55,6 +59,11 @@ def minimize(
             result is saved here.
         seed: fixed randomness for tests; the result is then not private.
         planned: the plan, if it was made already from the same algorithm, budget and number of records.
+        person: one id per record, of the person it is about; the promise is then to people with all their records,
+            n is their number and batches are of people. Without it a record is a person's only one.
+        combine: a person counts with the ``"mean"`` of their records' gradients or with their ``"sum"``, either
+            clipped as a whole.
+        records_per_person: the most of a person's records that one release looks at, chosen anew for each.
 
     >>> import numpy as np
     >>> from quietgrad import objectives
@@ -67,12 +76,17 @@ def minimize(
     name = uuid.uuid4().hex
     if folder is not None and (Path(folder) / Saver.FILE).exists():
         raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
+    objective, data = of_people(objective, data, person, combine, records_per_person)
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed)
     declared = len(curator.records) if n_public is None else n_public
-    the_plan = planned or plan(algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier)
+    the_plan = planned or plan(
+        algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier, unit=curator.unit
+    )
     if (the_plan.budget, the_plan.n_public) != (budget, declared):
         raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
     notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
+    notes = (*notes, *how_people_count(objective))
+    check_people(algorithm, objective)
     x0 = curator.initial() if start is None else _check_start(start, curator.initial())
     algorithm.check_run(objective, the_plan, x0)
     saver = None
@@ -102,6 +116,9 @@ def resume(
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
     callback: Callback | None = None,
+    person: Any = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
 ) -> Result:
     """Continue an interrupted :func:`minimize` with the same arguments and ``folder``.
 
@@ -117,7 +134,17 @@ def resume(
         return result
     budget = None if meta["budget"] is None else Budget.from_json(meta["budget"])
     check_resumable(folder, meta, algorithm)
-    the_plan = plan(algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"])
+    objective, data = of_people(objective, data, person, combine, records_per_person)
+    unit = meta.get("unit", "record")
+    if (unit == "person") != isinstance(objective, OfPeople) or tuple(how_people_count(objective)) != tuple(
+        note for note in meta["notes"] if note.startswith(COUNTED)
+    ):
+        raise DataError(
+            f"{folder}: the run counted its people otherwise; resume it with the same person= settings."
+        )
+    the_plan = plan(
+        algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"], unit=unit
+    )
     name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
     released = int(meta.get("released", 0))
@@ -131,6 +158,29 @@ def resume(
         saver.close()
         raise
     return _run(algorithm, session, curator.initial(), saver, account, notes, callback, saved.state)
+
+
+COUNTED = "a person counts with "
+
+
+def how_people_count(objective: Any) -> tuple[str, ...]:
+    """What a statement says of people with several records."""
+    if not isinstance(objective, OfPeople):
+        return ()
+    most = objective.records_per_person
+    of = "all their records" if most is None else f"at most {most} of their records, chosen anew for every release"
+    return (f"{COUNTED}the {objective.combine} of {of}, clipped as a whole",)
+
+
+def check_people(algorithm: Algorithm, objective: Any) -> None:
+    """Raise, before anything is reserved, if the method asks what is bounded only for a mean of all records."""
+    if not isinstance(objective, OfPeople) or not algorithm.needs_means:
+        return
+    if objective.combine == "sum" or objective.records_per_person is not None:
+        raise PersonRefused(
+            f"{algorithm.name}: what it asks is bounded for the mean of all of a person's records only: leave out "
+            "combine and records_per_person, or use a method that clips."
+        )
 
 
 def check_resumable(folder: str | Path, meta: Any, algorithm: Algorithm) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quietgrad.errors import DataError
 from quietgrad.files import check_regular, read_json, write_atomically
-from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.events import Event
 from quietgrad.vectors import Vector
 
@@ -33,7 +33,7 @@ class Privacy:
 
     ``epsilon`` is ``None`` when the run added no noise; ``is_private`` is also false when its randomness was
     seeded, whatever ε the noise would have given, and when a paper's noise was used only to reproduce it. The first
-    of the ``notes`` then says so.
+    of the ``notes`` then says so. ``unit`` is whom it is about: one record, or a person with all of theirs.
     """
 
     epsilon: float | None
@@ -48,6 +48,7 @@ class Privacy:
     account: str | None
     is_private: bool
     notes: tuple[str, ...] = ()
+    unit: Unit = Unit.RECORD
 
     def to_json(self) -> dict[str, Any]:
         """The statement as JSON values."""
@@ -55,6 +56,7 @@ class Privacy:
             "epsilon": self.epsilon,
             "delta": self.delta,
             "relation": None if self.relation is None else str(self.relation),
+            "unit": str(self.unit),
             "accountant": self.accountant,
             "sampling": self.sampling,
             "noise_multiplier": self.noise_multiplier,
@@ -88,6 +90,7 @@ class Privacy:
             account=data["account"],
             is_private=data["is_private"],
             notes=tuple(data["notes"]),
+            unit=Unit.parse(data.get("unit", "record")),
         )
 
     @property
@@ -100,7 +103,8 @@ class Privacy:
             return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
         if self.epsilon is None:
             return "NOT PRIVATE"
-        text = f"({self.epsilon:.4g}, {self.delta:g})-DP, {self.relation}, proved by {self.accountant}"
+        whom = " per person" if self.unit is Unit.PERSON else ""
+        text = f"({self.epsilon:.4g}, {self.delta:g})-DP{whom}, {self.relation}, proved by {self.accountant}"
         if self.is_private:
             return text
         if SEEDED in self.notes:

@@ -10,6 +10,7 @@ def statement(session: Session, spent: Spent, account: str | None, notes: tuple[
     """State what ``spent`` proves about the people of ``account``, and what it does not cover."""
     the_plan = session.plan
     sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
+    sampling = the_plan.unit.in_words(sampling)
     adversary = "anyone who sees every released number; the curator and its machine are trusted"
     if the_plan.budget is None or spent.event is None:
         return Privacy(
@@ -25,6 +26,7 @@ def statement(session: Session, spent: Spent, account: str | None, notes: tuple[
             account=account,
             is_private=False,
             notes=("not private", *notes),
+            unit=the_plan.unit,
         )
     from quietgrad.privacy.accounting import prove
 
@@ -54,4 +56,5 @@ def statement(session: Session, spent: Spent, account: str | None, notes: tuple[
         account=account,
         is_private=not session.seeded,
         notes=notes,
+        unit=the_plan.unit,
     )

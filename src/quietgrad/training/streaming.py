@@ -21,13 +21,16 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Reading
+from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
+from quietgrad.objectives.person_ids import hashed_ids
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.rng import fresh_key
 from quietgrad.sampling import SinglePass
 from quietgrad.training import checkpoint as checkpoints
-from quietgrad.training.minimizing import check_resumable
+from quietgrad.training.minimizing import check_people, check_resumable, how_people_count
 from quietgrad.training.result import Result
 from quietgrad.training.running import run
 from quietgrad.training.saving import Saver, discard, finished_result
@@ -47,6 +50,9 @@ def stream(
     cap: Budget | None = None,
     folder: str | Path | None = None,
     seed: int | None = None,
+    by_person: bool = False,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
 ) -> Stream:
     """A model that learns from people as they arrive, each of them once.
 
@@ -59,6 +65,9 @@ def stream(
         ledger, account, cap, seed: as in :func:`~quietgrad.training.minimizing.minimize`.
         folder: keep the stream here, so that the same call goes on with it after a crash. :attr:`Stream.step` says
             which batch is next; the one that was under way is given again, and is free if it is the same.
+        by_person: people have several records each: every batch comes with ``person=``, one id per record, and
+            ``batch_size`` counts people. Somebody who comes in two batches is refused.
+        combine, records_per_person: as in :func:`~quietgrad.training.minimizing.minimize`.
 
     >>> import numpy as np, quietgrad as qg
     >>> rng = np.random.default_rng(0)
@@ -73,7 +82,10 @@ def stream(
     steps, size = int(getattr(algorithm, "steps", 0)), int(getattr(algorithm, "batch_size", 0))
     if steps < 1 or size < 1:
         raise ValueError(f"{algorithm.name}: a stream needs a method of so many steps on batches of a public size.")
-    the_plan = plan(algorithm, n=steps * size, budget=budget)
+    if by_person:
+        objective = OfPeople(objective, combine, records_per_person)
+        check_people(algorithm, objective)
+    the_plan = plan(algorithm, n=steps * size, budget=budget, unit="person" if by_person else "record")
     if not all(isinstance(slot.sampling, SinglePass) for slot in the_plan.schedule.slots):
         raise ValueError("sampling: people who arrive once are a single pass; give sampling='single-pass'.")
     return Stream(objective, algorithm, the_plan, ledger, account, cap, folder, seed)
@@ -104,9 +116,13 @@ class Stream:
             self._result = finished_result(self._folder, self._kept.meta["run"])
             if self._kept.meta["budget"] != the_plan.to_json()["budget"]:
                 raise DataError(f"{folder}: the stream that is kept here has another budget; go on with that.")
+            if self._kept.meta.get("unit", "record") != the_plan.unit:
+                raise DataError(f"{folder}: the stream that is kept here counts something else as one; go on so.")
         self._state: State | None = None if self._kept is None else self._kept.state
         self._session: _Arrivals | None = None
         self._saver: Saver | None = None
+        self._met: set[bytes] = set()
+        self._secret = fresh_key()
         self._start: Vector | None = None
 
     @property
@@ -133,22 +149,43 @@ class Stream:
             raise ValueError("the stream is open: close it, or leave its with block, to have a result.")
         return self._result
 
-    def fit(self, data: Any = None) -> Self:
-        """Learn from the people of one batch, and forget them; without data nobody came, and noise is released."""
+    def fit(self, data: Any = None, *, person: Any = None) -> Self:
+        """Learn from the people of one batch, and forget them; without data nobody came, and noise is released.
+
+        A stream ``by_person`` takes one id per record. What it remembers of them while it is open is a keyed hash,
+        by which it knows somebody who comes again.
+        """
         if self._result is not None:
             raise ExhaustedError(f"the {self.step} batches of this stream were given; plan a new one.")
+        data, met = self._of_people(data, person)
         session = self._open(data)
         if self._state is None:
             assert self._start is not None
             self._state = self._algorithm.init(self._start)
         if not self.done:  # else it was interrupted after its last release
             session.arrive(data)
+            self._met |= met
             self._state = self._algorithm.step(self._state, session)
         if self._saver is not None:
             self._saver.save(self._state, session, now=True)
         if self.done:
             self.close()
         return self
+
+    def _of_people(self, data: Any, person: Any) -> tuple[Any, set[bytes]]:
+        """The batch as the session takes it, and who is in it, as keyed hashes."""
+        if data is None or not isinstance(self._objective, OfPeople):
+            if person is not None:
+                raise ValueError("person: comes with data, in a stream that was opened with by_person=True.")
+            return data, set()
+        if person is None:
+            raise ValueError("person: a stream by person needs one id per record with every batch.")
+        asked = self._objective
+        people = People.of(person, combine=asked.combine, records_per_person=asked.records_per_person)
+        met = hashed_ids(person, self._secret)
+        if met & self._met:
+            raise DataError("person: somebody of this batch was in an earlier one; a person comes once.")
+        return OfRecords(data, people), met
 
     def close(self) -> Result:
         """End the stream. Before the last planned batch this costs the whole plan all the same."""
@@ -157,7 +194,8 @@ class Stream:
                 raise ValueError("nobody has arrived since the stream was opened: give it the next batch first.")
             if not self._state.done:
                 self._state.done, self._state.stopped_by = True, ENDED
-            notes = ("every person arrived once, in a batch that did not depend on others: the caller's promise",)
+            once = "every person arrived once, in a batch that did not depend on others: the caller's promise"
+            notes = (once, *how_people_count(self._objective))
             result = run(
                 self._algorithm, self._session, self._start, state=self._state, saver=self._saver,
                 account=self._account, notes=notes,
@@ -222,10 +260,10 @@ class _Arrivals(CentralSession):
     def arrive(self, data: Any) -> None:
         """The people of the next release take the place of those before."""
         if data is not None:
-            records = self.objective.prepare(data)
-            if len(self.objective.initial(records)) != self._dim:
+            records = self._reading.prepare(data)
+            if len(self._reading.initial(records)) != self._dim:
                 raise DataError("the batch has other features than those before; give the same columns.")
-            self._see(self.objective, records)
+            self._see(self._reading, records)
         self._nobody, self._waiting = data is None, True
 
     def _sample_from(self, key: bytes) -> None:
@@ -248,4 +286,4 @@ class _ArrivalsCurator(CentralCurator):
     session = _Arrivals
 
     def _check(self, plan: Plan) -> None:
-        return
+        self._check_unit(plan)

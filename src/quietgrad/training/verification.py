@@ -135,6 +135,10 @@ def _against_ledger(result: Result, file: Path | None) -> list[str]:
         each.reservation.relation == privacy.relation and each.reservation.delta == privacy.delta for each in paid
     ):
         return [f"{file.name} has the run under another δ or relation"]
+    if not any(each.reservation.unit == privacy.unit for each in paid):
+        return [
+            f"{file.name} has the run about a {paid[0].reservation.unit}, and it is stated about a {privacy.unit}"
+        ]
     return []
 
 

@@ -16,6 +16,7 @@ norm is that of the very vector that is summed, and its rounding is that of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
@@ -23,9 +24,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quietgrad.objectives.networks.persons import Alike, Persons
+
 __all__ = [
     "Combination",
     "Contribution",
+    "Groups",
     "Record",
     "Stored",
     "TokenSums",
@@ -80,7 +84,7 @@ class Written(NamedTuple):
 
 
 class Contribution(Protocol):
-    """Per-example vectors of one parameter."""
+    """Per-example vectors of one parameter; after :meth:`together` per person."""
 
     def squared_norms(self) -> Tensor:
         """‖v_i‖² of what `add_weighted` adds, from above, shape (examples, families), in float64."""
@@ -90,6 +94,13 @@ class Contribution(Protocol):
         """out += Σ_i Σ_f weights[i, f] · v_{i,f}; `out` is the parameter's slice of the flat vector, in float64.
 
         In float32 a sum of m vectors is off by up to m·2⁻²⁴·mC, and by another amount without one of them.
+        """
+        ...
+
+    def together(self, persons: Persons) -> Contribution:
+        """The vectors Σ_{i∈p} v_i of people whose records these examples are; norms and weights are then theirs.
+
+        What is measured of a person is what is summed, as for an example.
         """
         ...
 
@@ -154,35 +165,39 @@ class Stored:
         for start in range(0, len(rows), size):
             out.addmv_(rows[start : start + size].double().T, weights[start : start + size])
 
+    def together(self, persons: Persons) -> Stored:
+        """Sums of written-out vectors, which have norms of their own."""
+        return Stored(persons.summed(self.values))
+
 
 class TokenSums:
     """Embedding rows: each example touches a few rows of the table, each with a sum of output gradients."""
 
-    def __init__(self, tokens: Tensor, values: Tensor, rows: int) -> None:
+    def __init__(self, tokens: Tensor, values: Tensor, rows: int, persons: Persons | None = None) -> None:
         self.tokens = tokens  # (examples, positions)
         self.values = values  # (examples, positions, families, width)
         self.rows = rows
+        self._persons = persons
 
     def squared_norms(self) -> Tensor:
-        """A token that occurs twice in an example adds up before it is squared.
+        """A token that occurs twice in an example, or in a person's records, adds up before it is squared.
 
         The sums may cancel. In float64, of P terms, they are off by at most γ_P·Σ_t ‖b_t‖: it is added, twice.
         """
-        examples = self.tokens.shape[0]
-        owner = torch.arange(examples, device=self.tokens.device)[:, None] * self.rows
-        keys, where = torch.unique(owner + self.tokens, return_inverse=True)
+        count, terms, owners = self._owners()
+        keys, where = torch.unique(owners[:, None] * self.rows + self.tokens, return_inverse=True)
         sums = self.values.new_zeros((len(keys), *self.values.shape[2:]), dtype=torch.float64)
         for part in self._parts():
             sums.index_add_(0, where[part].flatten(), self.values[part].flatten(0, 1).double())
-        squares = sums.new_zeros((examples, self.values.shape[2]))
+        squares = sums.new_zeros((count, self.values.shape[2]))
         squares.index_add_(0, keys // self.rows, squares_of(sums))
-        longest = squares_of(self.values).sqrt().sum(1)
-        return (squares.sqrt() + 2 * (self.tokens.shape[1] + 8) * 2.0**-53 * longest).square()
+        longest = torch.zeros_like(squares).index_add_(0, owners, squares_of(self.values).sqrt().sum(1))
+        return (squares.sqrt() + 2 * (terms + 8) * 2.0**-53 * longest).square()
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """Scatter the weighted output gradients into the table."""
         # Weighted in float64: where a token's gradients cancel, what rounding leaves of each would count in full.
-        table, shares = out.view(self.rows, -1), weights.double()[:, None, :, None]
+        table, shares = out.view(self.rows, -1), weights.double()[self._owners()[2], None, :, None]
         for part in self._parts():
             weighted = (self.values[part] * shares[part]).sum(2)
             table.index_add_(0, self.tokens[part].flatten(), weighted.flatten(0, 1))
@@ -193,6 +208,18 @@ class TokenSums:
         size = max(1, _CACHED // max(1, prod(shape)))
         return [slice(start, start + size) for start in range(0, examples, size)]
 
+    def together(self, persons: Persons) -> TokenSums:
+        """The same rows, looked at person by person."""
+        return TokenSums(self.tokens, self.values, self.rows, persons)
+
+    def _owners(self) -> tuple[int, int, Tensor]:
+        """How many examples or people there are, the most positions one has, and whose each example is."""
+        examples, positions = self.tokens.shape
+        if self._persons is None:
+            return examples, positions, torch.arange(examples, device=self.tokens.device)
+        most = int(self._persons.sizes.max())
+        return len(self._persons), positions * most, self._persons.numbers(self.tokens.device)
+
     def dense(self) -> Stored:
         """The same vectors written out, for a table that other layers use as well."""
         examples, _, families, width = self.values.shape
@@ -200,6 +227,49 @@ class TokenSums:
         index = self.tokens[None, :, :, None].expand(families, -1, -1, width)
         values.scatter_add_(2, index, self.values.permute(2, 0, 1, 3))
         return Stored(values.flatten(2))
+
+
+class Groups:
+    """Vectors of people, a group with about as many records at a time; only that group's rows are copied.
+
+    Args:
+        make: the contribution of a group's people.
+        whole: the examples they are made of, if a weighted sum of those is one of the very vectors measured.
+    """
+
+    def __init__(
+        self,
+        persons: Persons,
+        families: int,
+        groups: Sequence[Alike],
+        make: Callable[[Alike], Contribution],
+        whole: Contribution | None,
+    ) -> None:
+        self.persons = persons
+        self.families = families
+        self.groups = groups
+        self.make = make
+        self.whole = whole
+
+    def squared_norms(self) -> Tensor:
+        """Everyone's, from their group."""
+        device = self.groups[0].people.device
+        squares = torch.empty((len(self.persons), self.families), dtype=torch.float64, device=device)
+        for group in self.groups:
+            squares[group.people] = self.make(group).squared_norms()
+        return squares
+
+    def add_weighted(self, weights: Tensor, out: Tensor) -> None:
+        """All examples at once, or group after group."""
+        if self.whole is not None:
+            self.whole.add_weighted(weights[self.persons.numbers(weights.device)], out)
+            return
+        for group in self.groups:
+            self.make(group).add_weighted(weights[group.people], out)
+
+    def together(self, persons: Persons) -> Contribution:
+        """These are people already."""
+        raise TypeError("people are not made of people.")
 
 
 def squares_of(vectors: Tensor) -> Tensor:

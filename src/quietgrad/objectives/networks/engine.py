@@ -17,19 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
 from quietgrad.objectives.networks.collector import Network
-from quietgrad.objectives.networks.contributions import Combination, Workspace
+from quietgrad.objectives.networks.contributions import Combination, Workspace, squares_of
 from quietgrad.objectives.networks.held_generators import refuse_held_generators
+from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
 from quietgrad.objectives.networks.ways import Way, choose_way
 
-__all__ = ["PerExampleEngine", "Strategy", "clip_weights"]
+__all__ = ["PerExampleEngine", "Strategy", "clip_weights", "positive"]
 
 Strategy = Literal["auto", "factored", "functional"]
 
@@ -152,19 +154,19 @@ class PerExampleEngine:
         self, theta: Tensor, x: Batch, y: Batch, clip: float, out: Tensor, keys: RecordKeys | None = None
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ)); returns the norms ‖g_i(θ)‖ before clipping."""
-        return self.add((theta,), x, y, _positive(Rule.gradient(clip)), out, keys)[:, 0]
+        return self.add((theta,), x, y, positive(Rule.gradient(clip)), out, keys)[:, 0]
 
     def add_clipped_differences(
         self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, clip: float, out: Tensor
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ) − g_i(θ′)); returns the norms of the differences before clipping."""
-        return self.add((theta, previous), x, y, _positive(Rule.difference(clip)), out)[:, 0]
+        return self.add((theta, previous), x, y, positive(Rule.difference(clip)), out)[:, 0]
 
     def add_joint_momentum(
         self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, gamma: float, clip: float, out: Tensor
     ) -> Tensor:
         """out += Σ clip_C(g_i(θ) − (1−γ) g_i(θ′)); returns the norms before clipping."""
-        return self.add((theta, previous), x, y, _positive(Rule.joint(gamma, clip)), out)[:, 0]
+        return self.add((theta, previous), x, y, positive(Rule.joint(gamma, clip)), out)[:, 0]
 
     def add_recursive_momentum(
         self,
@@ -192,28 +194,108 @@ class PerExampleEngine:
         rule: Rule,
         out: Tensor,
         keys: RecordKeys | None = None,
+        persons: Persons | None = None,
     ) -> Tensor:
         """out += Σ of what the rule makes of each example's gradients; returns their norms, (examples, families).
 
-        ``keys`` are the secrets by which the examples draw random numbers; without them they are fresh.
+        ``keys`` are the secrets by which the examples draw random numbers; without them they are fresh. With
+        ``persons`` the rule is applied to each person's combined gradients, and the norms are theirs.
         """
         theta, previous = points[0], points[1] if rule.beta else None
         self._check(theta, previous, out)
-        mix = Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
+        mix = _mixing(rule)
         examples = batch_length(x)
         if examples == 0:
             return theta.new_zeros((0, mix.families), dtype=torch.float64)
         refuse_autocast(theta.device)
         keys = keys or RecordKeys.of(None, np.arange(examples))
+        if persons is not None and len(persons.owners) != examples:
+            raise ValueError("person: must be one id per example of the batch.")
+        if persons is not None and not persons.single:
+
+            def read(rows: npt.NDArray[np.int64]) -> tuple[Batch, Batch]:
+                where = _where(rows, examples, theta.device)
+                return select(x, where), select(y, where)
+
+            return self.add_people(points, read, rule, lambda part: out.add_(part.to(out.dtype)), keys, persons)
         way = self.way(x, y)
         weigh = _weighing(rule, mix, self.dtype)
         norms = theta.new_empty((examples, mix.families), dtype=torch.float64)
         for rows in keys.passes(self._pass_size(way, mix) or examples):
-            where: slice | Tensor = slice(None)
-            if len(rows) < examples:
-                where = torch.from_numpy(rows).to(theta.device)
+            where = _where(rows, examples, theta.device)
             part = select(x, where), select(y, where)
-            norms[where] = self._add_pass(way, theta, previous, *part, mix, weigh, out, keys.rows(rows))
+            norms[where] = self._add_pass(way, theta, previous, *part, mix, weigh, out, keys.rows(rows), None)
+        return norms
+
+    @torch.no_grad()
+    def add_people(
+        self,
+        points: Sequence[Tensor],
+        read: Callable[[npt.NDArray[np.int64]], tuple[Batch, Batch]],
+        rule: Rule,
+        add: Callable[[Tensor], object],
+        keys: RecordKeys,
+        persons: Persons,
+        most: int | None = None,
+    ) -> Tensor:
+        """What the rule makes of each person's combined gradients, added pass by pass; returns their norms.
+
+        ``read`` gives rows of the batch, at most ``most`` at a time. A person is in one pass, or alone in several,
+        whose sum is clipped in the end: in no case twice.
+        """
+        theta, previous = points[0], points[1] if rule.beta else None
+        mix = _mixing(rule)
+        way = self.way(*read(np.arange(1))) if not self.planned else self._ways[self._modes]
+        weigh = _weighing(rule, mix, self.dtype)
+        size = min(most or len(persons.owners), self._pass_size(way, mix) or len(persons.owners))
+        norms = theta.new_empty((len(persons), mix.families), dtype=torch.float64)
+        for people in persons.passes(keys, size):
+            rows, whose = persons.some(people)
+            out = torch.zeros_like(theta, dtype=torch.float64)
+            if len(rows) <= size:
+                part = read(rows)
+                found = self._add_pass(way, theta, previous, *part, mix, weigh, out, keys.rows(rows), whose)
+            else:
+                whole = self.nothing(rule)
+                for start in range(0, len(rows), size):
+                    some = rows[start : start + size]
+                    self.add_unclipped(points, *read(some), rule, whole, keys.rows(some))
+                found = self.add_whole(whole, whose.factors[0], rule, out)
+            norms[torch.from_numpy(people).to(theta.device)] = found
+            add(out)
+        return norms
+
+    def nothing(self, rule: Rule) -> Tensor:
+        """Zero, of as many vectors as a rule clips, for :meth:`add_unclipped`."""
+        shape = _mixing(rule).families, self.dim
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    @torch.no_grad()
+    def add_unclipped(
+        self, points: Sequence[Tensor], x: Batch, y: Batch, rule: Rule, whole: Tensor, keys: RecordKeys
+    ) -> None:
+        """whole += Σ v_i of some records of one person, (families, d) in float64: :meth:`add_whole` clips it.
+
+        For someone whose records are not all in one pass.
+        """
+        theta, previous = points[0], points[1] if rule.beta else None
+        mix, way = _mixing(rule), self.way(x, y)
+        size = self._pass_size(way, mix) or batch_length(x)
+        for start in range(0, batch_length(x), size):
+            some = slice(start, start + size)
+            part = select(x, some), select(y, some)
+            for where, piece in way.pieces(theta, previous, *part, mix, keys.rows(some)):
+                for family, total in enumerate(whole):
+                    weights = total.new_zeros((batch_length(part[0]), mix.families))
+                    weights[:, family] = 1.0
+                    piece.add_weighted(weights, total[where])
+
+    def add_whole(self, whole: Tensor, factor: float, rule: Rule, out: Tensor) -> Tensor:
+        """out += what the rule makes of one person's combined vectors; returns their norms, (1, families)."""
+        norms = squares_of(whole)[None].sqrt() * factor
+        if norms.isfinite().all():
+            weights = _weighing(rule, _mixing(rule), self.dtype)(norms)[0] * factor
+            out += (weights @ whole).to(out.dtype)
         return norms
 
     def _add_pass(
@@ -227,23 +309,31 @@ class PerExampleEngine:
         weigh: Callable[[Tensor], Tensor],
         out: Tensor,
         keys: RecordKeys,
+        persons: Persons | None,
     ) -> Tensor:
         pieces = way.pieces(theta, previous, x, y, mix, keys)
-        squares = theta.new_zeros((batch_length(x), mix.families), dtype=torch.float64)
+        factors = theta.new_ones((batch_length(x), 1), dtype=torch.float64)
+        if persons is not None and not persons.single:
+            for place, (where, piece) in enumerate(pieces):
+                pieces[place] = where, piece.together(persons)
+            factors = torch.from_numpy(persons.factors).to(theta.device)[:, None]
+        squares = factors.new_zeros((len(factors), mix.families))
         for _, piece in pieces:
             squares += piece.squared_norms()
         # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
-        norms = squares.sqrt()
+        norms = squares.sqrt() * factors
         finite = norms.isfinite().all(1)
         if not finite.all():
             # 0 · inf is not 0, so the sum is formed again without these examples; the others draw as before.
-            del pieces
-            good = finite.nonzero().flatten()
+            pieces.clear()
+            good = finite.nonzero().flatten().cpu().numpy()
             if len(good):
-                rest = select(x, good), select(y, good)
-                self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(good.cpu().numpy()))
+                rows, others = (good, None) if persons is None else persons.some(good)
+                kept = torch.from_numpy(rows).to(theta.device)
+                rest = select(x, kept), select(y, kept)
+                self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(rows), others)
             return norms
-        weights = weigh(norms)  # in float64: C/‖v_i‖ may be below the range of float32
+        weights = weigh(norms) * factors  # in float64: C/‖v_i‖ may be below the range of float32
         total = out if out.dtype == torch.float64 else torch.zeros_like(theta, dtype=torch.float64)
         while pieces:
             where, piece = pieces.pop()
@@ -255,14 +345,18 @@ class PerExampleEngine:
     @property
     def planned(self) -> bool:
         """Whether it is known how the module is differentiated in its present mode."""
-        return tuple(layer.training for layer in self.module.modules()) in self._ways
+        return self._modes in self._ways
+
+    @property
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(layer.training for layer in self.module.modules())
 
     def way(self, x: Batch, y: Batch) -> Way:
         """How the module is differentiated; decided anew when a layer changes between train and eval mode.
 
         On made-up examples of the shapes given and the module's own parameters, so that nothing depends on records.
         """
-        key = tuple(layer.training for layer in self.module.modules())
+        key = self._modes
         if key not in self._ways:
             own = dict(self.module.named_parameters())
             slots = {self._params[name]: self._slices[name] for name in self.names}
@@ -287,7 +381,17 @@ class PerExampleEngine:
                 )
 
 
-def _positive(rule: Rule) -> Rule:
+def _mixing(rule: Rule) -> Combination:
+    """The families of vectors that a rule clips."""
+    return Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
+
+
+def _where(numbers: npt.NDArray[np.int64], total: int, device: torch.device) -> slice | Tensor:
+    return slice(None) if len(numbers) == total else torch.from_numpy(numbers).to(device)
+
+
+def positive(rule: Rule) -> Rule:
+    """The rule, if its clip is one."""
     if not rule.clip > 0:
         raise ValueError(f"clip={rule.clip}: must be > 0.")
     return rule

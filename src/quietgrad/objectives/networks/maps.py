@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Convolution", "LinearMap"]
+__all__ = ["Convolution", "LinearMap", "SeveralRecords"]
 
 _CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
 
@@ -122,3 +123,47 @@ class Convolution:
             return 64
         positions = inputs[0, 0].numel() // prod(self.stride) * self.groups
         return max(1, _CACHE // (self.shape[1] * positions * inputs.element_size()))
+
+
+class SeveralRecords:
+    """A convolution whose examples are people: (people, records, channels, …), gradients added up over records."""
+
+    channel_dim = 2
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.groups: int = layer.groups
+        self.shape: tuple[int, int] = layer.shape
+
+    def _beside(self, sides: Tensor, people: int) -> Tensor:
+        """(people·records·groups, channels, positions): all positions of a person's records in one row."""
+        records = len(sides) // (people * self.groups)
+        split = sides.view(people, records, self.groups, *sides.shape[1:])
+        return split.permute(0, 2, 3, 1, 4).reshape(people * self.groups, sides.shape[1], -1)
+
+    def columns(self, inputs: Tensor) -> Tensor:
+        return self._beside(self.layer.columns(inputs.flatten(0, 1)), len(inputs))
+
+    def rows(self, grads: Tensor) -> Tensor:
+        return self._beside(self.layer.rows(grads.flatten(0, 1)), len(grads))
+
+    def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
+        records, most = inputs.shape[1], self._at_once(inputs)
+        out.zero_()
+        for start in range(0, records, most):
+            part = slice(start, min(start + most, records))
+            each = out.new_empty((len(out), part.stop - part.start, *out.shape[1:]))
+            self.layer.products(grads[:, part].flatten(0, 1), inputs[:, part].flatten(0, 1), each.flatten(0, 1))
+            out += each.sum(1)
+
+    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
+        gradient: Tensor = self.layer.weight_gradient(grads.flatten(0, 1), inputs.flatten(0, 1))
+        return gradient
+
+    def block(self, inputs: Tensor, families: int) -> int:
+        return max(1, self._at_once(inputs) // inputs.shape[1])
+
+    def _at_once(self, inputs: Tensor) -> int:
+        """Records worked on together: of several people, or a part of one person's."""
+        at_once: int = self.layer.block(inputs.flatten(0, 1), 1)
+        return at_once

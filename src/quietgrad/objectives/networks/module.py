@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +21,10 @@ from quietgrad.objectives.base import Batch as ReleaseBatch
 from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_other_types
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe
-from quietgrad.objectives.networks.randomness import preserved
+from quietgrad.objectives.networks.persons import Persons
+from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length
+from quietgrad.objectives.people import Groups
 
 __all__ = ["ModuleObjective"]
 
@@ -126,6 +130,40 @@ class ModuleObjective(BaseObjective):
         out += total.value.to(out.dtype)
         if broken:
             private_log.info("%d contributions of a release were not finite and counted as zero", broken)
+
+    def add_people(
+        self, batch: ReleaseBatch, groups: Groups, points: Sequence[Tensor], rule: Rule, out: Tensor
+    ) -> None:
+        """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
+
+        A person's records are in one pass. Those of someone who has more than ``micro_batch`` are added up over
+        several before they are clipped.
+        """
+        rows, starts = groups.flat()
+        if rule.bound == 0.0 or not len(rows):
+            return
+        total, keys = CompensatedSum(points[0]), RecordKeys.of(batch.key, rows)
+        persons = Persons.numbered(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), mean=groups.mean)
+
+        def read(some: Indices) -> tuple[Batch, Batch]:
+            x, y = batch.records.read(keys.rows(some))
+            return self._on_device(x), self._on_device(y)
+
+        norms = self.engine.add_people(points, read, rule, total.add, keys, persons, self.micro_batch)
+        out += total.value.to(out.dtype)
+        broken = int((~norms.isfinite()).any(1).sum())
+        if broken:
+            private_log.info("%d contributions of a release were not finite and counted as zero", broken)
+
+    def row_losses(self, batch: ReleaseBatch, params: Tensor) -> npt.NDArray[np.float64]:
+        """fᵢ(θ) of each record of the batch, in its order."""
+        rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
+        losses, keys = np.empty(len(rows)), RecordKeys.of(batch.key, rows)
+        for some in keys.passes(self.micro_batch) if len(rows) else ():
+            part = keys.rows(some)
+            x, y = (self._on_device(side) for side in batch.records.read(part))
+            losses[some] = self.engine.losses(params, x, y, part).double().cpu().numpy()
+        return losses
 
     def loss_sum(self, batch: ReleaseBatch, params: Tensor, bound: float) -> float:
         """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""

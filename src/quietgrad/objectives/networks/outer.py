@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quietgrad.objectives.networks.contributions import Combination, Record, Stored, squares_of
+from quietgrad.objectives.networks.contributions import Combination, Groups, Record, Stored, squares_of
+from quietgrad.objectives.networks.maps import SeveralRecords
+from quietgrad.objectives.networks.persons import Alike, Persons
 
 __all__ = ["OuterLayer", "OuterProducts", "same_input", "write_gradients"]
 
@@ -58,15 +60,18 @@ class OuterProducts:
     """
 
     def __init__(self, layer: OuterLayer, lefts: Sequence[Tensor], rights: Sequence[Tensor], families: int):
-        outputs, fan_in = layer.shape
         self.layer = layer
-        self.positions = lefts[0][0].numel() // (families * outputs)
-        rank_one = self.positions == len(lefts) == 1
-        # Gram matrices are taken in float64, at twice the price of the same numbers in float32.
-        self.by_gram = rank_one or 2 * self.positions * (outputs + fan_in) < outputs * fan_in * layer.groups
+        self.positions = lefts[0][0].numel() // (families * layer.shape[0])
         self.lefts = lefts
         self.rights = rights
         self.families = families
+        self.by_gram = self._cheap_gram(self.positions)
+
+    def _cheap_gram(self, positions: int) -> bool:
+        outputs, fan_in = self.layer.shape
+        rank_one = positions == len(self.lefts) == 1
+        # Gram matrices are taken in float64, at twice the price of the same numbers in float32.
+        return rank_one or 2 * positions * (outputs + fan_in) < outputs * fan_in * self.layer.groups
 
     @classmethod
     def of(cls, layer: OuterLayer, now: Record, before: Record | None, mix: Combination) -> OuterProducts:
@@ -152,6 +157,22 @@ class OuterProducts:
                 for family, share in zip(families[1:], shares[1:], strict=True):
                     total += _scale(family, share)
                 out += self.layer.weight_gradient(total, right[part])
+
+    def together(self, persons: Persons) -> Groups:
+        """A person is one example with all positions of all their records: the same products, of longer sequences.
+
+        What the bound on the Gram matrices' rounding adds is for as many positions as that. Sums from the factors
+        are the same in any order, so if all are measured by Gram matrices they are made of the examples at once.
+        """
+        layer = self.layer if self.layer.channel_dim == -1 else SeveralRecords(self.layer)
+        groups = persons.alike(self.lefts[0].device)
+
+        def make(group: Alike) -> OuterProducts:
+            rights = [group.of(right, blank=False) for right in self.rights]  # what is beside a zero adds nothing
+            return OuterProducts(layer, [group.of(left) for left in self.lefts], rights, self.families)
+
+        from_factors = all(self._cheap_gram(self.positions * group.rows.shape[1]) for group in groups)
+        return Groups(persons, self.families, groups, make, self if from_factors else None)
 
     @property
     def _block(self) -> int:

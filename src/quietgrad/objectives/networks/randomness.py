@@ -84,23 +84,28 @@ class RecordKeys:
         """Those of some rows."""
         return RecordKeys(self.key, self.indices[where])
 
-    def passes(self, most: int) -> Iterator[npt.NDArray[np.int64]]:
+    def passes(
+        self, most: int, sizes: npt.NDArray[np.integer[Any]] | None = None
+    ) -> Iterator[npt.NDArray[np.int64]]:
         """Rows in passes of at most ``most``: the leaves of a binary tree on the records' secret words.
+
+        If these are people with ``sizes`` records each, a pass has at most ``most`` records, or one person.
 
         A batch that is cut by position is cut elsewhere when a record leaves, and the float32 roundings of every
         later pass change with it. A leaf holds whoever's word begins with its bits, so one record more or less
         changes one pass (or joins two of ``most`` + 1 records together), however many there are.
         """
         total = len(self.indices)
-        if total <= most:
+        if (total if sizes is None else sizes.sum()) <= most:
             yield np.arange(total)
             return
         words = self._words(_PASS)
         order = np.argsort(words, kind="stable")
+        before = np.arange(total + 1) if sizes is None else np.concatenate([[0], np.cumsum(sizes[order])])
         nodes = [(0, total, 63)]
         while nodes:
             low, high, bit = nodes.pop()
-            if high - low <= most or bit < 0:
+            if before[high] - before[low] <= most or high - low == 1 or bit < 0:
                 if high > low:
                     yield np.sort(order[low:high])
                 continue

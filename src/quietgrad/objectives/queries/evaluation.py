@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer
+from quietgrad.objectives.people import rows_of
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]
@@ -104,11 +105,12 @@ class CellSums:
 
     def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
         """out += the sums; a cell that does not exist counts nowhere."""
-        places: Places = batch.records
+        shared = rows_of(batch)
+        places: Places = shared.records
         if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
             raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
-        cells = places.cells if batch.indices is None else places.cells[batch.indices]
-        weights = places.weights if batch.indices is None else places.weights[batch.indices]
+        which = slice(None) if shared.indices is None else shared.indices
+        cells, weights = places.cells[which], places.weights[which]
         weights = np.clip(np.nan_to_num(weights, nan=0.0, posinf=0.0, neginf=0.0), 0.0, 1.0)
         weights = np.where((cells >= 0) & (cells < self.cells), weights, 0.0)
         # Cells of one person that coincide add up before they are squared; the sum of its weights bounds that too.
@@ -116,5 +118,6 @@ class CellSums:
         twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
         lengths = np.where(twice, weights.sum(axis=1), np.sqrt((weights**2).sum(axis=1)))
         limit = math.sqrt(self.groups)
-        weights = weights * (limit / np.maximum(lengths, limit) / (1.0 + 1e-12))[:, None]
+        counts = shared.of(which) * limit / np.maximum(lengths, limit) / (1.0 + 1e-12)
+        weights = weights * counts[:, None]
         out += np.bincount(np.clip(cells, 0, self.cells - 1).ravel(), weights.ravel(), self.cells)[: self.cells]

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer
+from quietgrad.objectives.people import PeopleRecords
 from quietgrad.privacy.budget import Relation
 
 Labels = npt.NDArray[Any]
@@ -23,6 +24,8 @@ Labels = npt.NDArray[Any]
 @dataclass(frozen=True)
 class LabelCounts:
     """One count per label; counts of two neighbours differ by 1 in one place, or by 1 in two: √2 = 2·(1/√2).
+
+    A person of several records counts once, for one of them that the release's key chooses.
 
     >>> LabelCounts(Relation.ADD_REMOVE).count(Batch(LabelRecords(np.array(["b", "a", "b"])), None))[1].tolist()
     [1.0, 2.0]
@@ -37,8 +40,14 @@ class LabelCounts:
 
     def count(self, batch: Batch) -> tuple[Labels, npt.NDArray[np.float64]]:
         """The labels of the batch and how often each occurs: secret."""
-        labels = batch.records.labels
-        values, counts = np.unique(labels if batch.indices is None else labels[batch.indices], return_counts=True)
+        records = batch.records
+        if isinstance(records, PeopleRecords):
+            # Not a share of each of theirs: of many labels that nobody else has, one would pass by luck too often.
+            rows: Any = records.rows
+            labels = rows.labels[records.people.one_each(batch.indices, batch.key)]
+        else:
+            labels = records.labels if batch.indices is None else records.labels[batch.indices]
+        values, counts = np.unique(labels, return_counts=True)
         return values, counts.astype(np.float64)
 
     def kept(self, labels: Labels, passing: npt.NDArray[np.bool_]) -> Labels:
@@ -74,7 +83,7 @@ class LabelSet:
     """An objective for looking at labels alone, before it is known what to fit."""
 
     regularizer: Regularizer = field(default_factory=NoRegularizer)
-    silent_batches: ClassVar[bool] = True
+    silent_batches: ClassVar[bool] = False  # of a person with several records one is drawn
 
     def prepare(self, data: Any) -> LabelRecords:
         """``(X, y)`` with raw labels; only ``y`` is looked at."""

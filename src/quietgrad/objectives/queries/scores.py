@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer
+from quietgrad.objectives.people import rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +34,18 @@ class Correct:
 
     def sum_into(self, objective: Any, batch: Batch, out: npt.NDArray[np.float64]) -> None:
         """out += the number of right answers."""
-        records = batch.records
+        shared = rows_of(batch)
+        records = shared.records
         if len(self.held_out):
-            out += float((self.predict(records.X[self.held_out]) == records.y[self.held_out]).sum())
+            right = self.predict(records.X[self.held_out]) == records.y[self.held_out]
+            out += float((right * shared.of(self.held_out)).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class MeanScore:
     """Σ over the held-out records of what ``each(X, y)`` gives them, each cut to [0, 1]; all others count 0.
+
+    ``held_out`` are positions of rows. A person's rows count their mean, those that are not held out 0.
 
     >>> records = Scoring().prepare((np.array([[0.0], [2.0]]), np.array([0.0, 9.0])))
     >>> out = np.zeros(1)
@@ -60,12 +65,14 @@ class MeanScore:
 
     def sum_into(self, objective: Any, batch: Batch, out: npt.NDArray[np.float64]) -> None:
         """out += the sum; what is not a number counts 0."""
-        records = batch.records
+        shared = rows_of(batch)
+        records = shared.records
         if len(self.held_out):
             from sklearn.utils import _safe_indexing
 
             scores = np.asarray(self.each(_safe_indexing(records.X, self.held_out), records.y[self.held_out]))
-            out += float(np.clip(np.nan_to_num(scores, nan=0.0), 0.0, 1.0).sum())
+            scores = np.clip(np.nan_to_num(scores, nan=0.0), 0.0, 1.0)
+            out += float((scores * shared.of(self.held_out)).sum())
 
 
 @dataclass(frozen=True, eq=False)

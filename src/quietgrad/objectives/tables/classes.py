@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Indices, Numbers
+from quietgrad.objectives.people import Groups
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
 from quietgrad.objectives.tables.linear import LinearObjective, Task
 from quietgrad.objectives.tables.table import Floats, Packed
@@ -33,6 +34,7 @@ class OneVsRestHinge(LinearObjective):
     classes: int
     smoothing: float = 1.0
     task: ClassVar[Task] = "multiclass"
+    full_batch_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +67,11 @@ class OneVsRestHinge(LinearObjective):
     ) -> None:
         raise ValueError(f"a hinge of several classes {_FULL_BATCH}")
 
+    def add_grouped(
+        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        raise ValueError(f"a hinge of several classes {_FULL_BATCH}")
+
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
         """The class with the highest score."""
         return np.asarray(self.decision(data, params).argmax(axis=1), dtype=np.int64)
@@ -76,6 +83,7 @@ class _ClassWeights(LinearObjective):
 
     class_weights: tuple[float, ...] = ()
     gathered: ClassVar[bool] = False
+    full_batch_only: ClassVar[bool] = True
 
     def _of(self, y: npt.NDArray[Any]) -> Floats:
         return np.asarray(self.class_weights)[np.asarray(y, dtype=np.int64)]
@@ -91,6 +99,11 @@ class _ClassWeights(LinearObjective):
 
     def add_indexed(
         self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        raise ValueError(f"class_weight {_FULL_BATCH}")
+
+    def add_grouped(
+        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         raise ValueError(f"class_weight {_FULL_BATCH}")
 

@@ -42,8 +42,17 @@ def hessian_product(objective: LinearObjective, records: Table, params: Floats, 
     return out
 
 
-def add_hessians(objective: LinearObjective, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
+def add_hessians(
+    objective: LinearObjective,
+    batch: Batch,
+    params: Floats,
+    clip: float,
+    out: Floats,
+    shares: Floats | None = None,
+) -> None:
     """out += Σ h(scoreᵢ)·x̃ᵢx̃ᵢᵀ, each shortened to a norm of at most ``clip``; for losses of one score.
+
+    With ``shares`` the row at position i counts ``shares[i]`` times.
 
     >>> from quietgrad.objectives import Squared
     >>> squared, out = Squared(), np.zeros((2, 2))
@@ -75,4 +84,7 @@ def add_hessians(objective: LinearObjective, batch: Batch, params: Floats, clip:
             if not finite.all():
                 rows = np.where(finite, rows, 0.0)  # not in place: a block may be the table; and 0·∞ is not 0
             reach = limit / np.maximum(squares, 1e-300)
-            out += rows.T @ (np.clip(np.nan_to_num(bends), -reach, reach) * rows)
+            weights = np.clip(np.nan_to_num(bends), -reach, reach)
+            if shares is not None:
+                weights = weights * shares[block.which, None]
+            out += rows.T @ (weights * rows)

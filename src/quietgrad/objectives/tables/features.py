@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.objectives.base import Batch
+from quietgrad.objectives.people import rows_of
 from quietgrad.objectives.tables.table import Floats, Table
 from quietgrad.privacy.budget import Relation
 
@@ -60,7 +61,8 @@ class _FeatureSum:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += Σ clip_C(vᵢ)."""
-        records: Table = batch.records
+        shared = rows_of(batch)
+        records: Table = shared.records
         if self._is_pairwise and batch.indices is not None:
             raise ValueError(
                 "under replace-one this bounds the distance of two records, not a record: "
@@ -69,12 +71,12 @@ class _FeatureSum:
         pieces = out.reshape(len(self._powers), records.features)
         slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
         lowest = 0.0 if self.nonnegative else -_LARGEST
-        for _, block in records.blocks(batch.indices):
+        for which, block in records.blocks(shared.indices):
             values = _mapped(block, lambda v: np.clip(v, lowest, _LARGEST))
             powers = [_mapped(values, lambda v, p=p, w=w: w * v**p) for p, w in self._powers]
             squares = sum(_row_totals(_mapped(piece, np.square)) for piece in powers)
             lengths = np.sqrt(squares) * slack
-            factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12)
+            factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * shared.of(which)
             for total, piece in zip(pieces, powers, strict=True):
                 total += piece.T @ factors
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.objectives.base import Batch, Query
+from quietgrad.objectives.people import PeopleRecords
 from quietgrad.objectives.tables.table import Floats, Table
 
 TARGET_REACH = 2.0
@@ -91,8 +92,10 @@ class Frame:
             return y
         return (np.clip(y, *self.target) - self.target_centre) / self.target_scale
 
-    def of(self, records: Table) -> Table:
-        """The table in the frame's units, made once."""
+    def of(self, records: Any) -> Any:
+        """The table, or the people's table, in the frame's units, made once."""
+        if isinstance(records, PeopleRecords):
+            return records.seen(self.of(records.rows))
         cached = records.views.get(id(self))
         if cached is None or cached.frame is not self:
             moved = self.apply(records.X)
@@ -122,4 +125,4 @@ class Framed:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the query's sum."""
-        self.query.sum_into(objective, Batch(self.frame.of(batch.records), batch.indices), out)
+        self.query.sum_into(objective, batch._replace(records=self.frame.of(batch.records)), out)

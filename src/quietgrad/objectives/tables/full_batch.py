@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quietgrad.objectives.base import Indices, Rule
+from quietgrad.objectives.people import Groups
+from quietgrad.objectives.tables.layout import csr_around
 from quietgrad.objectives.tables.table import Floats, Table
+
+_EPS = float(np.finfo(np.float64).eps)
+_TINY = 1e-290  # as in the norms of rows: squares that underflow are not 0
+_AT_ONCE = 1 << 21  # numbers of people's sums at a time, 16 MB
 
 
 class Block(NamedTuple):
@@ -83,6 +89,81 @@ class RowSum:
         if records.intercept:
             raw = np.concatenate([raw, records.intercept * self._total[None]])
         return raw.ravel()
+
+
+class PersonSum:
+    """Σ over people of α·clip_A(g − βg′) + γ·clip_B(g), g the mean or sum of a person's rᵢ ⊗ x̃ᵢ; block by block.
+
+    Rows come person by person. What a block holds of one person is a vector of its own, so that nobody else is
+    touched by what is not finite in it; the last person of a block may go on in the next.
+    """
+
+    def __init__(self, records: Table, groups: Groups, rule: Rule) -> None:
+        self._records, self._starts, self._mean, self._rule = records, groups.starts, groups.mean, rule
+        self._width = records.features + (records.intercept != 0.0)
+        self._total = np.zeros(records.outputs * self._width)
+        self._at = 0
+        self._unfinished: list[Floats] = []
+
+    def add(self, block: Block, residuals: Floats, before: Floats | None) -> None:
+        """Add the next rows with their r and, if β ≠ 0, r′: both (records, outputs)."""
+        _, beta, _, gamma, _ = self._rule.numbers
+        kinds = [residuals if before is None else residuals - beta * before]
+        if gamma:
+            kinds.append(residuals)
+        begin, end = self._at, self._at + len(residuals)
+        person, last = np.searchsorted(self._starts, begin, "right") - 1, np.searchsorted(self._starts, end)
+        step = max(1, _AT_ONCE // self._total.size)
+        while person < last:  # a wide person of few rows is not to fill the memory
+            until = min(person + step, last)
+            edges = np.clip(self._starts[person : until + 1], begin, end) - begin
+            sums = [self._combined(block, kind, edges) for kind in kinds]
+            for total, part in zip(sums, self._unfinished, strict=False):
+                total[0] += part
+            self._unfinished = []
+            if self._starts[until] > end:
+                self._unfinished = [total[-1] for total in sums]
+                until -= 1
+            self._close([total[: until - person] for total in sums], self._starts[person : until + 1])
+            person = until + bool(self._unfinished)
+        self._at = end
+
+    def _combined(self, block: Block, residuals: Floats, edges: Indices) -> Floats:
+        """Σ rᵢ ⊗ x̃ᵢ over the rows between ``edges``: one row per person, (people, outputs × width)."""
+        records, count = self._records, len(edges) - 1
+        out = np.empty((count, records.outputs, self._width))
+        part = slice(int(edges[0]), int(edges[-1]))
+        rows, places = block.rows[part], edges - edges[0]
+        for c in range(records.outputs):
+            r = residuals[part, c]
+            shortened = r if block.factors is None else r * block.factors[part, 0]
+            raw = csr_around(shortened, np.arange(len(r)), places, (count, len(r))) @ rows
+            raw = raw if isinstance(raw, np.ndarray) else raw.toarray()
+            if records.transform is not None:
+                raw = raw - np.outer(np.add.reduceat(shortened, places[:-1]), records.transform.shift)
+                raw = records.transform.apply(raw.T).T
+            out[:, c, : records.features] = raw
+            if records.intercept:
+                out[:, c, -1] = records.intercept * np.add.reduceat(r, places[:-1])
+        return out.reshape(count, -1)
+
+    def _close(self, sums: list[Floats], starts: Indices) -> None:
+        """Clip and add people whose rows have all come."""
+        alpha, _, first, gamma, second = self._rule.numbers
+        for total, weight, clip in zip(sums, (alpha, gamma), (first, second), strict=False):
+            if self._mean:
+                total /= np.diff(starts)[:, None]
+            squares = np.einsum("ij,ij->i", total, total)
+            lengths = np.sqrt(squares * (1.0 + (32 + total.shape[1]) * _EPS) + total.shape[1] * _TINY)
+            factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip)
+            if not (finite := np.isfinite(lengths)).all():
+                total[~finite] = 0.0
+                factors[~finite] = 0.0
+            self._total += weight * (factors @ total)
+
+    def result(self) -> Floats:
+        """The sum, as long as the parameters."""
+        return self._total.reshape(self._records.outputs, self._width).T.ravel()
 
 
 def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: Rule) -> Floats:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Indices, Numbers
+from quietgrad.objectives.people import Groups
 from quietgrad.objectives.tables.linear import LinearObjective, Task
 from quietgrad.objectives.tables.table import Floats, Packed
 
@@ -81,15 +82,25 @@ class OneScoreLoss(LinearObjective):
         self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         """One compiled pass over the rows at ``indices``."""
-        add, formula = _compiled(self.residual)
+        add, _, formula = _compiled(self.residual)
         add(table, indices, formula, self.h, params, previous, rule, out)
+
+    def add_grouped(
+        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        """One compiled pass over the rows of the people."""
+        _, add, formula = _compiled(self.residual)
+        add(table, groups, formula, self.h, params, previous, rule, out)
 
 
 @cache
-def _compiled(residual: Callable[..., Floats]) -> tuple[Callable[..., None], int]:
-    """The kernel and where this formula's code is; an address holds in this process only, so no object keeps it."""
+def _compiled(residual: Callable[..., Floats]) -> tuple[Callable[..., None], Callable[..., None], int]:
+    """The kernels, of rows and of people, and where this formula's code is.
+
+    An address holds in this process only, so no object keeps it.
+    """
     kernels = _kernels()
-    return kernels.add_scalar, kernels.address_of(residual)
+    return kernels.add_scalar, kernels.add_people_scalar, kernels.address_of(residual)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +287,12 @@ class Multinomial(LinearObjective):
     ) -> None:
         """One compiled pass over the rows at ``indices``, which are sparse; the softmax is this kernel's own."""
         _kernels().add_classes(table, indices, self.classes, params, previous, rule, out)
+
+    def add_grouped(
+        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        """One compiled pass over the rows of the people."""
+        _kernels().add_people_classes(table, groups, self.classes, params, previous, rule, out)
 
     def probabilities(self, data: Any, params: Floats) -> Floats:
         """P(y = k) of each record and class."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.tables.curvature import add_hessians
 from quietgrad.objectives.tables.ranges import pair_bound
 from quietgrad.objectives.tables.table import Floats
 from quietgrad.objectives.tables.whitening import SecondMomentMatrix, Whitening, whitened_view
@@ -48,7 +47,7 @@ class WhitenedInformation:
         total = np.zeros((size, size))
         # Rounding of products over p entries is covered as in the row norms.
         slack = 1.0 + (64 + 4 * size) * float(np.finfo(np.float64).eps)
-        add_hessians(view, batch._replace(records=records), self.params, self.clip / slack, total)
+        view.add_hessians(batch._replace(records=records), self.params, self.clip / slack, total)
         weights = np.where(np.eye(size, dtype=bool), 1.0, math.sqrt(2.0))
         out += np.nan_to_num((total * weights)[np.triu_indices(size)])
 

@@ -365,3 +365,346 @@ def add_classes(table: Any, batch: Any, classes: int, params: Any, previous: Any
     if column != 0.0:
         for c in range(classes):
             sums[features, c] += column * total[c]
+
+
+# --- people: the records of each are combined before they are clipped ---------------------------------------------
+#
+# A person's Σ rᵢ ⊗ x̃ᵢ has no norm that follows from those of its rows, so it is made, one person at a time, in a
+# vector that stays in the cache. Of sparse rows only the columns they touch are looked at; the public shift is then
+# summed up apart, as for rows.
+
+
+def _mark(rows: Any, i: int, marks: Any, touched: Any, count: int) -> Any:
+    """Note the columns of row i among the ``count`` touched ones; how many there are then."""
+
+
+@_means(_mark)
+def _mark_of(rows: Any, i: Any, marks: Any, touched: Any, count: Any) -> Any:
+    def sparse(rows: Any, i: Any, marks: Any, touched: Any, count: Any) -> Any:
+        for p in range(rows[0][i], rows[0][i + 1]):
+            j = rows[1][p]
+            if not marks[j]:
+                marks[j] = True
+                touched[count] = j
+                count += 1
+        return count
+
+    return (lambda rows, i, marks, touched, count: 0) if len(rows) == 1 else sparse
+
+
+@_SUM
+def _dense_square(total: Any, features: int, t: float, shift: Any, scale: Any) -> float:
+    """Move the sum of raw rows to the transformed ones, in place; its squared norm."""
+    square = 0.0
+    if scale.size:
+        for j in range(features):
+            total[j] = (total[j] - t * shift[j]) * scale[j]
+    for j in range(features):
+        square += total[j] * total[j]
+    return square
+
+
+@_EXACT
+def _sparse_square(total: Any, touched: Any, t: float, shift: Any, scale: Any, whole: float, slack: float) -> float:
+    """The squared norm of the transformed sum, rounded up, of which only ``touched`` columns are not −t·s∘m.
+
+    Only the scale is applied in place; ``whole`` is ‖s∘m‖².
+    """
+    square = 0.0
+    if not scale.size:
+        for j in touched:
+            square += total[j] * total[j]
+        return square
+    raw, seen = 0.0, 0.0
+    for j in touched:
+        total[j] *= scale[j]
+        m = shift[j] * scale[j]
+        seen += m * m
+        raw += total[j] * total[j]
+        square += (total[j] - t * m) * (total[j] - t * m)
+    return square + t * t * max(whole - seen, 0.0) + slack * (raw + t * t * whole)
+
+
+def _square(
+    rows: Any, total: Any, features: int, touched: Any, t: float, shift: Any, scale: Any, whole: float, slack: float
+) -> Any:
+    """The squared norm of a person's transformed sum."""
+
+
+def _put(rows: Any, total: Any, features: int, touched: Any, factor: float, out: Any) -> Any:
+    """out += factor × the person's sum, which is forgotten."""
+
+
+@_means(_square)
+def _square_of(
+    rows: Any, total: Any, features: Any, touched: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any
+) -> Any:
+    if len(rows) == 1:
+        return lambda rows, total, features, touched, t, shift, scale, whole, slack: _dense_square(
+            total, features, t, shift, scale
+        )
+    return lambda rows, total, features, touched, t, shift, scale, whole, slack: _sparse_square(
+        total, touched, t, shift, scale, whole, slack
+    )
+
+
+@_means(_put)
+def _put_of(rows: Any, total: Any, features: Any, touched: Any, factor: Any, out: Any) -> Any:
+    def dense(rows: Any, total: Any, features: Any, touched: Any, factor: Any, out: Any) -> Any:
+        if factor != 0.0:  # never 0·∞
+            for j in range(features):
+                out[j] += factor * total[j]
+        for j in range(features):
+            total[j] = 0.0
+
+    def sparse(rows: Any, total: Any, features: Any, touched: Any, factor: Any, out: Any) -> Any:
+        if factor != 0.0:
+            for j in touched:
+                out[j] += factor * total[j]
+        for j in touched:
+            total[j] = 0.0
+
+    return dense if len(rows) == 1 else sparse
+
+
+def _shift_is_apart(rows: Any) -> Any:
+    """Whether the shift is summed up apart from the rows."""
+
+
+@_means(_shift_is_apart)
+def _shift_is_apart_of(rows: Any) -> Any:
+    return (lambda rows: False) if len(rows) == 1 else (lambda rows: True)
+
+
+@_EXACT
+def _shrink(square: float, size: int, clip: float) -> float:
+    """The number in [0, 1] that brings a vector of ``size`` numbers to the clip; zero if it is not finite."""
+    length = math.sqrt(square * (1.0 + (32 + size) * 2.220446049250313e-16) + size * 1e-290)
+    if not length < math.inf:
+        return 0.0
+    return clip / length if length > clip else 1.0
+
+
+@_SUM
+def _accumulate(rows: Any, i: int, a: float, total: Any) -> None:
+    start, stop = _span(rows, i)
+    for p in range(start, stop):
+        total[_column(rows, p)] += a * _value(rows, i, p)
+
+
+@_SUM
+def _accumulate_two(rows: Any, i: int, a: float, b: float, total: Any, other: Any) -> None:
+    start, stop = _span(rows, i)
+    for p in range(start, stop):
+        x = _value(rows, i, p)
+        j = _column(rows, p)
+        total[j] += a * x
+        other[j] += b * x
+
+
+@_EXACT
+def _look_ahead(rows: Any, y: Any, people: Any, order: Any, starts: Any, k: int) -> None:
+    """Start loading the rows of the next person, and where those of the one after lie."""
+    if k + 2 < people.size:
+        begin = starts[people[k + 2]]
+        for place in range(begin, min(begin + _TILE, starts[people[k + 2] + 1])):
+            _fetch_span(rows, order[place])
+            _prefetch(y, order[place])
+    if k + 1 < people.size:
+        begin = starts[people[k + 1]]
+        for place in range(begin, min(begin + _TILE, starts[people[k + 1] + 1])):
+            _fetch_row(rows, order[place])
+
+
+@_EXACT
+def _check_people(people: Any, order: Any, starts: Any, rows: int) -> None:
+    """Every position is of a person, and every row of a person is in the table."""
+    for person in people:
+        if person < 0 or person >= starts.size - 1:
+            raise IndexError("batch: an index lies outside the people")
+        for place in range(starts[person], starts[person + 1]):
+            if order[place] < 0 or order[place] >= rows:
+                raise IndexError("batch: a person's record lies outside the table")
+
+
+@_EXACT
+def add_people_scalar(
+    table: Any, groups: Any, formula: int, h: float, params: Any, previous: Any, rule: Any, out: Any
+) -> None:
+    """As :func:`add_scalar`, for people: the rule acts on the mean or sum of a person's rᵢ ⊗ x̃ᵢ."""
+    rows, y, _norms, factors, shift, scale, column = table
+    people, order, starts, mean = groups
+    alpha, beta, first, gamma, second = rule
+    features = out.size - (1 if column != 0.0 else 0)
+    u, offset = _lifted(params, features, shift, scale)
+    constant = column * params[-1] if column != 0.0 else 0.0
+    v, other_offset, other_constant = u, offset, constant
+    if beta != 0.0:
+        v, other_offset = _lifted(previous, features, shift, scale)
+        other_constant = column * previous[-1] if column != 0.0 else 0.0
+    _check_people(people, order, starts, y.size)
+    moved_sum, plain_sum = np.zeros(features), np.zeros(features if gamma != 0.0 else 0)
+    marks, touched, apart = np.zeros(features, np.bool_), np.empty(features, np.int64), _shift_is_apart(rows)
+    whole, slack = 0.0, (32 + features) * 2.220446049250313e-16
+    for j in range(shift.size):
+        whole += (shift[j] * scale[j]) ** 2
+    shortened = 0.0
+    for k in range(people.size):
+        _look_ahead(rows, y, people, order, starts, k)
+        begin, end = starts[people[k]], starts[people[k] + 1]
+        share = 1.0 / (end - begin) if mean else 1.0
+        count = 0
+        moved_total, moved_short, plain_total, plain_short = 0.0, 0.0, 0.0, 0.0
+        for place in range(begin, end):
+            i = order[place]
+            factor = factors[i] if factors.size else 1.0
+            if beta != 0.0:
+                now, before = _two_scores(rows, i, u, v)
+                r = _residual(formula, factor * (now + offset) + constant, y[i], h)
+                score = factor * (before + other_offset) + other_constant
+                moved = share * (r - beta * _residual(formula, score, y[i], h))
+            else:
+                now = _score(rows, i, u)
+                r = _residual(formula, factor * (now + offset) + constant, y[i], h)
+                moved = share * r
+            r *= share
+            moved_total += moved
+            moved_short += moved * factor
+            if gamma != 0.0:
+                plain_total += r
+                plain_short += r * factor
+                _accumulate_two(rows, i, moved * factor, r * factor, moved_sum, plain_sum)
+            else:
+                _accumulate(rows, i, moved * factor, moved_sum)
+            count = _mark(rows, i, marks, touched, count)
+        seen = touched[:count]
+        square = _square(rows, moved_sum, features, seen, moved_short, shift, scale, whole, slack)
+        weight = alpha * _shrink(square + (column * moved_total) ** 2, out.size, first)
+        _put(rows, moved_sum, features, seen, weight, out)
+        if weight != 0.0:
+            shortened += weight * moved_short
+            if column != 0.0:
+                out[features] += weight * column * moved_total
+        if gamma != 0.0:
+            square = _square(rows, plain_sum, features, seen, plain_short, shift, scale, whole, slack)
+            weight = gamma * _shrink(square + (column * plain_total) ** 2, out.size, second)
+            _put(rows, plain_sum, features, seen, weight, out)
+            if weight != 0.0:
+                shortened += weight * plain_short
+                if column != 0.0:
+                    out[features] += weight * column * plain_total
+        for j in seen:
+            marks[j] = False
+    if apart:
+        for j in range(shift.size):
+            out[j] -= shortened * shift[j] * scale[j]
+
+
+@_EXACT
+def _class_square(total: Any, seen: Any, short: Any, shift: Any, scale: Any, apart: bool, whole: float) -> float:
+    """The squared norm of a person's transformed (features × classes) sum, moved in place as for one score."""
+    features, classes = total.shape
+    square, raw, covered, pull = 0.0, 0.0, 0.0, 0.0
+    for c in range(classes):
+        pull += short[c] * short[c]
+    for place in range(seen.size if apart else features):
+        j = seen[place] if apart else place
+        s = scale[j] if scale.size else 1.0
+        m = shift[j] * s if scale.size else 0.0
+        covered += m * m
+        for c in range(classes):
+            value = total[j, c] * s
+            moved = value - short[c] * m
+            raw += value * value
+            square += moved * moved
+            total[j, c] = value if apart else moved
+    if apart and scale.size:
+        square += pull * max(whole - covered, 0.0)
+        square += (32 + features * classes) * 2.220446049250313e-16 * (raw + pull * whole)
+    return square
+
+
+@_EXACT
+def _class_put(total: Any, seen: Any, apart: bool, factor: float, sums: Any) -> None:
+    features, classes = total.shape
+    for place in range(seen.size if apart else features):
+        j = seen[place] if apart else place
+        for c in range(classes):
+            if factor != 0.0:
+                sums[j, c] += factor * total[j, c]
+            total[j, c] = 0.0
+
+
+@_EXACT
+def add_people_classes(
+    table: Any, groups: Any, classes: int, params: Any, previous: Any, rule: Any, out: Any
+) -> None:
+    """As :func:`add_classes`, for people."""
+    rows, y, _norms, factors, shift, scale, column = table
+    people, order, starts, mean = groups
+    alpha, beta, first, gamma, second = rule
+    features = out.size // classes - (1 if column != 0.0 else 0)
+    weights, offset, constant = _class_lifted(params, features, classes, shift, scale, column)
+    others, other_offset, other_constant = weights, offset, constant
+    if beta != 0.0:
+        others, other_offset, other_constant = _class_lifted(previous, features, classes, shift, scale, column)
+    _check_people(people, order, starts, y.size)
+    sums = out.reshape(out.size // classes, classes)
+    kinds = 2 if gamma != 0.0 else 1
+    totals = np.zeros((kinds, features, classes))
+    whole_sums, short_sums = np.zeros((kinds, classes)), np.zeros((kinds, classes))
+    marks, touched, apart = np.zeros(features, np.bool_), np.empty(features, np.int64), _shift_is_apart(rows)
+    r = np.empty((2, classes))
+    shortened = np.zeros(classes)
+    whole = 0.0
+    for j in range(shift.size):
+        whole += (shift[j] * scale[j]) ** 2
+    for k in range(people.size):
+        _look_ahead(rows, y, people, order, starts, k)
+        begin, end = starts[people[k]], starts[people[k] + 1]
+        share = 1.0 / (end - begin) if mean else 1.0
+        count = 0
+        whole_sums[:] = 0.0
+        short_sums[:] = 0.0
+        for place in range(begin, end):
+            i = order[place]
+            factor = factors[i] if factors.size else 1.0
+            _class_residuals(rows, i, factor, weights, offset, constant, y[i], r[1])
+            if beta != 0.0:
+                _class_residuals(rows, i, factor, others, other_offset, other_constant, y[i], r[0])
+                for c in range(classes):
+                    r[0, c] = share * (r[1, c] - beta * r[0, c])
+            for c in range(classes):
+                r[1, c] *= share
+                if beta == 0.0:
+                    r[0, c] = r[1, c]
+                for kind in range(kinds):
+                    whole_sums[kind, c] += r[kind, c]
+                    short_sums[kind, c] += r[kind, c] * factor
+            start, stop = _span(rows, i)
+            for p in range(start, stop):
+                j = _column(rows, p)
+                x = _value(rows, i, p) * factor
+                for kind in range(kinds):
+                    for c in range(classes):
+                        totals[kind, j, c] += r[kind, c] * x
+            count = _mark(rows, i, marks, touched, count)
+        seen = touched[:count]
+        for kind in range(kinds):
+            square = _class_square(totals[kind], seen, short_sums[kind], shift, scale, apart, whole)
+            for c in range(classes):
+                square += (column * whole_sums[kind, c]) ** 2
+            clip = first if kind == 0 else second
+            weight = (alpha if kind == 0 else gamma) * _shrink(square, out.size, clip)
+            _class_put(totals[kind], seen, apart, weight, sums)
+            if weight != 0.0:
+                for c in range(classes):
+                    shortened[c] += weight * short_sums[kind, c]
+                    if column != 0.0:
+                        sums[features, c] += weight * column * whole_sums[kind, c]
+        for j in seen:
+            marks[j] = False
+    if apart:
+        for j in range(shift.size):
+            for c in range(classes):
+                sums[j, c] -= shortened[c] * shift[j] * scale[j]

@@ -28,8 +28,9 @@ from quietgrad.objectives.base import (
     Regularizer,
     Rule,
 )
+from quietgrad.objectives.people import Groups
 from quietgrad.objectives.tables import curvature
-from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, contributions, lift
+from quietgrad.objectives.tables.full_batch import PersonSum, RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
 from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table
 
@@ -81,6 +82,8 @@ class LinearObjective(BaseObjective, ABC):
     task: ClassVar[Task]
     """What its targets are: 0 or 1, class codes, or any finite numbers."""
     convex: ClassVar[bool] = True
+    full_batch_only: ClassVar[bool] = False
+    """Whether the loss has no compiled kernel for index batches."""
 
     @property
     def outputs(self) -> int:
@@ -108,6 +111,12 @@ class LinearObjective(BaseObjective, ABC):
         self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         """The same sums over an index batch, in one compiled call that checks no length."""
+
+    @abstractmethod
+    def add_grouped(
+        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+    ) -> None:
+        """The same sums over people, whose gradients are combined before they are clipped."""
 
     def constants(self, row_bound: float | None = None) -> Constants:
         """G, L, ρ of the unregularised per-example loss and the regulariser's own, for rows bounded by R.
@@ -207,9 +216,50 @@ class LinearObjective(BaseObjective, ABC):
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
         self.add_indexed(records.packed, batch.indices, params, previous, rule.numbers, out)
 
-    def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
-        """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; for losses of one score."""
-        curvature.add_hessians(self, batch, params, clip, out)
+    def add_people(self, batch: Batch, groups: Groups, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+        """out += Σ over people of what the rule makes of the mean or sum of their records' gradients."""
+        records: Table = batch.records
+        params, previous = points[0], points[-1]
+        if not len(params) == len(previous) == len(out) == records.dim:
+            raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
+        mixed = records.transform is not None and records.transform.is_matrix
+        # A person's sum of sparse rows is kept sparse by the kernel; dense rows are quicker in BLAS, all at once.
+        if groups.people is None and (mixed or self.full_batch_only or not records.is_sparse):
+            out += self._person_sum(records, groups, params, previous, rule)
+            return
+        self.add_grouped(records.packed, groups.visited(), params, previous, rule.numbers, out)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _person_sum(self, records: Table, groups: Groups, params: Floats, previous: Floats, rule: Rule) -> Floats:
+        """Σ over all people, a few MB of rows at a time."""
+        at, other = lift(records, params), lift(records, previous) if rule.beta else None
+        total = PersonSum(records, groups, rule)
+        assert records.y is not None
+        in_order = len(groups.order) == len(records) and bool((groups.order[1:] > groups.order[:-1]).all())
+        for block in blocks_of(records, None if in_order else groups.order):
+            y = records.y[block.which]
+            residuals = self.residuals(at.scores(block), y)
+            total.add(block, residuals, None if other is None else self.residuals(other.scores(block), y))
+        return total.result()
+
+    def row_losses(self, batch: Batch, params: Floats) -> Floats:
+        """f of each row of the batch, in its order."""
+        records: Table = batch.records
+        at = lift(records, params)
+        assert records.y is not None
+        y = records.y
+        with np.errstate(over="ignore", invalid="ignore"):
+            parts = [self.losses(at.scores(b), y[b.which]) for b in blocks_of(records, batch.indices)]
+        return np.concatenate([np.zeros(0), *parts])
+
+    def add_hessians(
+        self, batch: Batch, params: Floats, clip: float, out: Floats, shares: Floats | None = None
+    ) -> None:
+        """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; for losses of one score.
+
+        ``shares`` are what rows count, by their positions.
+        """
+        curvature.add_hessians(self, batch, params, clip, out, shares)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Batch
+from quietgrad.objectives.people import Shared, rows_of
 from quietgrad.objectives.tables.table import Floats, Table
 from quietgrad.privacy.budget import Relation
 
@@ -47,11 +48,10 @@ def octave(values: Any) -> npt.NDArray[np.int64]:
     return np.asarray(np.clip(exponent, LOWEST, HIGHEST) - LOWEST)
 
 
-def _everyone(batch: Batch, relation: Relation) -> Table:
+def _everyone(batch: Batch, relation: Relation) -> Shared:
     if batch.indices is not None and relation is Relation.REPLACE_ONE:
         raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
-    records: Table = batch.records
-    return records
+    return rows_of(batch)
 
 
 def _entries(block: Any, chosen: npt.NDArray[np.int64]) -> tuple[Any, Any, Any, int]:
@@ -108,10 +108,11 @@ class Magnitudes:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""
-        for _, block in _everyone(batch, self.relation).blocks(batch.indices):
+        shared = _everyone(batch, self.relation)
+        for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
             sizes = np.maximum(np.bincount(rows, minlength=count), 1)
-            weights = _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
+            weights = shared.of(which) * _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
             groups = 0 if self.pooled else columns
             bins = (groups * 2 + (values < 0.0)) * OCTAVES + octave(values)
             out += np.bincount(bins, weights=weights[rows], minlength=len(out))
@@ -144,11 +145,12 @@ class MeanOctaves:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the sum."""
-        for _, block in batch.records.blocks(batch.indices):
+        shared = rows_of(batch)
+        for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
             above = octave(values) + (LOWEST - self.centre)
             lengths = np.sqrt(np.bincount(rows, weights=above * above, minlength=count)) * (1.0 + 1e-12)
-            factors = self.bound / np.maximum(lengths, self.bound)
+            factors = shared.of(which) * self.bound / np.maximum(lengths, self.bound)
             out += np.bincount(columns, weights=above * factors[rows], minlength=len(out))
 
 
@@ -180,11 +182,13 @@ class Pieces:
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""
         starts = np.arange(len(self.chosen)) * PIECES
-        for _, block in _everyone(batch, self.relation).blocks(batch.indices):
+        shared = _everyone(batch, self.relation)
+        for which, block in shared.records.blocks(shared.indices):
             part = block[:, self.chosen]
             dense = part if isinstance(part, np.ndarray) else part.toarray()
             bins, inside = _pieces(dense, self.low, self.high)
-            weights = inside * (_SHRINK / np.sqrt(np.maximum(inside.sum(axis=1), 1)))[:, None]
+            counts = shared.of(which) * _SHRINK / np.sqrt(np.maximum(inside.sum(axis=1), 1))
+            weights = inside * counts[:, None]
             out += np.bincount((bins + starts).ravel(), weights=weights.ravel(), minlength=len(out))
 
 
@@ -218,10 +222,9 @@ class TargetMagnitudes:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""
-        y = _targets(_everyone(batch, self.relation), batch)
-        other = y[y != 0.0]
-        out += np.bincount((other < 0.0) * OCTAVES + octave(other), minlength=len(out))
-        out[-1] += len(y) - len(other)
+        y, weights = _targets(_everyone(batch, self.relation))
+        bins = np.where(y == 0.0, len(out) - 1, (y < 0.0) * OCTAVES + octave(y))
+        out += np.bincount(bins, weights, len(out))
 
 
 @dataclass(frozen=True)
@@ -243,11 +246,15 @@ class TargetPieces:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""
-        bins, inside = _pieces(_targets(_everyone(batch, self.relation), batch), self.low, self.high)
-        out += np.bincount(bins, weights=inside, minlength=PIECES)
+        y, weights = _targets(_everyone(batch, self.relation))
+        bins, inside = _pieces(y, self.low, self.high)
+        out += np.bincount(bins, weights=inside * weights, minlength=PIECES)
 
 
-def _targets(records: Table, batch: Batch) -> Floats:
+def _targets(shared: Shared) -> tuple[Floats, Floats]:
+    """Targets and what each counts."""
+    records: Table = shared.records
     assert records.y is not None
-    y = np.asarray(records.y, dtype=np.float64)
-    return y if batch.indices is None else y[batch.indices]
+    which = slice(None) if shared.indices is None else shared.indices
+    y = np.asarray(records.y, dtype=np.float64)[which]
+    return y, np.broadcast_to(1.0 if shared.shares is None else shared.of(which) * _SHRINK, y.shape)

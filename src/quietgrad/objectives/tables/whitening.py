@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.people import OfPeople, rows_of
 from quietgrad.objectives.tables.features import FeatureMean, SecondMoments
 from quietgrad.objectives.tables.table import Affine, Floats, Table
 from quietgrad.privacy.budget import Relation
@@ -50,13 +51,14 @@ class SecondMomentMatrix:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += Σ triangle(x̄ᵢx̄ᵢᵀ); all records only, because under replace-one the bound is about pairs."""
-        records: Table = batch.records
+        shared = rows_of(batch)
+        records: Table = shared.records
         if batch.indices is not None:
             raise ValueError("the second-moment matrix uses all records: plan it with FullBatch() sampling.")
         total = np.zeros((records.features, records.features))
         slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
-        for _, block in records.blocks():
-            rows = _shortened(block, self.clip / slack)
+        for which, block in records.blocks(shared.indices):
+            rows = _shortened(block, self.clip / slack, np.sqrt(shared.of(which)))
             product = rows.T @ rows
             total += product if isinstance(product, np.ndarray) else product.toarray()
         weights = np.where(np.eye(records.features, dtype=bool), 1.0, math.sqrt(2.0))
@@ -71,15 +73,16 @@ class SecondMomentMatrix:
         return np.asarray(upper + upper.T + np.diag(np.diag(matrix)))
 
 
-def _shortened(block: Any, clip: float) -> Any:
+def _shortened(block: Any, clip: float, weights: Any) -> Any:
+    """Rows cut to length ``clip``, then times their weights."""
     if isinstance(block, np.ndarray):
         lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
-        return block * (clip / np.maximum(lengths, clip))[:, None]
+        return block * (weights * clip / np.maximum(lengths, clip))[:, None]
     values = block.data.astype(np.float64)
     counts = np.diff(block.indptr)
     squares = np.zeros(len(counts))
     np.add.at(squares, np.repeat(np.arange(len(counts)), counts), values * values)
-    factors = clip / np.maximum(np.sqrt(squares), clip)
+    factors = weights * clip / np.maximum(np.sqrt(squares), clip)
     rows = block.copy()
     rows.data = values * np.repeat(factors, counts)
     return rows
@@ -111,12 +114,13 @@ class RowNormHistogram:
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""
-        records: Table = batch.records
         if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
             raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
-        norms = Table(records.X, None).norms
-        chosen = norms if batch.indices is None else norms[batch.indices]
-        out += np.bincount(np.searchsorted(self.edges, chosen), minlength=len(out))
+        shared = rows_of(batch)
+        norms = Table(shared.records.X, None).norms
+        which = slice(None) if shared.indices is None else shared.indices
+        bins = np.searchsorted(self.edges, norms[which])
+        out += np.bincount(bins, np.broadcast_to(shared.of(which), bins.shape), len(out))
 
     def quantile(self, counts: Floats, fraction: float, noise: float) -> float:
         """The smallest edge that about ``fraction`` of the rows do not exceed, from noisy counts.
@@ -255,8 +259,12 @@ class WhitenedGradient:
         view.add(batch._replace(records=records), (self.params,), Rule.gradient(self.clip), out)
 
 
-def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any, Table]:
+def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any, Any]:
     """The objective and the records in whitened coordinates; the records are laid out once for a transform."""
+    if isinstance(objective, OfPeople):
+        people = batch.records
+        view, rows = whitened_view(objective.loss, Batch(people.rows, None), transform)
+        return objective.around(view), people.seen(rows)
     view = replace(objective, transform=transform, row_bound=None, rows="refuse")
     cached = batch.records.views.get(id(transform))
     if cached is None or cached.transform is not transform:

@@ -1,0 +1,443 @@
+"""People made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions name.
+
+A :class:`People` says which records are whose. :class:`OfPeople` wraps a loss so that a curator holds people, not
+rows: samplers draw people, n is their number, and what one of them contributes to a sum is the *clipped
+combination* of theirs, α·clip_A(g − βg′) + γ·clip_B(g) with g the mean or sum of the gradients of their records.
+Whoever asks about rows in any other way gets them from :func:`rows_of`, with what each of them counts: 1/k for a
+person of k records. Contributions of a row lie in a convex set K (a ball, its non-negative part, positive
+semi-definite matrices of bounded norm), so their mean lies in K too, and a bound on a row bounds a person, also
+where it is about the distance of two. A query that knows neither way is refused: :class:`PeopleRecords` shows no
+rows to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, Constants, Indices, Reading, Records, Regularizer, Rule
+from quietgrad.objectives.person_ids import first_seen
+from quietgrad.vectors import Vector, zeros_like
+
+Floats = npt.NDArray[np.float64]
+Combine = Literal["mean", "sum"]
+
+_MOST = 0.9  # of all records: an id that so many share is no person's
+
+
+class Groups(NamedTuple):
+    """The records of some people: person p has ``order[starts[p]:starts[p + 1]]``.
+
+    ``people`` are the positions to visit, ``None`` for all; ``mean`` says whether a record counts 1/k or 1.
+    """
+
+    people: Indices | None
+    order: Indices
+    starts: Indices
+    mean: bool
+
+    def flat(self) -> tuple[Indices, Indices]:
+        """(rows, starts) of the people to visit, one after the other.
+
+        >>> Groups(np.array([2, 0]), np.arange(4), np.array([0, 1, 2, 4]), True).flat()
+        (array([2, 3, 0]), array([0, 2, 3]))
+        """
+        if self.people is None:
+            return self.order, self.starts
+        first = self.starts[self.people]
+        sizes = self.starts[self.people + 1] - first
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        places = np.arange(starts[-1]) + np.repeat(first - starts[:-1], sizes)
+        return self.order[places], starts
+
+    def visited(self) -> Groups:
+        """The same with positions for everybody and read-only arrays: one compiled version serves every caller."""
+        people = np.arange(len(self.starts) - 1) if self.people is None else self.people
+        return Groups(_frozen(people.view()), _frozen(self.order.view()), _frozen(self.starts.view()), self.mean)
+
+
+class Shared(NamedTuple):
+    """Rows to sum over: ``indices`` (``None``: all), and by row position what each counts (``None``: 1)."""
+
+    records: Any
+    indices: Indices | None
+    shares: Floats | None
+
+    def of(self, which: Any) -> Any:
+        """What the rows at ``which``, positions or a slice, count: an array, or 1."""
+        return 1.0 if self.shares is None else self.shares[which]
+
+
+@dataclass(frozen=True, eq=False)
+class People:
+    """Which records are whose; secret like the records. Build it with :meth:`of`.
+
+    Args:
+        order: record positions, person by person, each person's in their given order.
+        starts: where each person begins in ``order``; one more than there are people.
+        combine: whether a person counts with the mean or the sum of their records.
+        records_per_person: the most of a person's records that one release looks at.
+
+    >>> people = People.of(["ann", "bob", "ann"])
+    >>> len(people), people.order.tolist(), people.starts.tolist()
+    (2, [0, 2, 1], [0, 2, 3])
+    """
+
+    order: Indices
+    starts: Indices
+    combine: Combine = "mean"
+    records_per_person: int | None = None
+
+    def __post_init__(self) -> None:
+        check_combination(self.combine, self.records_per_person)
+
+    @classmethod
+    def of(
+        cls,
+        ids: Any,
+        *,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        records: int | None = None,
+    ) -> People:
+        """Group records by the person they are about; people come in the order of their first records.
+
+        Args:
+            ids: one per record: whole numbers, texts, bytes or dates, all of one kind. Two are one person's exactly
+                if they are equal. Missing ids, and texts that differ only in their Unicode form or in spaces
+                around, are refused: one person taken for two would be protected as neither.
+            records: how many there must be.
+
+        Raises:
+            DataError: the ids cannot be used; the message shows none of them.
+        """
+        codes, count = first_seen(ids, records)
+        sizes = np.bincount(codes, minlength=count)
+        if len(codes) > 1 and sizes.max() >= _MOST * len(codes):
+            raise DataError(
+                "person: nine tenths of the records or more have one and the same id, so it is not a person's: it "
+                "may stand for those who are unknown. Give everybody an id of their own."
+            )
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        order = np.arange(len(codes)) if count == len(codes) else np.argsort(codes, kind="stable")
+        return cls(_frozen(order.astype(np.int64)), _frozen(starts), combine, records_per_person)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __repr__(self) -> str:
+        return f"People(combine={self.combine!r}, records_per_person={self.records_per_person!r})"  # no counts
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether everybody has one record: the arithmetic for rows then does, with the same result."""
+        return len(self.order) == len(self)
+
+    @cached_property
+    def sizes(self) -> Indices:
+        """Each person's number of records."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def shares(self) -> Floats:
+        """By record position, what a record counts in the mean of its person's."""
+        used = self.sizes if self.records_per_person is None else np.minimum(self.sizes, self.records_per_person)
+        shares = np.empty(len(self.order))
+        shares[self.order] = np.repeat(1.0 / used, self.sizes)
+        return shares
+
+    def only(self, positions: Indices) -> tuple[Indices, People]:
+        """The rows of some of the people, and these people by places among those rows."""
+        rows, starts = Groups(positions, self.order, self.starts, True).flat()
+        return rows, People(np.arange(len(rows)), starts, self.combine, self.records_per_person)
+
+    def groups(self, indices: Indices | None, key: bytes | None = None) -> Groups:
+        """The records of the people at ``indices`` (``None``: everybody) that a release with this key looks at."""
+        mean = self.combine == "mean"
+        if indices is not None and len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
+            raise IndexError("batch: an index lies outside the people.")
+        most = self.records_per_person
+        if most is None or (not self.sizes.size) or self.sizes.max() <= most:
+            return Groups(indices, self.order, self.starts, mean)
+        visited = np.arange(len(self)) if indices is None else indices
+        rows, starts = self._chosen(visited, most, key)
+        return Groups(None if indices is None else np.arange(len(indices)), rows, starts, mean)
+
+    def one_each(self, indices: Indices | None, key: bytes | None) -> Indices:
+        """One record of each person at ``indices``, chosen by the key: for what a person may say only once."""
+        return self._chosen(np.arange(len(self)) if indices is None else indices, 1, key)[0]
+
+    def _chosen(self, visited: Indices, most: int, key: bytes | None) -> tuple[Indices, Indices]:
+        """At most ``most`` records of each, at equal distances from a place that the key draws for the person.
+
+        Of k records the j-th chosen is ⌊(t + jk)/m⌋ with t uniform in 0…k−1. As t and j vary, t + jk takes every
+        value below mk once, so each record is chosen with probability m/k exactly; k ≥ m keeps them distinct. The
+        draw depends on the secret key and the person, not on who else is in the batch.
+        """
+        if key is None:
+            raise ValueError("records_per_person: the choice of records needs the secret of its release.")
+        from quietgrad.privacy.rng import SecureStream
+
+        sizes = self.sizes[visited]
+        word = SecureStream(key, "records of a person").at(0, visited)
+        high, low, k = word >> np.uint64(32), word & np.uint64(0xFFFFFFFF), sizes.astype(np.uint64)
+        drawn = ((high * k + ((low * k) >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
+        used = np.minimum(sizes, most)
+        starts = np.concatenate([[0], np.cumsum(used)]).astype(np.int64)
+        turn = np.arange(starts[-1]) - np.repeat(starts[:-1], used)
+        place = (np.repeat(drawn, used) + turn * np.repeat(sizes, used)) // np.repeat(used, used)
+        return self.order[np.repeat(self.starts[visited], used) + place], starts
+
+
+def check_combination(combine: Any, records_per_person: Any) -> None:
+    """Raise ValueError unless these say how a person's records count."""
+    if combine not in ("mean", "sum"):
+        raise ValueError(f"combine={combine!r}: must be 'mean' (everybody counts once) or 'sum' (records count).")
+    most = records_per_person
+    if most is not None and (isinstance(most, bool) or not isinstance(most, (int, np.integer)) or most < 1):
+        raise ValueError(f"records_per_person={most!r}: must be a whole number ≥ 1, or None for all of them.")
+
+
+class PeopleRecords:
+    """People with their rows, as a curator holds them: it counts people, and shows rows to nobody who does not ask
+    for them as a person's.
+    """
+
+    _SHAPE = frozenset({"dim", "features", "outputs", "intercept", "is_sparse"})
+
+    def __init__(self, rows: Records, people: People) -> None:
+        self.rows, self.people = rows, people
+
+    def __len__(self) -> int:
+        return len(self.people)
+
+    def seen(self, rows: Any) -> PeopleRecords:
+        """The same people with their rows laid out otherwise."""
+        return PeopleRecords(rows, self.people)
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """All that a sum depends on, as bytes."""
+        yield from self.rows.contents()
+        yield from self._grouping()
+        yield f"{self.people.combine} {self.people.records_per_person}".encode()
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The rows and whose they are: a ledger knows the table by it."""
+        yield from self.rows.fingerprint_parts()
+        yield from self._grouping()
+
+    def _grouping(self) -> Iterator[bytes]:
+        yield b"people"
+        yield self.people.order.tobytes()
+        yield self.people.starts.tobytes()
+
+    @property
+    def row_bound(self) -> float | None:
+        """R, where a person's loss is the mean of all their rows' and so has a row's constants."""
+        if self.people.combine == "sum" or self.people.records_per_person is not None:
+            _refuse("a fit without clipping")
+        return getattr(self.rows, "row_bound", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PeopleRecords._SHAPE:
+            return getattr(self.rows, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _refuse("this query")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise PersonRefused(
+        f"{what} bounds what one record contributes and not what a person does: it is not offered with person=. "
+        "Use another method, or give one record per person."
+    )
+
+
+class PersonRefused(DataError, ValueError):
+    """A query or method that knows no bound for a person."""
+
+
+def rows_of(batch: Batch) -> Shared:
+    """The rows of a batch and what each counts; the one way to rows for queries that read them themselves."""
+    records = batch.records
+    if not isinstance(records, PeopleRecords):
+        return Shared(records, batch.indices, None)
+    people = records.people
+    groups = people.groups(batch.indices, batch.key)
+    if groups.people is None and groups.order is people.order:
+        return Shared(records.rows, None, people.shares)
+    rows = groups.flat()[0]
+    shares = np.zeros(len(people.order))  # whoever looks at other rows all the same finds that they count nothing
+    shares[rows] = people.shares[rows]
+    return Shared(records.rows, rows, shares)
+
+
+@runtime_checkable
+class SumsPeople(Protocol):
+    """A loss that can sum over people."""
+
+    def add_people(self, batch: Batch, groups: Groups, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
+
+        ``batch`` holds the rows and the release's key; its indices are not used. No *person's* contribution is
+        longer than ``rule.bound``; one that is not finite counts as zero.
+        """
+        ...
+
+    def row_losses(self, batch: Batch, params: Any) -> Any:
+        """The loss of each row of the batch, in its order."""
+        ...
+
+
+class OfRecords(NamedTuple):
+    """Data and the id of the person that each record is about; what :meth:`OfPeople.prepare` takes."""
+
+    data: Any
+    person: Any
+
+
+@dataclass(frozen=True)
+class OfPeople:
+    """A loss asked about people: an :class:`~quietgrad.objectives.base.Objective` whose records are people.
+
+    >>> from quietgrad.objectives import Logistic
+    >>> asked = OfPeople(Logistic())
+    >>> records = asked.prepare(OfRecords(([[1.0], [2.0], [3.0]], [0, 1, 1]), ["a", "b", "a"]))
+    >>> out = np.zeros(1)
+    >>> asked.add(Batch(records, None), [np.zeros(1)], Rule.gradient(0.4), out)
+    >>> len(records), out  # ann: clip(½(0.5 − 1.5)), bob: clip(−1)
+    (2, array([-0.8]))
+    """
+
+    loss: Any
+    combine: Combine = "mean"
+    records_per_person: int | None = None
+
+    def __post_init__(self) -> None:
+        check_combination(self.combine, self.records_per_person)
+        if isinstance(self.loss, OfPeople):
+            raise ValueError("person: is given twice.")
+        if hasattr(self.loss, "add") and not isinstance(self.loss, SumsPeople):
+            _refuse(type(self.loss).__name__)
+
+    def around(self, loss: Any) -> OfPeople:
+        """The same question about another loss."""
+        return OfPeople(loss, self.combine, self.records_per_person)
+
+    @property
+    def regularizer(self) -> Regularizer:
+        """The loss's own: it counts people, as it counted records."""
+        regularizer: Regularizer = self.loss.regularizer
+        return regularizer
+
+    @property
+    def silent_batches(self) -> bool:
+        """As the loss's; a release that chooses records needs its secret, and so is not one that draws nothing."""
+        return bool(self.loss.silent_batches) and self.records_per_person is None
+
+    def prepare(self, data: Any) -> PeopleRecords:
+        """Lay out the rows and group them; the ids are checked before the rows are looked at."""
+        if isinstance(data, PeopleRecords):
+            return data.seen(self.loss.prepare(data.rows))
+        if not isinstance(data, OfRecords):
+            raise DataError("person: the ids must come with the data they are about.")
+        people = data.person
+        if not isinstance(people, People):
+            people = People.of(people, combine=self.combine, records_per_person=self.records_per_person)
+        if (people.combine, people.records_per_person) != (self.combine, self.records_per_person):
+            raise ValueError("person: was grouped with other settings of combine and records_per_person.")
+        rows = self.loss.prepare(data.data)
+        if len(rows) != len(people.order):
+            raise DataError("person: must be one id per record; there are more or fewer ids than records.")
+        return PeopleRecords(rows, people)
+
+    def initial(self, records: PeopleRecords) -> Vector:
+        """The loss's own start."""
+        return self.loss.initial(records.rows)
+
+    def constants(self, row_bound: float | None = None) -> Constants:
+        """The loss's own for a mean of all records; for a sum, which may have any number of terms, none."""
+        known: Constants = self.loss.constants() if row_bound is None else self.loss.constants(row_bound)
+        if self.combine == "mean":
+            return known
+        return Constants(
+            math.inf, None, None, None, known.strong_convexity, known.regularizer_smoothness, known.convex
+        )
+
+    def check_domain(self, params: Vector) -> None:
+        """As the loss."""
+        self.loss.check_domain(params)
+
+    def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
+        """out += Σ over people of what the rule makes of their combined gradients."""
+        records: PeopleRecords = batch.records
+        people = records.people
+        if people.alone:  # one record is its own mean and sum
+            rows = batch.indices if batch.indices is None else people.order[batch.indices]
+            self.loss.add(Batch(records.rows, rows, batch.key), points, rule, out)
+            return
+        groups = people.groups(batch.indices, batch.key)
+        self.loss.add_people(Batch(records.rows, None, batch.key), groups, points, rule, out)
+
+    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+        """Σ over people of min(their combined loss, bound); what is not a number counts as the bound."""
+        records: PeopleRecords = batch.records
+        rows, starts = records.people.groups(batch.indices, batch.key).flat()
+        if len(starts) == 1:
+            return 0.0
+        losses = np.maximum(self.loss.row_losses(Batch(records.rows, rows, batch.key), params), 0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            totals = np.add.reduceat(losses, starts[:-1])
+            if self.combine == "mean":
+                totals = totals / np.diff(starts)
+        return float(np.fmin(totals, bound).sum())  # of a NaN and the bound, the bound
+
+    def add_hessians(self, batch: Batch, params: Vector, clip: float, out: Floats) -> None:
+        """out += Σ over people of the mean of their records' Hessians, each shortened to ``clip``."""
+        if self.combine == "sum" or not hasattr(self.loss, "add_hessians"):
+            _refuse("a summed Hessian")
+        rows = rows_of(batch)
+        self.loss.add_hessians(Batch(rows.records, rows.indices, batch.key), params, clip, out, rows.shares)
+
+    def risk(self, records: PeopleRecords, params: Vector) -> float:
+        """F(θ), the mean over people of their combined loss: an evaluation, not private."""
+        total = self.loss_sum(Batch(records, None), params, math.inf)
+        return total / len(records) + self.regularizer.value(params)
+
+    def risk_gradient(self, records: PeopleRecords, params: Vector) -> Vector:
+        """∇F(θ) without clipping: an evaluation, not private."""
+        out = zeros_like(params)
+        self.add(Batch(records, None), (params,), Rule.gradient(math.inf), out)
+        out /= len(records)
+        out += self.regularizer.gradient(params)
+        return out
+
+
+def of_people(
+    objective: Any, data: Any, person: Any, combine: Combine = "mean", records_per_person: int | None = None
+) -> tuple[Any, Any]:
+    """(objective, data) to give to a curator: as they are if ``person`` is ``None``, else asked about people."""
+    if person is None:
+        if combine != "mean" or records_per_person is not None:
+            raise ValueError(
+                "combine, records_per_person: say how a person's records count; give person= with them."
+            )
+        return objective, data
+    return OfPeople(objective, combine, records_per_person), OfRecords(data, person)
+
+
+def told(objective: Reading) -> Any:
+    """The public loss behind what a curator asks: algorithms read its shape and constants."""
+    return objective.loss if isinstance(objective, OfPeople) else objective
+
+
+def _frozen(array: Indices) -> Indices:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,150 @@
+"""Ids of people: which of them are equal, found without showing any of them.
+
+Two records are one person's exactly if their ids are equal, so nothing is hashed to decide it: two ids that
+collided would make two people one, whose removal one by one is not what add-remove bounds. One person under two ids
+would be protected as neither; ids that look so (missing, of mixed kinds, equal but for spaces or Unicode form) are
+refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hmac
+import unicodedata
+import uuid
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError
+
+Codes = npt.NDArray[np.int64]
+
+_NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
+_MISSING = "person: a record has no id. Remove such records, or give each an id of its own."
+_KINDS = (
+    "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
+    "that 1 and '1' are not two people."
+)
+
+
+def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
+    """Number people 0, 1, … in the order of their first records: (each record's number, how many there are).
+
+    >>> first_seen(["b", "a", "b"])
+    (array([0, 1, 0]), 2)
+    >>> first_seen([1, "1"])
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: person: ids must be all whole numbers, all texts, all bytes or all dates. ...
+    """
+    array = _array(ids)
+    if array.ndim != 1:
+        raise DataError("person: must be one id per record, a list or a column.")
+    if records is not None and len(array) != records:
+        raise DataError("person: must be one id per record; there are more or fewer ids than records.")
+    if not len(array):
+        raise DataError("person: there are no ids.")
+    if array.dtype.kind == "O":
+        array = _one_kind(array)
+    if array.dtype.kind == "f":
+        array = _whole(array)
+    if array.dtype.kind in "mM" and np.isnat(array).any():
+        raise DataError(_MISSING)
+    if array.dtype.kind in "US" and (array == array.dtype.type()).any():
+        raise DataError(_MISSING)
+    if array.dtype.kind not in "iuUSMmO":
+        raise DataError(_KINDS)
+    if array.dtype.kind == "O":
+        codes, known = _numbered(array)
+        texts = known if isinstance(known[0], str) else []
+    else:
+        values, first, codes = np.unique(array, return_index=True, return_inverse=True)
+        codes = np.argsort(np.argsort(first))[codes]
+        known = values.tolist()
+        texts = known if array.dtype.kind == "U" else []
+    if len({_plain(text) for text in texts}) < len(texts):
+        raise DataError(
+            "person: some ids differ only in spaces around them or in how accents are written. If they are one "
+            "person's make them equal, else make them differ."
+        )
+    return codes.astype(np.int64), len(known)
+
+
+def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
+    """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
+
+    The kind of the ids is part of it: 1 and "1" are different people here as everywhere.
+
+    >>> hashed_ids([1, 1], b"k" * 32) == hashed_ids([1.0, 1.0], b"k" * 32) != hashed_ids(["1"], b"k" * 32)
+    True
+    """
+    array = _array(ids)
+    values = _one_kind(array) if array.dtype.kind == "O" else array
+    values = _whole(values) if values.dtype.kind == "f" else values
+    return {
+        hmac.digest(key, f"{_kind(value)}\0{_plain(value)}".encode(), "sha256") for value in set(values.tolist())
+    }
+
+
+def _plain(value: Any) -> Any:
+    return unicodedata.normalize("NFC", value).strip() if isinstance(value, str) else value
+
+
+def _kind(value: Any) -> str:
+    known = {int: "number", str: "text", bytes: "bytes"}
+    return next((name for kind, name in known.items() if isinstance(value, kind)), "date or uuid")
+
+
+def _array(ids: Any) -> npt.NDArray[Any]:
+    if isinstance(ids, (str, bytes)) or callable(ids):
+        raise DataError("person: must be one id per record here, not a name or a function.")
+    try:
+        if hasattr(ids, "to_numpy"):  # a column of pandas or polars: its own missing values become objects or NaN
+            return np.asarray(ids.to_numpy())
+        array = np.asarray(ids)
+        # numpy would make texts of mixed numbers and texts, and floats of whole numbers with one that is missing
+        return array if isinstance(ids, np.ndarray) else np.asarray([*ids, None], dtype=object)[:-1]
+    except (TypeError, ValueError):
+        raise DataError("person: must be one id per record, a list or a column.") from None
+
+
+def _one_kind(cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Objects of one kind: floats as an array of them; the others stay objects, whose length numpy would cut."""
+    kinds = {type(cell) for cell in cells}
+    if any(kind.__name__ in _NOTHING for kind in kinds):
+        raise DataError(_MISSING)
+    if all(issubclass(kind, (float, np.floating)) for kind in kinds):
+        return cells.astype(np.float64)
+    if any(issubclass(kind, (float, np.floating)) for kind in kinds) and any(
+        isinstance(cell, (float, np.floating)) and cell != cell for cell in cells
+    ):
+        raise DataError(_MISSING)
+    for kind in (str, bytes):
+        if all(issubclass(found, kind) for found in kinds):
+            if not all(len(cell) for cell in cells):
+                raise DataError(_MISSING)
+            return cells
+    if any(issubclass(kind, (bool, np.bool_)) for kind in kinds):
+        raise DataError(_KINDS)
+    if all(issubclass(kind, (int, np.integer)) for kind in kinds):
+        return cells
+    if len(kinds) == 1 and issubclass(kinds.pop(), (datetime.date, uuid.UUID)):
+        return cells
+    raise DataError(_KINDS)
+
+
+def _whole(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Floats that are whole numbers: tables often hold ids so."""
+    if np.isnan(array).any():
+        raise DataError(_MISSING)
+    exact = 2.0 ** (np.finfo(array.dtype).nmant + 1)  # whole numbers above it are not told apart
+    if not (np.abs(array) < exact).all() or (array != np.floor(array)).any():
+        raise DataError("person: ids are fractions or too large to be told apart. Give whole numbers or texts.")
+    return array.astype(np.int64)
+
+
+def _numbered(cells: npt.NDArray[Any]) -> tuple[Codes, list[Any]]:
+    known: dict[Any, int] = {}
+    codes = np.fromiter((known.setdefault(cell, len(known)) for cell in cells), np.int64, len(cells))
+    return codes, list(known)
