@@ -1,10 +1,11 @@
 """Correlated against independent noise on a9a, where nobody samples in secret: single pass, and cohorts in turn.
 
-    python benchmarks/correlated.py single | turns | srm | adam | poisson | disk | federation | cost
+    python benchmarks/correlated.py single | turns | srm | adam | poisson | disk | cost
 
 Both sides search the same settings of one grid (all, or 600 at random): one run each, twelve more of the best
 twenty, on held-out rows of the training set. The chosen ones train on all of it, sixteen times, and are tested once
-each. The promise is add-remove at δ = 1e-5; every run goes through ``minimize`` or ``simulate`` with secret noise.
+each. The promise is add-remove at δ = 1e-5; every run goes through ``minimize`` with secret noise. What is chosen
+here is run through a federation by ``reproduce/cohorts.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import numpy as np
 
 import quietgrad as qg
 from quietgrad.data import load
-from quietgrad.federation import Party, simulate
 from quietgrad.objectives import Logistic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -135,31 +135,6 @@ def compare(
     return rows
 
 
-def federation() -> list[dict[str, Any]]:
-    """The settings that ``turns`` chose, through a federation of ten parties with secure sums."""
-    import json
-
-    chosen = json.loads((RESULTS / "correlated_turns.json").read_text())["rows"]
-    (X, y), test = _table("train"), _table("test")
-    order = np.random.default_rng(1).permutation(len(y))
-    parties = [Party(X[part], y[part]) for part in np.array_split(order, 10)]
-    rows = []
-    for row in (r for r in chosen if r["epsilon"] == 1.0):
-        for secure, more in (("masks", {}), ("servers", {})):
-            losses = []
-            for _ in range(5):
-                result = simulate(
-                    turns(row["settings"], row["noise"], len(y)), Logistic(), parties,
-                    budget=qg.Budget(row["epsilon"], 1e-5), trust="secure", secure=secure, **more,
-                )  # fmt: skip
-                losses.append(_risk(result.params, test))
-            rows.append(
-                {**{k: row[k] for k in ("epsilon", "noise", "settings")}, "secure": secure, **_summary(losses)}
-            )
-            print(rows[-1], flush=True)
-    return rows
-
-
 def cost() -> list[dict[str, Any]]:
     """CPU time of a release, correlated ÷ independent: medians of interleaved blocks."""
     from quietgrad.curators.central import CentralCurator
@@ -226,7 +201,6 @@ def main() -> None:
         "adam": lambda: compare(adam, {**GRID, **ADAM}, epsilons=(1.0,)),
         "poisson": lambda: compare(poisson, GRID, ("independent",), (1.0,)),
         "disk": lambda: compare(disk, {**GRID, **DISK}, ("independent",), (1.0,)),
-        "federation": federation,
         "cost": cost,
     }
     rows = parts[part]()

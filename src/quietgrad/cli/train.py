@@ -27,7 +27,7 @@ from quietgrad.cli.options import (
     usage,
 )
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.runs import RunSpec, objective_from
+from quietgrad.cli.runs import FEATURES, RunSpec, objective_from
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -73,6 +73,9 @@ def train(
     ] = None,
     regularizer: Annotated[str | None, typer.Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None,
     intercept: Annotated[bool, typer.Option(help="Whether to fit a constant term.")] = True,
+    features: Annotated[
+        str | None, typer.Option(help="scattering: fixed features of square pictures in place of their pixels.")
+    ] = None,
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
     rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
     test: Annotated[Path | None, typer.Option(help="Held-out records in a file of the same kind.")] = None,
@@ -144,7 +147,10 @@ def train(
         records_per_person=records_per_person,
         evaluate_train=evaluate_train,
         checkpoint_seconds=checkpoint_seconds,
+        features=features,
     )  # fmt: skip
+    if features is not None and (features not in FEATURES or landscape is not None):
+        raise typer.BadParameter(f"must be {' or '.join(FEATURES)}, of pictures.", param_hint="--features")
     if landscape is not None and data is not None:
         raise typer.BadParameter("a landscape samples its own records; give no DATA.", param_hint="--landscape")
     spec.budget()  # a mistake in the promise is told before the data is read

@@ -18,6 +18,7 @@ from quietgrad.data.tables import parse_csv
 
 Builder: TypeAlias = Callable[[Contents], Dataset]
 DIGITS = tuple(str(k) for k in range(10))
+CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 KDD_ROWS = 70_000
 
 
@@ -83,17 +84,23 @@ def kdd(schema: Schema) -> Builder:
     return build
 
 
-def mnist(contents: Contents) -> Dataset:
-    """MNIST pixels in [0, 1], float32; `X.reshape(-1, 1, 28, 28)` gives images."""
-    parts: list[Any] = []
-    for part in ("train", "t10k"):
-        pixels = parse_idx(contents[f"mnist-{part}-images-idx3-ubyte"], "mnist")
-        parts.append(pixels.reshape(len(pixels), -1).astype(np.float32) / np.float32(255))
-        parts.append(parse_idx(contents[f"mnist-{part}-labels-idx1-ubyte"], "mnist").astype(np.int64))
-    X, y, X_test, y_test = parts
-    return Dataset(
-        "mnist", X, y, X_test, y_test, "multiclass", 28.0, tuple(range(10)), ("published test set",), DIGITS
-    )
+def mnist(name: str, class_names: tuple[str, ...] = DIGITS) -> Builder:
+    """The four idx files of MNIST or a set of its shape: pixels in [0, 1], float32.
+
+    `X.reshape(-1, 1, 28, 28)` gives images.
+    """
+
+    def build(contents: Contents) -> Dataset:
+        parts: list[Any] = []
+        for part in ("train", "t10k"):
+            pixels = parse_idx(contents[f"{name}-{part}-images-idx3-ubyte"], name)
+            parts.append(pixels.reshape(len(pixels), -1).astype(np.float32) / np.float32(255))
+            parts.append(parse_idx(contents[f"{name}-{part}-labels-idx1-ubyte"], name).astype(np.int64))
+        X, y, X_test, y_test = parts
+        notes = ("published test set",)
+        return Dataset(name, X, y, X_test, y_test, "multiclass", 28.0, tuple(range(10)), notes, class_names)
+
+    return build
 
 
 def cifar10(contents: Contents) -> Dataset:

@@ -27,6 +27,11 @@ def members(**wanted: str) -> Any:
     return lambda member: {name: member(suffix) for name, suffix in wanted.items()}
 
 
+def unpacked(**wanted: str) -> Any:
+    """As :func:`members`, of files that are packed with gzip."""
+    return lambda member: {name: gzip.decompress(member(suffix)) for name, suffix in wanted.items()}
+
+
 def bank(member: Member) -> Contents:
     """Bank: the two shuffled parts, put back in order by their row numbers and quoted as in the original."""
     rows: list[list[str]] = []

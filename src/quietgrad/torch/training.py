@@ -51,6 +51,7 @@ def fit(
     person: Any = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
+    views: int = 1,
     noise_multiplier: float | None = None,
     regularizer: Regularizer | None = None,
     evaluate: Evaluate | None = None,
@@ -93,6 +94,9 @@ def fit(
             ``batch_size`` and n count people. Without it a record is a person.
         combine: ``"mean"``: everybody counts once; ``"sum"``: records count, clipped as a whole.
         records_per_person: the most of a person's records that one release looks at, chosen by its secret.
+        views: how often each record of a sample is read and passed through the model, each time with random numbers
+            of its own (augmentation, dropout); its contribution is the clipped mean of these gradients. Costs that
+            many passes and no privacy.
         collate_fn: makes (x, y) of a list of samples.
         ledger, account, cap, n_public, folder, checkpoint_seconds, seed: as in :func:`quietgrad.minimize`.
 
@@ -111,7 +115,7 @@ def fit(
     """
     objective = ModuleObjective(
         model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
-        collate_fn=collate_fn,
+        collate_fn=collate_fn, views=views,
     )  # fmt: skip
     watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
     asked = of_people(objective, train_set, person, combine, records_per_person)
@@ -144,6 +148,7 @@ def resume(
     person: Any = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
+    views: int = 1,
     regularizer: Regularizer | None = None,
     evaluate: Evaluate | None = None,
     every: int | None = None,
@@ -164,7 +169,7 @@ def resume(
     """
     objective = ModuleObjective(
         model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
-        collate_fn=collate_fn,
+        collate_fn=collate_fn, views=views,
     )  # fmt: skip
     watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
     asked = of_people(objective, train_set, person, combine, records_per_person)

@@ -47,6 +47,8 @@ class ModuleObjective(BaseObjective):
         micro_batch: examples per pass. A larger batch is a virtual one: its sums add up over passes.
         memory_budget, strategy: as in :class:`~quietgrad.objectives.networks.engine.PerExampleEngine`.
         collate_fn: makes (x, y) of a list of samples.
+        views: how often a record is looked at in a release, each time with other random numbers; the mean of these
+            gradients is what is clipped.
 
     >>> from quietgrad import Budget, DPSRM, minimize
     >>> objective = ModuleObjective(nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="none"))
@@ -66,13 +68,17 @@ class ModuleObjective(BaseObjective):
         memory_budget: float = 256e6,
         strategy: Strategy = "auto",
         collate_fn: Collate | None = None,
+        views: int = 1,
     ) -> None:
+        if isinstance(views, bool) or not isinstance(views, int) or views < 1:
+            raise ValueError(f"views={views!r}: must be a whole number ≥ 1.")
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None.")
         self.engine = PerExampleEngine(module, loss_fn, memory_budget=memory_budget, strategy=strategy)
         self.regularizer: Regularizer = NoRegularizer() if regularizer is None else regularizer
         self.micro_batch = micro_batch or _MOST_AT_ONCE
         self.collate_fn = collate_fn
+        self.views = views
 
     @property
     def module(self) -> nn.Module:
@@ -86,7 +92,7 @@ class ModuleObjective(BaseObjective):
         loss = getattr(engine.loss_fn, "__qualname__", None) or repr(engine.loss_fn)
         return (
             f"ModuleObjective({engine.module}, {loss}, {self.regularizer}, {engine.names}, {engine.dtype}, "
-            f"micro_batch={self.micro_batch}, memory_budget={engine.memory_budget})"
+            f"micro_batch={self.micro_batch}, memory_budget={engine.memory_budget}, views={self.views})"
         )
 
     def prepare(self, data: Any) -> Examples:
@@ -121,6 +127,11 @@ class ModuleObjective(BaseObjective):
         """
         if rule.bound == 0.0:
             return
+        if self.views > 1:  # a record is to its views what a person is to their records
+            rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
+            alone = Groups(None, np.asarray(rows, np.int64), np.arange(len(rows) + 1), mean=True)
+            self.add_people(batch, alone, points, rule, out)
+            return
         broken, total = 0, CompensatedSum(points[0])
         for x, y, keys in batch.records.parts(batch.indices, self.micro_batch, batch.key):
             part = torch.zeros_like(points[0], dtype=torch.float64)
@@ -137,13 +148,16 @@ class ModuleObjective(BaseObjective):
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
 
         A person's records are in one pass. Those of someone who has more than ``micro_batch`` are added up over
-        several before they are clipped.
+        several before they are clipped. A record's gradient is the mean over its views.
         """
         rows, starts = groups.flat()
         if rule.bound == 0.0 or not len(rows):
             return
         total, keys = CompensatedSum(points[0]), RecordKeys.of(batch.key, rows)
         persons = Persons.numbered(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), mean=groups.mean)
+        if self.views > 1:
+            keys = keys.views(self.views)
+            persons = Persons(np.repeat(persons.owners, self.views), persons.factors / self.views)
 
         def read(some: Indices) -> tuple[Batch, Batch]:
             x, y = batch.records.read(keys.rows(some))

@@ -64,6 +64,8 @@ class RecordKeys:
 
     key: bytes
     indices: npt.NDArray[np.integer[Any]]
+    numbers: npt.NDArray[np.integer[Any]] | None = None
+    """What words are drawn for, where that is not the record itself but one of its views."""
 
     @staticmethod
     def of(key: bytes | None, indices: npt.NDArray[np.integer[Any]]) -> RecordKeys:
@@ -82,7 +84,19 @@ class RecordKeys:
 
     def rows(self, where: slice | npt.NDArray[np.integer[Any]]) -> RecordKeys:
         """Those of some rows."""
-        return RecordKeys(self.key, self.indices[where])
+        return RecordKeys(self.key, self.indices[where], None if self.numbers is None else self.numbers[where])
+
+    def views(self, count: int) -> RecordKeys:
+        """Every record ``count`` times, one after the other, each time with a word of its own.
+
+        The word is a function of the key, the record's number and the view's, and of nobody else's record.
+
+        >>> keys = RecordKeys(bytes(32), np.array([7, 3])).views(2)
+        >>> keys.indices.tolist(), len(set(keys.reads.tolist()))
+        ([7, 7, 3, 3], 4)
+        """
+        indices = np.repeat(np.asarray(self.indices, np.int64), count)
+        return RecordKeys(self.key, indices, count * indices + np.tile(np.arange(count), len(self.indices)))
 
     def passes(
         self, most: int, sizes: npt.NDArray[np.integer[Any]] | None = None
@@ -119,7 +133,8 @@ class RecordKeys:
         return mine
 
     def _words(self, block: int) -> Words:
-        return SecureStream(self.key, "records").at(block, np.asarray(self.indices, np.int64))
+        numbers = self.indices if self.numbers is None else self.numbers
+        return SecureStream(self.key, "records").at(block, np.asarray(numbers, np.int64))
 
 
 class UnplannedDraw(RuntimeError):

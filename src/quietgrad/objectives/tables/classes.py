@@ -82,6 +82,7 @@ class _ClassWeights(LinearObjective):
     """w_y times the loss, w public; the largest weight is 1."""
 
     class_weights: tuple[float, ...] = ()
+    gathered: ClassVar[bool] = False
     full_batch_only: ClassVar[bool] = True
 
     def _of(self, y: npt.NDArray[Any]) -> Floats:

@@ -253,6 +253,7 @@ class Multinomial(LinearObjective):
 
     classes: int
     task: ClassVar[Task] = "multiclass"
+    gathered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -284,7 +285,7 @@ class Multinomial(LinearObjective):
     def add_indexed(
         self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
-        """One compiled pass over the rows at ``indices``; the softmax is this kernel's own."""
+        """One compiled pass over the rows at ``indices``, which are sparse; the softmax is this kernel's own."""
         _kernels().add_classes(table, indices, self.classes, params, previous, rule, out)
 
     def add_grouped(

@@ -60,7 +60,9 @@ class LinearObjective(BaseObjective, ABC):
     transform: Affine | None = None
 
     silent_batches: ClassVar[bool] = True
-    """Sums over index batches are compiled and raise no warnings, whatever the records hold."""
+    """Sums over index batches raise no warnings, whatever the records hold."""
+    gathered: ClassVar[bool] = False
+    """Whether index batches of dense rows are copied together, block by block, for BLAS."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.intercept_scale) and self.intercept_scale > 0.0):
@@ -207,8 +209,8 @@ class LinearObjective(BaseObjective, ABC):
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
         params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
-        if batch.indices is None:
-            out += self._sum(records, params, previous, rule)
+        if batch.indices is None or (self.gathered and not records.is_sparse):
+            out += self._sum(records, params, previous, rule, batch.indices)
             return
         if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
@@ -260,12 +262,16 @@ class LinearObjective(BaseObjective, ABC):
         curvature.add_hessians(self, batch, params, clip, out, shares)
 
     @np.errstate(over="ignore", invalid="ignore")
-    def _sum(self, records: Table, params: Floats, previous: Floats, rule: Rule | None) -> Floats:
-        """Σ over all records of the rule's contributions; without a rule, of the plain gradients."""
+    def _sum(
+        self, records: Table, params: Floats, previous: Floats, rule: Rule | None, indices: Indices | None = None
+    ) -> Floats:
+        """Σ over all records, or those at ``indices``, of the rule's contributions or of the plain gradients."""
+        if indices is not None and len(indices) and indices.min() < 0:  # numpy would count from the end
+            raise IndexError("batch: an index lies outside the table")
         at, other = lift(records, params), lift(records, previous) if rule is not None and rule.beta else None
         total = RowSum(records)
         assert records.y is not None
-        for block in blocks_of(records):
+        for block in blocks_of(records, indices):
             y = records.y[block.which]
             residuals = self.residuals(at.scores(block), y)
             if rule is not None:
