@@ -23,6 +23,7 @@ from quietgrad.objectives.tables.ranges import (
 )
 from quietgrad.objectives.tables.windows import (
     middle_octave,
+    read_ends,
     read_magnitudes,
     read_octaves,
     read_pieces,
@@ -184,10 +185,9 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
     if look.whole:
         return rough
     pieces = TargetPieces(*rough, relation)
-    counts = door.release("target-bins", pieces)[None]
+    counts = door.release("target-bins", pieces)
     noise, everyone = noise_of(door, "target-bins", pieces.bound), door.expected_batch("target-bins")
-    low, high = read_pieces(counts, noise, np.array([rough[0]]), np.array([rough[1]]), everyone)
-    return float(low[0]), float(high[0])
+    return read_ends(counts, noise, *rough, everyone)
 
 
 def frame_of(extra: Mapping[str, Any]) -> Frame | None:
