@@ -1,6 +1,6 @@
 """How often the intervals of ``summary()`` cover the truth, and where they are refused.
 
-    OMP_NUM_THREADS=1 python benchmarks/table_coverage.py [fits at n = 5000] [fits at n = 50 000]
+    OMP_NUM_THREADS=1 python benchmarks/table_coverage.py [fits at n = 5000] [fits at n = 50 000] [cells ...]
 
 Gaussian features, coefficients of norm about 1, a logistic or a linear model that is true; nominal 95 %, δ = 1e-5,
 replace-one, feature and target ranges found privately. Width is the mean standard error over that of the same model
@@ -9,6 +9,7 @@ without privacy, √(1/n) in units of the curvature. ``error`` is one standard e
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -61,14 +62,18 @@ def cell(kind: str, n: int, d: int, epsilon: float, fits: int) -> dict[str, Any]
 
 
 def main() -> None:
-    few, many = (int(word) for word in (*sys.argv[1:], "500", "500")[:2])
+    words = sys.argv[1:]
+    few, many = (int(word) for word in (*words, "500", "500")[:2])
+    wanted = words[2:]  # such as "logistic n=5000"; none for all
     warnings.simplefilter("ignore")
-    cells = {}
+    cells = json.loads(RESULT.read_text())["cells"] if wanted and RESULT.exists() else {}
     for kind in ("logistic", "linear"):
         for n in (5000, 50_000):
             for d in (5, 20):
                 for epsilon in (0.5, 1.0, 3.0):
                     name = f"{kind} n={n} d={d} ε={epsilon:g}"
+                    if wanted and not any(name.startswith(word) for word in wanted):
+                        continue
                     cells[name] = cell(kind, n, d, epsilon, few if n == 5000 else many)
                     print(name, cells[name], flush=True)
     save(RESULT, {"cells": cells})

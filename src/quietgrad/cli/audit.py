@@ -144,7 +144,17 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
 
 def _probes() -> Iterator[Finding]:
     """The exact probes: noise over time, charges, replays, clips, bounds, bookkeeping, parties, secure sums."""
-    from quietgrad.audit import bookkeeping, clipping, parties, planting, probes, replays, samples, series
+    from quietgrad.audit import (
+        bookkeeping,
+        clipping,
+        parties,
+        planting,
+        probes,
+        replays,
+        samples,
+        series,
+        table_bounds,
+    )
     from quietgrad.audit.neighbours import every_query, neighbouring_tables
     from quietgrad.audit.networks import network_probes
     from quietgrad.audit.own_loops import loop_probes
@@ -166,6 +176,7 @@ def _probes() -> Iterator[Finding]:
         for r in Relation:
             yield probes.probe_sensitivity(loss, neighbouring_tables(loss, r), every_query, r, f"{name}, {r}")
     yield from planting.every_bound()
+    yield from table_bounds.table_findings()
     yield from clipping.probe_clips()
     yield bookkeeping.probe_fresh_records()
     yield bookkeeping.probe_lost_rounds()
