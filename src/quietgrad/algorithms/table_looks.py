@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -64,6 +64,8 @@ class Look:
     whole: bool = False
 
     def __post_init__(self) -> None:
+        if self.ranges not in ("each", "means", "pooled"):
+            raise ValueError(f"ranges={self.ranges!r}: must be 'each', 'means' or 'pooled'.")
         for name in ("range_share", "offset_share", "octave_share", "target_share"):
             check_range(name, getattr(self, name), 0.0, 0.5)
         if self.features is not None:
@@ -90,6 +92,21 @@ class Look:
     def config(self) -> dict[str, Any]:
         """The settings as JSON values."""
         return config_of(self)
+
+
+def read_look(given: Any) -> Look | None:
+    """A look as plan files and saved runs hold it.
+
+    >>> read_look({"ranges": "means", "range_share": 0.1}).shares(), read_look(None)
+    ({'ranges': 0.1}, None)
+    """
+    if given is None or isinstance(given, Look) or str(given).strip().lower() in ("none", ""):
+        return given if isinstance(given, Look) else None
+    if not isinstance(given, Mapping):
+        raise ValueError("look: must be a table of settings such as ranges and range_share, or none.")
+    if unknown := sorted(set(map(str, given)) - {each.name for each in fields(Look)}):
+        raise ValueError(f"look has no setting {', '.join(unknown)}.")
+    return Look(**given)
 
 
 def _is_wide(pair: Bounds) -> bool:

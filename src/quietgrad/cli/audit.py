@@ -119,7 +119,10 @@ def audit_folder(folder: Path, runs: int) -> AuditReport:
     privacy = result.privacy
     if privacy.epsilon is None or privacy.delta is None or privacy.relation is None:
         raise DataError(f"{folder}: this run is not private and claims nothing, so there is nothing to audit.")
-    algorithm = rebuild(result.algorithm, dict(result.config))
+    config = dict(result.config)
+    if config.get("look"):  # the auditor's columns and targets are others than those that were declared or found
+        config["look"] = {**config["look"], "features": None, "target": config["look"]["target"] or (-1.0, 1.0)}
+    algorithm = rebuild(result.algorithm, config)
     # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
     n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public
     return run(
