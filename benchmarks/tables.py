@@ -3,11 +3,11 @@
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/tables.py linear|rival|additive|peers|report [table ...]
 
 linear: the estimators as they come, and with declared bounds, 10 fits at each ε.
-rival: full-batch DP-GD on features scaled by the declared bounds, its steps, rate and clip searched on held-out
-rows (a fifth of the training rows) at the same ε, then 5 fits; the search is not charged, which favours it.
+rival: DP-GD, DP-SGD and DP-Newton on features scaled by the declared bounds, each with settings searched on
+held-out rows (a fifth of the training rows) at the same ε, then 5 fits; the search is not charged.
 additive: the additive estimators with declared bounds and vocabularies.
-peers: DP-EBM (interpret-core 0.7.8) and diffprivlib, in an environment of their own under runs/peers, with the same
-bounds, δ and ε; DP-EBM's promise is about adding or removing a record, which is the easier one.
+peers: DP-EBM (interpret-core 0.7.8) and diffprivlib, in an environment of their own under the user's cache, with
+the same bounds, δ and ε; DP-EBM's promise is about adding or removing a record, which is the easier one.
 report: gaps to the best private method of each cell, as a Markdown table.
 
 All under replace-one, δ = 1e-5. Test rows are looked at here only; every constant was settled on held-out rows.
@@ -16,7 +16,9 @@ All under replace-one, δ = 1e-5. Test rows are looked at here only; every const
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -26,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-import quietgrad as qg
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
@@ -34,21 +35,21 @@ from quietgrad.estimators import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
 )
-from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
+from benchmarks.table_rivals import KINDS, Rival, settings
 from benchmarks.table_suite import PROBLEMS, Problem, outward
 
 RESULTS = Path(__file__).parent / "results"
-PEERS = Path(__file__).parents[1] / "runs" / "peers"
+PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "quietgrad" / "table-peers"
 EPSILONS = (0.2, 0.5, 1.0, 3.0)
 ADDITIVE_EPSILONS = (0.2, 1.0, 4.0)
 FITS = 10
 SLOW = {"mnist": 2, "kdd": 4, "ijcnn1": 6}
 DELTA = 1e-5
-GRID = [(steps, rate, clip) for steps in (8, 32) for rate in (2.0, 16.0) for clip in (0.3, 1.0)]
+RUNS = ("linear", "rival", "peers", "additive")
+RIVALS = {"dp-gd": "GD", "dp-sgd": "SGD", "dp-newton": "Newton", "diffprivlib": "dpl", "dp-ebm": "EBM"}
 Cell = dict[str, Any]
 
 
@@ -138,67 +139,50 @@ def majority(problem: Problem) -> float | None:
     return float(counts.max() / counts.sum())
 
 
-class Plain:
-    """Full-batch DP-GD on features scaled by public bounds: the rival."""
-
-    def __init__(self, problem: Problem, epsilon: float, steps: int, rate: float, clip: float) -> None:
-        self.budget = qg.Budget(epsilon, DELTA, "replace-one")
-        self.method = qg.DPGD(steps=steps, learning_rate=rate, clip=clip, returns="average")
-        features = problem.X.shape[1]
-        bounds = problem.bounds or [(-1.0, 1.0)] * features
-        low, high = np.array(bounds, dtype=float).T
-        target = outward(problem.y) if problem.task == "regression" else None
-        self.frame = Frame(low, high, target)
-        self.classes = sorted(set(problem.y.tolist()))
-        if problem.task == "regression":
-            self.loss: Any = Squared(intercept=True)
-        else:
-            k = len(self.classes)
-            self.loss = Logistic(intercept=True) if k == 2 else Multinomial(k, intercept=True)
-
-    def fit(self, X: Any, y: Any) -> Plain:
-        codes = self.frame.targets(y) if self.frame.target else np.searchsorted(self.classes, y)
-        result = qg.minimize(self.loss, (self.frame.apply(X), codes), self.method, budget=self.budget)
-        self.params = result.params
-        return self
-
-    def decision_function(self, X: Any) -> Any:
-        return self.loss.decision(self.frame.apply(X), self.params)
-
-    def predict(self, X: Any) -> Any:
-        answers = self.loss.predict(self.frame.apply(X), self.params)
-        if self.frame.target:
-            return np.clip(answers * self.frame.target_scale + self.frame.target_centre, *self.frame.target)
-        return np.asarray(self.classes)[answers]
-
-
 def rival(names: list[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name in names:
         problem = PROBLEMS[name]()
         inner = problem.held_out()
         cells = out.setdefault(name, {})
-        for epsilon in EPSILONS:
-            trials = [
-                (scores_of(inner, Plain(inner, epsilon, *setting).fit(inner.X, inner.y))[0], setting)
-                for setting in GRID
-            ]
-            best = max(trials)[1]
+        for kind, epsilon in itertools.product(KINDS, EPSILONS):
+            trials = []
+            for setting in settings(kind, inner):
+                tried = [
+                    scores_of(inner, Rival(kind, inner, epsilon, setting).fit(inner.X, inner.y)) for _ in range(2)
+                ]
+                trials.append((float(np.mean([first for first, _ in tried])), setting))
+            if not trials:
+                continue
+            best = max(trials, key=lambda trial: trial[0])[1]
 
-            def once(problem: Problem = problem, epsilon: float = epsilon, best: Any = best) -> Any:
-                return scores_of(problem, Plain(problem, epsilon, *best).fit(problem.X, problem.y))
+            def once(
+                problem: Problem = problem, kind: str = kind, epsilon: float = epsilon, best: Any = best
+            ) -> Any:
+                return scores_of(problem, Rival(kind, problem, epsilon, best).fit(problem.X, problem.y))
 
-            cells[f"dp-gd {epsilon:g}"] = {**repeated(min(5, SLOW.get(name, FITS)), once), "setting": best}
+            cells[f"{kind} {epsilon:g}"] = {**repeated(min(5, SLOW.get(name, FITS)), once), "setting": best}
         print(name, json.dumps(cells), flush=True)
     return out
+
+
+def as_columns(problem: Problem) -> Problem | None:
+    """The table as additive models take it: a frame with categories, or numbers with bounds; else ``None``."""
+    if problem.task == "multiclass" or problem.bounds is None:
+        return None
+    if problem.frame is not None:
+        return dataclasses.replace(problem, X=problem.frame[0], X_test=problem.frame[1])
+    if isinstance(problem.X, np.ndarray):
+        return problem
+    return dataclasses.replace(problem, X=problem.X.toarray(), X_test=problem.X_test.toarray())
 
 
 def additive(names: list[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name in names:
-        problem = PROBLEMS[name]()
-        if problem.frame is not None:
-            problem = dataclasses.replace(problem, X=problem.frame[0], X_test=problem.frame[1])
+        problem = as_columns(PROBLEMS[name]())
+        if problem is None:
+            continue
         cells = out.setdefault(name, {})
         for epsilon in ADDITIVE_EPSILONS:
 
@@ -213,26 +197,35 @@ def additive(names: list[str]) -> dict[str, Any]:
 
 def peers(names: list[str]) -> dict[str, Any]:
     """Run :file:`table_peers.py` in an environment of its own on the tables written out for it."""
+    import pandas as pd
+
     if not (PEERS / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
-        packages = ["interpret-core==0.7.8", "diffprivlib==0.6.6", "pandas", "scikit-learn"]
+        # diffprivlib 0.6.6 cannot be imported beside scikit-learn 1.8.
+        packages = ["interpret-core==0.7.8", "diffprivlib==0.6.6", "pandas", "pyarrow", "scikit-learn<1.8"]
         subprocess.run([str(PEERS / "bin" / "pip"), "install", "-q", *packages], check=True)
     out: dict[str, Any] = {}
+    folder = PEERS / "tables"
+    folder.mkdir(exist_ok=True)
     for name in names:
         problem = PROBLEMS[name]()
-        if problem.frame is None or problem.task != "binary":
+        if problem.bounds is None:
             continue
-        folder = PEERS / "tables"
-        folder.mkdir(exist_ok=True)
-        for part, frame, y in zip(("train", "test"), problem.frame, (problem.y, problem.y_test), strict=True):
+        parts = problem.frame
+        if parts is None:
+            dense = [X if isinstance(X, np.ndarray) else X.toarray() for X in (problem.X, problem.X_test)]
+            parts = [pd.DataFrame(X, columns=[f"x{j}" for j in range(X.shape[1])]) for X in dense]
+        for part, frame, y in zip(("train", "test"), parts, (problem.y, problem.y_test), strict=True):
             frame.assign(__target__=y).to_csv(folder / f"{name}.{part}.csv", index=False)
-        train = problem.frame[0]
+        train = parts[0]
         words = {c: [str(v) for v in train[c].cat.categories] for c in train if str(train[c].dtype) == "category"}
-        numeric = [c for c in train if str(train[c].dtype) != "category"]
-        bounds = {c: problem.bounds[j] for c, j in zip(numeric, problem.numeric, strict=True)}
-        (folder / f"{name}.json").write_text(
-            json.dumps({"bounds": bounds, "words": words, "epsilons": ADDITIVE_EPSILONS})
-        )
+        numeric = [c for c in train if c not in words]
+        bounds = {
+            c: problem.bounds[j] for c, j in zip(numeric, problem.numeric or range(len(numeric)), strict=True)
+        }
+        target = outward(problem.y) if problem.task == "regression" else None
+        facts = {"bounds": bounds, "words": words, "task": problem.task, "target": target}
+        (folder / f"{name}.json").write_text(json.dumps(facts))
         script = Path(__file__).parent / "table_peers.py"
         done = subprocess.run(
             [str(PEERS / "bin" / "python"), str(script), str(folder / name)],
@@ -244,34 +237,54 @@ def peers(names: list[str]) -> dict[str, Any]:
 
 
 def report(names: list[str]) -> dict[str, Any]:
-    """Gaps to the best private mean of each cell, from what the other runs saved."""
-    parts = {p: json.loads((RESULTS / f"tables_{p}.json").read_text())["tables"] for p in ("linear", "rival")}
+    """Gaps to the best private mean of each cell, and additive models beside DP-EBM, from what the runs saved."""
+    parts = {p: json.loads((RESULTS / f"tables_{p}.json").read_text())["tables"] for p in RUNS}
     gaps: dict[str, list[tuple[float, str]]] = {}
+    winners: dict[str, int] = {}
     lines = ["| table | n × d | " + " | ".join(f"ε = {e:g}" for e in EPSILONS) + " |", "|---" * 6 + "|"]
     for name in names:
-        ours, theirs = parts["linear"].get(name), parts["rival"].get(name, {})
+        ours = parts["linear"].get(name)
         if ours is None:
             continue
+        others = {**parts["rival"].get(name, {}), **parts["peers"].get(name, {})}
         columns = []
         for epsilon in EPSILONS:
             cells = {k: ours.get(f"{k} {epsilon:g}", {}).get("mean") for k in ("as is", "bounds")}
-            rival_mean = theirs.get(f"dp-gd {epsilon:g}", {}).get("mean")
-            known = [v for v in (*cells.values(), rival_mean) if v is not None]
-            best = max(known, default=None)
+            known = {k: others.get(f"{k} {epsilon:g}", {}).get("mean") for k in RIVALS}
+            rivals = {k: v for k, v in known.items() if v is not None}
+            best_rival = max(rivals, key=lambda k: rivals[k], default=None)
+            means = [v for v in cells.values() if v is not None]
+            if best_rival is not None:
+                means.append(rivals[best_rival])
+                winners[best_rival] = winners.get(best_rival, 0) + 1
             size = "large" if ours["n"] >= 5000 else "small"
             for kind, value in cells.items():
-                if best is not None and (value is not None or kind == "as is"):
+                if means and (value is not None or kind == "as is"):
                     value = ours["majority"] if value is None else value  # a refusal predicts nothing
-                    gaps.setdefault(f"{size} {kind}", []).append((best - value, f"{name} {epsilon:g}"))
-            shown = (("–" if v is None else f"{v:.3f}") for v in (*cells.values(), rival_mean))
+                    gaps.setdefault(f"{size} {kind}", []).append((max(means) - value, f"{name} {epsilon:g}"))
+            shown = [("–" if v is None else short(v)) for v in cells.values()]
+            shown.append("–" if best_rival is None else f"{short(rivals[best_rival])} {RIVALS[best_rival]}")
             columns.append(" / ".join(shown))
         lines.append(f"| {name} | {ours['n']} × {ours['d']} | " + " | ".join(columns) + " |")
-    print("\n".join(lines))
     summary_of = {
-        kind: {"mean": float(np.mean([g for g, _ in found])), "worst": max(found)} for kind, found in gaps.items()
+        kind: {"mean": float(np.mean([g for g, _ in found])), "worst": sorted(found)[::-1][:4]}
+        for kind, found in gaps.items()
     }
-    print(json.dumps(summary_of, indent=1))
-    return {"gaps": summary_of, "table": lines}
+    beside = ["| table | " + " | ".join(f"ε = {e:g}" for e in ADDITIVE_EPSILONS) + " |", "|---" * 4 + "|"]
+    for name, cells in parts["additive"].items():
+        row = []
+        for epsilon in ADDITIVE_EPSILONS:
+            pair = (cells[f"additive {epsilon:g}"], parts["peers"].get(name, {}).get(f"dp-ebm {epsilon:g}", {}))
+            row.append(" – ".join(" / ".join(short(c[k]) for k in ("mean", "auc") if c.get(k)) for c in pair))
+        beside.append(f"| {name} | " + " | ".join(row) + " |")
+    print("\n".join([*lines, "", *beside]))
+    print(json.dumps({"gaps": summary_of, "best rival": winners}, indent=1))
+    return {"gaps": summary_of, "best rival": winners, "table": lines, "additive": beside}
+
+
+def short(value: float) -> str:
+    """.842, −.65"""
+    return f"{value:.3f}".replace("0.", ".", 1).replace("-", "−")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import quietgrad
@@ -15,6 +16,7 @@ from quietgrad.audit.releases import RELEASES
 from quietgrad.audit.series import MECHANISMS
 from quietgrad.objectives.registry import NETWORKS, TABLE_LOSSES
 from quietgrad.oracles.registry import ORACLES
+from quietgrad.privacy.budget import Relation
 
 ROOT = Path(quietgrad.__file__).parent
 SAMPLERS = {"release_gaussian", "release_l2_laplace", "l2_laplace", "noisy_argmax", "discrete_gaussian"}
@@ -95,6 +97,35 @@ def test_every_loss_and_network_is_probed() -> None:
 
     probed = {finding.what.partition(",")[0] for finding in probe_clips()}
     assert probed >= {*TABLE_LOSSES, *NETWORKS}
+
+
+def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
+    """Whatever sums or counts records in objectives.tables and .queries keeps its bound by brute force."""
+    from quietgrad.audit.planting import _queries
+    from quietgrad.audit.table_bounds import table_findings
+
+    existing = {
+        node.name
+        for name, tree in modules()
+        if name.startswith(("objectives.tables.", "objectives.queries."))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if {"sum_into", "count"} & {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    }
+    findings = list(table_findings())
+    assert [f.what for f in findings if f.verdict != "pass"] == []
+    asked = " ".join(f.what for f in findings)
+    elsewhere = {type(make(np.zeros(3), Relation.ADD_REMOVE)).__name__ for make in _queries().values()}
+    # A frame shows rows to another query; the bound of a whole fit is a theorem with tests of its own.
+    assert not {name for name in existing if name not in asked} - elsewhere - {"Framed", "LocalFit"}
+
+
+def test_a_query_that_claims_too_little_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quietgrad.audit.table_bounds import table_findings
+    from quietgrad.objectives.tables.ranges import Magnitudes
+
+    monkeypatch.setattr(Magnitudes, "bound", property(lambda query: 0.6))
+    assert {f.what.partition(",")[0] for f in table_findings() if f.verdict == "violation"} == {"Magnitudes"}
 
 
 @pytest.mark.parametrize("name", RELEASES)

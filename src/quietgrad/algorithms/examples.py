@@ -135,6 +135,8 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     ),
 }
 
+_LOOKS: dict[str, Any] = {"ranges": "each", "range_share": 0.1, "offset_share": 0.05, "octave_share": 0.05}
+
 # χ so small that the run never thinks it has arrived, κ so large that differences follow the first gradient.
 _NEVER: dict[str, Any] = {
     "learning_rate": 0.1,
@@ -195,6 +197,8 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _queries("every record", steps=2, row_bound=1.0, share=0.4),
         _queries("every record", _REPLACE, steps=2, row_bound=1.0, share=0.4),
         _queries("row norms too", steps=2, share=0.4),
+        _queries("ranges and standard errors too", _REPLACE, steps=2, share=0.3, inference_share=0.3, look=_LOOKS),
+        _queries("mean octaves too", steps=2, share=0.3, moments="diagonal", look={**_LOOKS, "ranges": "means"}),
     ),
     "perturbed-sgd": (
         _attack("every record", share=0.5, steps=4, oracle={**_AUDIT_SPIDER, **_REUSE}, **_NEVER),

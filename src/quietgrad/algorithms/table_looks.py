@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from quietgrad.objectives.tables.ranges import (
 )
 from quietgrad.objectives.tables.windows import (
     middle_octave,
+    read_ends,
     read_magnitudes,
     read_octaves,
     read_pieces,
@@ -63,6 +64,8 @@ class Look:
     whole: bool = False
 
     def __post_init__(self) -> None:
+        if self.ranges not in ("each", "means", "pooled"):
+            raise ValueError(f"ranges={self.ranges!r}: must be 'each', 'means' or 'pooled'.")
         for name in ("range_share", "offset_share", "octave_share", "target_share"):
             check_range(name, getattr(self, name), 0.0, 0.5)
         if self.features is not None:
@@ -89,6 +92,21 @@ class Look:
     def config(self) -> dict[str, Any]:
         """The settings as JSON values."""
         return config_of(self)
+
+
+def read_look(given: Any) -> Look | None:
+    """A look as plan files and saved runs hold it.
+
+    >>> read_look({"ranges": "means", "range_share": 0.1}).shares(), read_look(None)
+    ({'ranges': 0.1}, None)
+    """
+    if given is None or isinstance(given, Look) or str(given).strip().lower() in ("none", ""):
+        return given if isinstance(given, Look) else None
+    if not isinstance(given, Mapping):
+        raise ValueError("look: must be a table of settings such as ranges and range_share, or none.")
+    if unknown := sorted(set(map(str, given)) - {each.name for each in fields(Look)}):
+        raise ValueError(f"look has no setting {', '.join(unknown)}.")
+    return Look(**given)
 
 
 def _is_wide(pair: Bounds) -> bool:
@@ -184,10 +202,9 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
     if look.whole:
         return rough
     pieces = TargetPieces(*rough, relation)
-    counts = door.release("target-bins", pieces)[None]
+    counts = door.release("target-bins", pieces)
     noise, everyone = noise_of(door, "target-bins", pieces.bound), door.expected_batch("target-bins")
-    low, high = read_pieces(counts, noise, np.array([rough[0]]), np.array([rough[1]]), everyone)
-    return float(low[0]), float(high[0])
+    return read_ends(counts, noise, *rough, everyone)
 
 
 def frame_of(extra: Mapping[str, Any]) -> Frame | None:

@@ -128,7 +128,7 @@ def look_for(
     mu = strength(budget)
     target_share = 0.0
     if regression and target_bounds is None:
-        target_share = min(max(16.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.15)
+        target_share = min(max(100.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.03), 0.12)
     if row_bound is not None and feature_bounds is None:
         feature_bounds = ((-row_bound, row_bound),) * features
     declared = None if feature_bounds is None else tuple(feature_bounds)
@@ -143,7 +143,7 @@ def look_for(
     needed = _asked(n, unknown, mu)
     if needed <= 0.3:
         share = min(max(needed, 0.02), 0.15)
-        offset = 0.0 if sparse else min(max(needed, 0.005), 0.03)
+        offset = 0.0 if sparse else min(max(needed, 0.005), 0.08)
         return replace(known, range_share=share, offset_share=offset)
     share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.12)
     # Mean octaves of each feature, known to one octave with the share asked for; more than four tell nothing.

@@ -119,7 +119,10 @@ def audit_folder(folder: Path, runs: int) -> AuditReport:
     privacy = result.privacy
     if privacy.epsilon is None or privacy.delta is None or privacy.relation is None:
         raise DataError(f"{folder}: this run is not private and claims nothing, so there is nothing to audit.")
-    algorithm = rebuild(result.algorithm, dict(result.config))
+    config = dict(result.config)
+    if config.get("look"):  # the auditor's columns and targets are others than those that were declared or found
+        config["look"] = {**config["look"], "features": None, "target": config["look"]["target"] or (-1.0, 1.0)}
+    algorithm = rebuild(result.algorithm, config)
     # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
     n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public
     return run(
@@ -144,7 +147,17 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
 
 def _probes() -> Iterator[Finding]:
     """The exact probes: noise over time, charges, replays, clips, bounds, bookkeeping, parties, secure sums."""
-    from quietgrad.audit import bookkeeping, clipping, parties, planting, probes, replays, samples, series
+    from quietgrad.audit import (
+        bookkeeping,
+        clipping,
+        parties,
+        planting,
+        probes,
+        replays,
+        samples,
+        series,
+        table_bounds,
+    )
     from quietgrad.audit.neighbours import every_query, neighbouring_tables
     from quietgrad.audit.networks import network_probes
     from quietgrad.audit.own_loops import loop_probes
@@ -166,6 +179,7 @@ def _probes() -> Iterator[Finding]:
         for r in Relation:
             yield probes.probe_sensitivity(loss, neighbouring_tables(loss, r), every_query, r, f"{name}, {r}")
     yield from planting.every_bound()
+    yield from table_bounds.table_findings()
     yield from clipping.probe_clips()
     yield bookkeeping.probe_fresh_records()
     yield bookkeeping.probe_lost_rounds()

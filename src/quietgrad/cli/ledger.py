@@ -99,7 +99,9 @@ def cap(
         float, typer.Option(help="The most that all its runs together may spend.", show_default=False)
     ],
     delta: Annotated[float, typer.Option(help="The δ at which ε is stated.", show_default=False)],
-    relation: Annotated[str, typer.Option(help="add-remove or replace-one.")] = "add-remove",
+    relation: Annotated[str, typer.Option(help="replace-one, which holds for every run, or add-remove.")] = (
+        "replace-one"
+    ),
 ) -> None:
     """Cap what an account may spend from now on; the ledger is made if it does not exist."""
     from quietgrad.privacy.budget import Budget, Relation

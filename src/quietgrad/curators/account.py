@@ -8,12 +8,13 @@ idempotent, and without a ledger the events are added up in this process (:func:
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quietgrad.errors import BudgetError, UnprovableError
+from quietgrad.errors import BudgetError, LedgerWarning, UnprovableError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounts import checked, identity
 from quietgrad.privacy.budget import Budget, Relation, Unit
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 EPOCH = "#"  # between a run's name and the number of an epoch, in the ledger
-_tally: dict[str, list[tuple[events.Event, Relation, Unit]]] = {}
+_tally: dict[str, list[Charge]] = {}
+_elsewhere: set[str] = set()  # accounts of models that left this process before they were fitted
 _tally_lock = threading.Lock()
 
 
@@ -76,9 +78,10 @@ class Account:
             return Charge(event)
         ledger = self._open()
         if ledger is None:
+            charge = Charge(event, tallied=(identity(self.name), budget.relation, unit))
             with _tally_lock:
-                _tally.setdefault(identity(self.name), []).append((event, budget.relation, unit))
-            return Charge(event)
+                _tally.setdefault(identity(self.name), []).append(charge)
+            return charge
         from quietgrad.privacy.fingerprint import fingerprint
 
         reservation = ledger.reserve(
@@ -129,7 +132,7 @@ class Charge:
     """One plan's entry: what it may release, and whether it was closed already.
 
     ``paid`` marks an entry that an earlier process closed: nothing new may be released under it, and it stays
-    ``booked`` as it is.
+    ``booked`` as it is. ``tallied`` is where one without a ledger is counted.
     """
 
     event: events.Event | None
@@ -137,6 +140,7 @@ class Charge:
     reservation: Reservation | None = None
     paid: bool = False
     booked: events.Event | None = None
+    tallied: tuple[str, Relation, Unit] | None = None
     spent: events.Event | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
 
@@ -182,13 +186,24 @@ class Charge:
         """Give the whole entry back: right only if nothing at all was released under it."""
         if self.ledger is not None and self.reservation is not None and not self.paid:
             self.ledger.cancel(self.reservation.id, reason=reason)
+        if self.tallied is not None:
+            with _tally_lock:
+                kept = [charge for charge in _tally[self.tallied[0]] if charge is not self]
+                _tally[self.tallied[0]] = kept
+
+
+def sent_away(account: str) -> None:
+    """Remember that a model without a ledger was pickled before its fit: what it spends then is not seen here."""
+    with _tally_lock:
+        _elsewhere.add(identity(account))
 
 
 def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = "replace-one") -> float:
     """The ε that all runs of this process without a ledger spent together on ``account``.
 
     Runs under replace-one are not priced under add-remove: they publish n, and some of their bounds are about two
-    records. Other processes, joblib's workers among them, are not seen: give every run a ledger instead.
+    records. Other processes are not seen: give every run a ledger instead. If a model of this account went to one
+    before its fit (a worker of joblib, say), a warning says that ε is at least what is returned.
 
     >>> spent("nobody")
     0.0
@@ -197,11 +212,19 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
 
     with _tally_lock:
         parts = list(_tally.get(identity(account), []))
+        elsewhere = identity(account) in _elsewhere
+    if elsewhere:
+        warnings.warn(
+            f"{account}: a model without a ledger left this process before its fit, so what was spent cannot be "
+            "known here; it is at least this much. Give every fit a ledger.",
+            LedgerWarning,
+            stacklevel=2,
+        )
     if not parts:
         return 0.0
-    if len({unit for _, _, unit in parts}) > 1:
+    if len({c.tallied[2] for c in parts if c.tallied}) > 1:
         raise UnprovableError(f"{account}: some runs were about records and some about people: they do not add up.")
     asked = Relation.parse(relation)
-    if asked is Relation.ADD_REMOVE and any(planned is Relation.REPLACE_ONE for _, planned, _ in parts):
+    if asked is Relation.ADD_REMOVE and any(c.tallied and c.tallied[1] is Relation.REPLACE_ONE for c in parts):
         raise UnprovableError(f"{account}: a fit was made under replace-one; ask for what was spent under that.")
-    return price(events.composed([event for event, _, _ in parts]), delta=delta, relation=asked)
+    return price(events.composed([c.event for c in parts if c.event is not None]), delta=delta, relation=asked)

@@ -14,22 +14,24 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds, found_frame, frame_of
 from quietgrad.algorithms.whitened_design import for_table, look_for
 from quietgrad.curators.central import CentralSession
-from quietgrad.errors import DataError, QuietgradError
+from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after
 from quietgrad.estimators.classifiers import PrivateLogisticRegression, codes_of, declared_classes, public_labels
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
-from quietgrad.estimators.columns import Columns
+from quietgrad.estimators.columns import Columns, read_table
 from quietgrad.estimators.regressors import PrivateLinearRegression
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.people import Combine
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.objectives.tables.shapes import Feature, Shapes
 from quietgrad.plans.schedule import Slot
 from quietgrad.sampling import FullBatch
@@ -48,18 +50,12 @@ class _Additive(PrivateLinearModel):
     algorithm = None
     fit_intercept = True
 
-    def _read(self, X: Any) -> Any:
-        """Numbers and category codes of the columns; what is declared is taken from their types."""
-        self._columns = Columns.of(X, self.categories)
-        self.n_features_in_ = len(self._columns.names)
-        if self._columns.named:
-            self.feature_names_in_ = np.array(self._columns.names, dtype=object)
-        return self._columns.numbers(X)
+    _columns: Columns
 
     def _rows(self, X: Any) -> Any:
         check_is_fitted(self)
         X = without(X, getattr(self, "person_column_", None))
-        return self.shapes_.expand(self._columns.numbers(X))
+        return self.shapes_.expand(read_table(self, X, self.categories, reset=False))
 
     def _bins(self, n: int) -> int:
         if self.bins is not None:
@@ -142,8 +138,8 @@ class _Additive(PrivateLinearModel):
             assert frame is not None
             self.shapes_ = self._shapes(frame, bins)
             session.reread(whom.asks(loss), whom.of_data((self.shapes_.expand(Z), frame.targets(targets))))
-        except (QuietgradError, ValueError):
-            refuse_after(session)
+        except Exception as error:
+            refuse_after(session, error)
             raise
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")
@@ -164,13 +160,21 @@ class _Additive(PrivateLinearModel):
         )
         self._frame = frame
 
-    def _check_inputs(self, X: Any, y: Any) -> tuple[Any, Any]:
-        Z = self._read(X)
-        y = y if hasattr(y, "dtype") else np.asarray(y)
-        if len(y) != len(Z):
-            raise DataError("X and y have different numbers of records.")
+    def _check_inputs(self, X: Any, y: Any, *, numeric: bool) -> tuple[Any, Any]:
+        """Numbers and codes of the rows, and the targets; nothing is planned before they are right."""
+        if y is None:
+            raise ValueError("y: this estimator requires y to be passed, but the target y is None.")
+        Z = read_table(self, X, self.categories, reset=True)
+        if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
+            raise DataError("y: Complex data not supported; give labels or real numbers.")
+        if numeric:
+            refuse_text(y, "y")
+        y = _check_y(y, y_numeric=numeric, estimator=self)
+        check_consistent_length(Z, y)
         if len(Z) < 2:
-            raise DataError("X: one sample tells nothing that noise would not hide; give more records.")
+            raise DataError(
+                "X: one sample (n_samples = 1) tells nothing that noise would not hide; give more records."
+            )
         return Z, y
 
     @property
@@ -226,9 +230,10 @@ class _Additive(PrivateLinearModel):
         figure.tight_layout()
         return figure
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, *, person: Any = None) -> Any:
-        """Not offered."""
-        raise NotImplementedError("an additive model is fitted at once; give fit all records.")
+    @property
+    def partial_fit(self) -> Any:  # type: ignore[override]
+        """Not offered: an additive model is fitted at once."""
+        raise AttributeError("an additive model is fitted at once; give fit all records.")
 
     def summary(self, level: float = 0.95) -> Any:
         """Not offered: see :attr:`shape_functions_` for functions with error bands."""
@@ -314,8 +319,8 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         """
         X, ids = named(X, person)
         public = self.classes if self.classes is not None else public_labels(y)
-        Z, y = self._check_inputs(X, y)
-        y = np.asarray(y)
+        Z, y = self._check_inputs(X, y, numeric=False)
+        check_classification_targets(y)
         declared = None if public is None else declared_classes(public, y)
         whom = Whom.of(ids, len(Z), combine, records_per_person)
 
@@ -410,7 +415,7 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
         :class:`~quietgrad.estimators.PrivateLogisticRegression`.
         """
         X, ids = named(X, person)
-        Z, y = self._check_inputs(X, y)
+        Z, y = self._check_inputs(X, y, numeric=True)
         y = np.asarray(y, dtype=np.float64)
         whom = Whom.of(ids, len(Z), combine, records_per_person)
         self._bounds_of_targets = self._target_bounds(whom.count(len(Z)))

@@ -9,6 +9,7 @@ same people; that pays for the fits and not for looking at exact scores to choos
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from sklearn.utils.validation import validate_data
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
-from quietgrad.curators.account import Charge
+from quietgrad.curators.account import Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, QuietgradError, TooNoisyWarning
 from quietgrad.estimators.whom import Whom, named, without
@@ -47,7 +48,19 @@ def look_noise(budget: Budget, share: float) -> float:
     return sensitivity_factor(budget.relation) / (mu * math.sqrt(share))
 
 
-class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
+class Charged(BaseEstimator):  # type: ignore[misc]
+    """Whatever is fitted at a price: without a ledger, what it spends is known in its own process only."""
+
+    ledger: Any
+    account: str
+
+    def __getstate__(self) -> Any:
+        if self.ledger is None and not hasattr(self, "privacy_"):
+            sent_away(self.account)  # to a worker of joblib, perhaps, whose fits this process does not see
+        return super().__getstate__()
+
+
+class PrivateLinearModel(Charged):
     """Base of the estimators; see :class:`~quietgrad.estimators.PrivateLogisticRegression` for the parameters."""
 
     epsilon: float
@@ -133,6 +146,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         if isinstance(self.algorithm, str):
             return _by_name(self.algorithm, self._public_n(n))
         if self.algorithm is not None:
+            if not (hasattr(self.algorithm, "schedule") and hasattr(self.algorithm, "step")):
+                raise ValueError("algorithm: must be a method of quietgrad, its name such as 'dp-sgd', or None.")
             return self.algorithm
         return for_table(
             self._public_n(n),
@@ -159,6 +174,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _settings(self) -> dict[str, Any]:
         """What every loss is told."""
+        if not isinstance(self.regularization, numbers.Real):
+            raise ValueError(f"regularization={self.regularization!r}: must be a number >= 0.")
         penalty = L2(self.regularization) if self.regularization else NoRegularizer()
         return {"regularizer": penalty, "intercept": self.fit_intercept}
 
@@ -200,8 +217,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             warnings.warn(_SEARCHED, TooNoisyWarning, stacklevel=3)
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
-        except QuietgradError:
-            refuse_after(session)
+        except Exception as error:
+            refuse_after(session, error)
             raise
         found, missed = what_was_missed(result)
         self.result_ = result
@@ -300,14 +317,18 @@ def _inside_a_search() -> bool:
     return False
 
 
-def refuse_after(session: CentralSession) -> None:
-    """Close the entry of a fit that was refused by what its releases showed, charging what was released.
+def refuse_after(session: CentralSession, error: Exception) -> None:
+    """Close the entry of a fit that was refused, charging what was released: all of it, some, or nothing.
 
-    The stop is a function of released numbers alone. What has left is the releases made, whose cost is the entry's;
-    that the rest was not asked for tells nothing more, as it tells nothing when an analyst, having seen one entry's
-    result, decides not to make the next.
+    If nothing was asked of the data, the whole entry is given back. A refusal of quietgrad's own is a function of
+    released numbers alone: what has left is the releases made, whose cost is the entry's; that the rest was not
+    asked for tells nothing more, as it tells nothing when an analyst, having seen one entry's result, decides not
+    to make the next. Of any other error that is not known, and the entry stays whole.
     """
-    session.close("refused after looking", data_dependent=False)
+    if not any(session.used.values()):
+        session.charge.cancel("refused before anything was released")
+    elif isinstance(error, QuietgradError):
+        session.close("refused after looking", data_dependent=False)
 
 
 def what_was_missed(result: Result) -> tuple[tuple[str, ...], str]:

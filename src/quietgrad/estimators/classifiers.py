@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.errors import DataError, QuietgradError, TooNoisyError
+from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after, refuse_weights
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine
@@ -77,8 +78,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             try:
                 found = self._loss(two_or_more(self.classes_), self.classes_)
                 session.reread(whom.asks(found), whom.of_data((X, codes_of(self.classes_, y))))
-            except (QuietgradError, ValueError):
-                refuse_after(session)
+            except Exception as error:
+                refuse_after(session, error)
                 raise
         weights, bias = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
@@ -136,10 +137,10 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             raise ValueError(
                 "class_weight: must be a mapping of classes to public weights; 'balanced' would count the labels."
             )
-        weights = [float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist()]
-        if not all(math.isfinite(weight) and weight > 0.0 for weight in weights):
+        given = self.class_weight.values()
+        if not all(isinstance(w, numbers.Real) and math.isfinite(w) and w > 0.0 for w in given):
             raise ValueError("class_weight: each must be a finite number > 0.")
-        return tuple(weights)
+        return tuple(float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist())
 
     def decision_function(self, X: Any) -> Any:
         """Scores: one per record for two classes, else one per record and class."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy import sparse
+from sklearn.utils.validation import validate_data
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.tables.layout import lay_out
+from quietgrad.objectives.tables.layout import lay_out, refuse_text
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,34 @@ class Columns:
             vocabulary = self.vocabularies.get(name)
             columns.append(_numeric(column, name) if vocabulary is None else _codes(column, vocabulary))
         return lay_out(np.column_stack(columns).astype(np.float64))
+
+
+def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] | None, *, reset: bool) -> Any:
+    """``X`` as float64, categories as codes; with ``reset`` its columns are kept, else they must be those kept.
+
+    Numbers alone take the way of every scikit-learn estimator, whose refusals people know.
+    """
+    X = X if hasattr(X, "columns") or sparse.issparse(X) else np.asarray(X)
+    shape = X.shape
+    if reset:
+        is_table = not sparse.issparse(X) and len(shape) == 2 and shape[0] > 0 and shape[1] > 0
+        columns = Columns.of(X, categories) if is_table else Columns([], named=False)
+    else:
+        columns = estimator._columns
+    if columns.vocabularies:
+        numbers = columns.numbers(X)
+    else:
+        try:
+            refuse_text(X, "X")
+        except DataError as error:
+            raise DataError(f"{error} A vocabulary is declared with categories=.") from None
+        numbers = lay_out(validate_data(estimator, X, dtype=np.float64, reset=reset))
+    if reset:
+        estimator._columns = columns
+        estimator.n_features_in_ = len(columns.names)
+        if columns.named and columns.vocabularies:  # else they were set above, if they are all text
+            estimator.feature_names_in_ = np.array(columns.names, dtype=object)
+    return numbers
 
 
 def _numeric(column: Any, name: str) -> Any:

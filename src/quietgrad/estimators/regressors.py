@@ -76,6 +76,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""
         X, y = self._validated(X, y, y_numeric=True)
+        self._loss()  # what no loss takes is refused before anybody pays
         return X, np.asarray(y, dtype=np.float64), self._target_bounds(X.shape[0])
 
     def _target_bounds(self, n: int) -> Bounds | None:

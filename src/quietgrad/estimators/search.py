@@ -18,14 +18,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_regressor
+from sklearn.base import MetaEstimatorMixin, clone, is_regressor
 from sklearn.utils import _safe_indexing, get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
+from quietgrad.algorithms.dp_gd import DPGD
+from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError, TooNoisyWarning
+from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
+from quietgrad.estimators.base import Charged
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine, People
 from quietgrad.objectives.queries.scores import MeanScore, Scoring
@@ -39,6 +42,8 @@ from quietgrad.sampling import FullBatch
 _MOST_ROUNDS = 1000  # on average
 _ROUNDS = 10**6  # that many are reached with probability below e^-1000
 _OWN = frozenset({"epsilon", "delta", "relation", "ledger", "account", "cap"})
+_FACTS = frozenset({"classes", "target_bounds", "n_public", "random_state"})
+_FEWEST = 40  # records on either side of a split by chance: fewer than two are left with probability 10⁻¹⁶
 
 
 def _has(name: str) -> Any:
@@ -46,7 +51,7 @@ def _has(name: str) -> Any:
     return lambda search: hasattr(getattr(search, "best_estimator_", search.estimator), name)
 
 
-class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
+class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
     """Choose hyper-parameters of a private classifier or regressor within one budget.
 
     How long :meth:`fit` takes tells about how many settings were tried, which the price assumes to be secret: let
@@ -136,6 +141,11 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         whole = Charge(plan.event)
         for model in rounds:  # and so is whatever cannot be a round
             model._accept(X, y)
+            if not isinstance(model._method(public_train, features), (WhitenedGD, DPGD)):
+                raise UnprovableError(
+                    "algorithm: a round of a search is priced as one Gaussian release: only the default, "
+                    "WhitenedGD and DPGD can be searched over."
+                )
             whole.part(model._planned(public_train, features, whom).event, budget)
         curator = CentralCurator(
             whom.asks(Scoring()), whom.of_data((X, y)), ledger=self.ledger, account=self.account, cap=self.cap
@@ -187,11 +197,17 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         words = SecureStream(fresh_key(), "split").uint64(0, n)
         if budget.relation is Relation.REPLACE_ONE:
             held = max(1, round(self.holdout * n))
+            if n - held < 2:
+                raise DataError("X: too few records (n_samples) to fit on some and score on others.")
             test, train = np.split(np.argsort(words), [held])
             return train, test, n - held, float(held)
         # Each record on its own: in a split of fixed sizes, one record more moves another to the other side.
         aside = words < np.uint64(int(self.holdout * 2.0**64))
         public = self._n_public(n)
+        if min(self.holdout, 1.0 - self.holdout) * public < _FEWEST:
+            raise DataError(
+                f"X: under add-remove a search needs about {_FEWEST} records (n_samples) on either side."
+            )
         return (
             np.flatnonzero(~aside),
             np.flatnonzero(aside),
@@ -279,15 +295,20 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
         return proof.epsilon
 
     def _check(self) -> None:
-        if not self.param_grid or not all(len(values) for values in self.param_grid.values()):
-            raise ValueError("param_grid: must name at least one parameter and a value for each.")
-        if own := _OWN.intersection(self.param_grid):
+        grid = self.param_grid
+        if not isinstance(grid, Mapping) or not grid or not all(_is_list(values) for values in grid.values()):
+            raise ValueError("param_grid: must map at least one parameter to a list of values to try.")
+        if own := _OWN.intersection(grid):
             raise ValueError(f"param_grid: {', '.join(sorted(own))} are the search's own; give them to it.")
+        if facts := _FACTS.intersection(grid):
+            raise ValueError(
+                f"param_grid: {', '.join(sorted(facts))} are facts, not settings: give the estimator one."
+            )
         if not 1.0 < self.mean_rounds <= _MOST_ROUNDS:
             raise ValueError(f"mean_rounds={self.mean_rounds!r}: must be between 1 and {_MOST_ROUNDS}.")
         if not 0.0 < self.holdout < 1.0:
             raise ValueError(f"holdout={self.holdout!r}: must be strictly between 0 and 1.")
-        if getattr(self.estimator, "random_state", None) is not None or "random_state" in self.param_grid:
+        if getattr(self.estimator, "random_state", None) is not None:
             raise ValueError("random_state: a search of seeded fits is not private; leave it None.")
         if not hasattr(self.estimator, "_accept"):
             raise TypeError("estimator: must be one of quietgrad's linear estimators.")
@@ -306,6 +327,10 @@ def _rows_of(whom: Whom, train: Any, test: Any) -> tuple[People | None, Any, Any
         return None, train, test
     rows, people = whom.people.only(train)
     return people, rows, whom.people.only(test)[0]
+
+
+def _is_list(values: Any) -> bool:
+    return hasattr(values, "__len__") and not isinstance(values, (str, bytes)) and len(values) > 0
 
 
 def _right(model: Any, X: Any, y: Any) -> Any:

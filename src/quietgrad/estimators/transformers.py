@@ -17,9 +17,8 @@ from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.algorithms.table_looks import Look, found_frame
 from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.curators.base import Session
-from quietgrad.errors import DataError
-from quietgrad.estimators.base import PrivateLinearModel
-from quietgrad.estimators.columns import Columns
+from quietgrad.estimators.base import Charged, PrivateLinearModel
+from quietgrad.estimators.columns import Columns, read_table
 from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
@@ -69,7 +68,7 @@ def plan_scaling(n: int, features: int, budget: Budget) -> Plan:
     return plan(_Ranges(look_for(n, features, budget=budget)), n=n, budget=budget)
 
 
-class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
+class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: ignore[misc]
     """Scale features into [−1, 1] by ranges that are declared or found privately; zeros of sparse rows stay zeros.
 
     Args:
@@ -108,11 +107,13 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
         self.n_public = n_public
 
     _declared_bounds = PrivateLinearModel._declared_bounds
+    _takes_sparse = True
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
         """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
         refuse_text(X, "X")
-        rows = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32])
+        taken = "csr" if self._takes_sparse else False
+        rows = validate_data(self, X, accept_sparse=taken, dtype=[np.float64, np.float32])
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         whom = Whom.of(person, rows.shape[0])
         n, features = whom.count(rows.shape[0]), rows.shape[1]
@@ -148,7 +149,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
+        tags.input_tags.sparse = self._takes_sparse
         return tags
 
 
@@ -183,6 +184,8 @@ class PrivateBinner(PrivateScaler):
         )  # fmt: skip
         self.bins = bins
 
+    _takes_sparse = False
+
     def transform(self, X: Any) -> Any:
         """One column per feature and bin."""
         check_is_fitted(self)
@@ -202,11 +205,6 @@ class PrivateBinner(PrivateScaler):
         names = super().get_feature_names_out(input_features)
         return np.array([f"{name}[{k}]" for name in names for k in range(self.bins)], dtype=object)
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        return tags
-
 
 class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Categories as columns of zeros and ones by a public vocabulary; it looks at no record, so it spends nothing.
@@ -222,18 +220,17 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(self, categories: Mapping[Any, Sequence[Any]] | None = None) -> None:
         self.categories = categories
 
+    _columns: Columns
+
     def fit(self, X: Any, y: Any = None) -> PublicOneHot:
-        """Read the columns' names and types, and nothing of the records."""
-        self._columns = Columns.of(X, self.categories)
-        self.n_features_in_ = len(self._columns.names)
-        if self._columns.named:
-            self.feature_names_in_ = np.array(self._columns.names, dtype=object)
+        """Read the columns' names and types; of the records, only that each can be transformed."""
+        read_table(self, X, self.categories, reset=True)
         return self
 
     def transform(self, X: Any) -> Any:
         """Numbers as they are, categories as zeros and ones."""
         check_is_fitted(self, "n_features_in_")
-        numbers, blocks = self._columns.numbers(X), []
+        numbers, blocks = read_table(self, X, self.categories, reset=False), []
         for column, name in zip(numbers.T, self._columns.names, strict=True):
             vocabulary = self._columns.vocabularies.get(name)
             if vocabulary is None:
@@ -241,8 +238,6 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 continue
             codes = column.astype(int)
             blocks.append(np.eye(len(vocabulary))[np.maximum(codes, 0)] * (codes >= 0)[:, None])
-        if not blocks:
-            raise DataError("X: has no columns.")
         return np.hstack(blocks)
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:

@@ -338,7 +338,9 @@ def _check_cap(
     except UnprovableError as error:
         raise BudgetError(
             f"account {account!r}: its cap is meant under {cap.relation}, and what it released cannot be "
-            f"proved so: {error} Set a cap under a relation that fits; nothing was reserved."
+            f"proved so: {error} Nothing was reserved. Set a cap that every run can be held against with "
+            "`quietgrad ledger cap FILE ACCOUNT --epsilon E --delta D --relation replace-one`, or plan under "
+            f"{cap.relation}: relation={str(cap.relation)!r}."
         ) from None
     raise BudgetError(
         f"account {account!r}: the cap is ε={cap.epsilon:.4g} (δ={cap.delta:g}, {cap.relation}), "

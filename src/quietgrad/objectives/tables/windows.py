@@ -20,6 +20,8 @@ _POOLED_TAIL = (
     0.1  # of all values, where all features share one limit: a few large features must not drown the rest
 )
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
+_ONE_SIDED = 1.5  # deviations within which a sign counts as absent
+_EMPTY = 0.02  # of the targets may lie in an end of their interval that is left out
 _UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
 
 
@@ -109,10 +111,11 @@ def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False) -> Fou
     most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
     pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
     narrow = mine.found & (mass >= 0.6 * most) & (mine.last - mine.first < 3)
-    by_sign = np.stack(
-        [counts[np.arange(len(both))[:, None], sign, _around(mine.first)].sum(axis=1) for sign in (0, 1)]
-    )
-    one_sided = np.abs(by_sign[0] - by_sign[1]) > 0.9 * np.abs(by_sign).sum(axis=0)
+    by_sign = _within(counts, mine)
+    # As far as the noise lets one see: the empty side of a window of k octaves has a deviation of √k times σ.
+    spread = _ONE_SIDED * sigma * np.sqrt(mine.last - mine.first + 1.0)
+    lesser = by_sign.min(axis=0)
+    one_sided = lesser < np.maximum(0.05 * np.abs(by_sign).sum(axis=0), spread)
     offsets = np.flatnonzero(narrow & one_sided)
     sign = np.where(by_sign[0] >= by_sign[1], 1.0, -1.0)[offsets]
     near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
@@ -170,24 +173,21 @@ def _top(counts: Floats, window: Windows, tail: float) -> npt.NDArray[np.int64]:
     return np.asarray((sums < (1.0 - tail) * sums[:, -1:]).sum(axis=1))
 
 
-def _around(first: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Three octaves from the first occupied one."""
-    return np.asarray(np.minimum(first[:, None] + np.arange(3), HIGHEST - LOWEST))
+def _within(counts: Floats, window: Windows) -> Floats:
+    """(sign, feature): the counts of each sign in the window."""
+    places = np.arange(counts.shape[2])
+    inside = (places >= window.first[:, None]) & (places <= window.last[:, None])
+    return np.asarray(np.where(inside[:, None], counts, 0.0).sum(axis=2).T)
 
 
-def read_pieces(
-    counts: Floats, sigma: float, low: Floats, high: Floats, mass: float | None = None
-) -> tuple[Floats, Floats]:
+def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tuple[Floats, Floats]:
     """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off.
-
-    Args:
-        mass: how much there is to be found, if that is public; else it is read off the counts.
 
     >>> counts = np.zeros((1, PIECES)); counts[0, 8:16] = 100.0
     >>> [limit.tolist() for limit in read_pieces(counts, 1.0, np.array([0.0]), np.array([32.0]))]
     [[8.0], [16.0]]
     """
-    total = np.full(len(counts), mass) if mass is not None else counts.sum(axis=1)
+    total = counts.sum(axis=1)
     new_low, new_high = low.copy(), high.copy()
     for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
         pieces = PIECES // merged
@@ -203,6 +203,33 @@ def read_pieces(
         new_low = np.where(use, low + np.maximum(inner.first - pad, 0) * width, new_low)
         new_high = np.where(use, low + np.minimum(inner.last + pad + 1, pieces) * width, new_high)
     return new_low, new_high
+
+
+def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float) -> tuple[float, float]:
+    """[low, high] without its empty ends, from counts of ``mass`` values in equal bins of it.
+
+    A few targets beyond the interval cost more than an interval that is too wide: an end goes only while it seems
+    to hold at most two in a hundred; by eighths, or bin by bin where the noise is far less than that.
+
+    >>> counts = np.zeros(PIECES); counts[8:16] = 100.0
+    >>> read_ends(counts, 1.0, 0.0, 32.0, 800.0)
+    (8.0, 16.0)
+    """
+    step = 1 if 3.0 * sigma * math.sqrt(PIECES) < _EMPTY * mass else PIECES // 8
+
+    def empty(line: Floats) -> int:
+        gone = 0
+        for size in range(step, PIECES, step):
+            if line[:size].sum() > _EMPTY * mass:
+                break
+            gone = size
+        return gone
+
+    below, above = empty(counts), empty(counts[::-1])
+    if below + above >= PIECES:  # noise alone
+        return low, high
+    width = (high - low) / PIECES
+    return low + below * width, high - above * width
 
 
 def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
@@ -238,6 +265,12 @@ def read_target(counts: Floats, sigma: float, *, whole: bool = False) -> tuple[f
     uppers: Any = np.concatenate([-edges[::-1] / 2.0, [0.0], edges])
     lowers: Any = np.concatenate([-edges[::-1], [0.0], edges / 2.0])
     low, high = float(lowers[found.first[0]]), float(uppers[found.last[0]])
+    reach = max(-low, high, float(edges[3]))
+    top = int(math.log2(reach)) - LOWEST
+    # A tail of the other sign, too thin in each octave, may stand out of four of them together.
+    tails = [float(counts[start + top - 3 : start + top + 1].sum()) for start in (0, octaves)]
+    high = max(high, reach / 2.0) if tails[0] > _GROW * 2.0 * sigma else high
+    low = min(low, -reach / 2.0) if tails[1] > _GROW * 2.0 * sigma else low
     if whole or 2.5 * sigma > _UNSEEN * float(line.clip(min=0.0).sum()):
         low, high = (2.0 * low if low < 0.0 else low / 2.0), (2.0 * high if high > 0.0 else high / 2.0)
     return (low, high) if low < high else (low - 1.0, high + 1.0)
