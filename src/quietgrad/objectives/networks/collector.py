@@ -7,13 +7,14 @@ output gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from quietgrad.objectives.networks.anatomy import Plan
 from quietgrad.objectives.networks.contributions import (
     Combination,
     Contribution,
@@ -23,8 +24,10 @@ from quietgrad.objectives.networks.contributions import (
     Workspace,
     Written,
 )
-from quietgrad.objectives.networks.fallback import module_gradients
+from quietgrad.objectives.networks.fallback import met_gradients, module_gradients
+from quietgrad.objectives.networks.meetings import Meetings
 from quietgrad.objectives.networks.outer import OuterProducts
+from quietgrad.objectives.networks.places import Place, parted
 from quietgrad.objectives.networks.tape import (
     Batch,
     Call,
@@ -54,14 +57,14 @@ class Collector:
     def __init__(
         self,
         network: Network,
-        units: Sequence[Unit],
+        plan: Plan,
         mix: Combination,
         space: Workspace,
         drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.network = network
         self.drawing = drawing  # entered anew at each point: both draw the same
-        self.units = units
+        self.plan = plan
         self.mix = mix
         self.space = space
         space.reset()
@@ -89,9 +92,13 @@ class Collector:
         self, point: Tensor, x: Batch, y: Batch, receive: Callable[[Call, Mapping[str, Tensor]], None]
     ) -> None:
         params = self.network.unflatten(point.detach())
+        raw = {name: params[name].detach().requires_grad_() for name in self.plan.raw}
+        params |= raw
+        meetings = self.plan.meetings
         backpropagate(
-            self.network.module, self.network.loss_fn, params, x, y, self.units,
+            self.network.module, self.network.loss_fn, params, x, y, self.plan.layers,
             lambda call: receive(call, params), self._count, self.drawing,
+            (lambda tape: Meetings(meetings, raw, tape)) if raw else nullcontext,
         )  # fmt: skip
 
     def _count(self, numbers: Mapping[Unit, int]) -> None:
@@ -128,15 +135,19 @@ class Collector:
     def _content(self, call: Call, params: Mapping[str, Tensor]) -> Record | dict[str, Tensor]:
         """What the unit's gradient is made of: input and output gradient, or the fallback's gradients."""
         dtype = self.space.dtype
-        if call.unit.kernel is None:
-            own = {name: self._own(params, slot) for name, slot in call.unit.slots.items()}
-            return {k: v.to(dtype).flatten(1) for k, v in module_gradients(call, own).items()}
+        unit = call.unit
+        if unit.kernel is None:
+            if unit.module is None:
+                found = met_gradients(call, {name: params[name] for name in unit.slots})
+            else:
+                found = module_gradients(
+                    call, {name: self._own(params, slot) for name, slot in unit.slots.items()}
+                )
+            return {k: v.to(dtype).flatten(1) for k, v in found.items()}
         (grad,) = call.output_grads
         assert grad is not None
         given = call.args[0] if call.args else next(iter(call.kwargs.values()))
-        given, axis = given.detach(), call.unit.input_dims[0]
-        if axis:
-            given, grad = given.movedim(axis, 0), grad.movedim(axis, 0)
+        given, grad = _in_front(given.detach(), unit.inputs[0], call), _in_front(grad, unit.outputs[0], call)
         return Record(given.to(dtype) if given.is_floating_point() else given, grad.to(dtype))
 
     def _own(self, params: Mapping[str, Tensor], slot: slice) -> Tensor:
@@ -153,6 +164,16 @@ class Collector:
         else:
             self.joint[slot.start] = whole
             self.pieces.append((slot, whole))
+
+
+def _in_front(value: Tensor, place: Place | None, call: Call) -> Tensor:
+    """The examples' axis first; an example's k rows, if folded into it, are further positions."""
+    assert place is not None
+    if not place.folded:
+        return value.movedim(place.axis, 0) if place.axis else value
+    value, axis = parted(value, place, call.examples)
+    assert axis is not None
+    return value.movedim(axis, 0)
 
 
 def _written_out(piece: Contribution) -> Stored:
