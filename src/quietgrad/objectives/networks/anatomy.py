@@ -30,6 +30,7 @@ from quietgrad.objectives.networks.meetings import (
     in_place,
 )
 from quietgrad.objectives.networks.places import Place, example_places
+from quietgrad.objectives.networks.recurrent import recurrent_use
 from quietgrad.objectives.networks.tape import Batch, Unit, hooked, select, tensors_of, with_parameters
 
 __all__ = ["Plan", "plan_units"]
@@ -275,10 +276,6 @@ class _Study:
         raise CannotMeet(_names(a), f"{_name(a)} is used on examples that lie in different places")
 
     def _meeting(self, a: _Event, b: _Event, places: Places, outputs: Places) -> Meeting:
-        if not a.results:
-            if in_place(a.func):
-                raise CannotMeet(_names(a), f"{_name(a)} writes it into another tensor")
-            return Meeting("asked")
         if not a.apart:
             return Meeting("shared")
         if any(place is None for place in outputs):
@@ -291,7 +288,7 @@ class _Study:
         if a.form is not None:
             given = next(i for i, leaf in enumerate(a.leaves) if leaf is a.form.input)
             inputs: Places = (full[given],)
-            others = [p for i, p in enumerate(full) if i != given and p is not None]
+            others = [p for i, p in enumerate(full) if i != given and p is not None and a.func is not recurrent_use]
             if _kernel_fits(a.form.kernel, inputs, outputs) and not others and not _overwritten(a):
                 unit = Unit(
                     ", ".join(a.form.roles.values()), None,
@@ -356,6 +353,11 @@ class _Recorder(Sharing):
         result = func(*args, **kwargs)
         given, made = [leaf for leaf in leaves if isinstance(leaf, Tensor)], tensors_of(result)
         self._watch(given, made)
+        if not made:
+            if in_place(func):
+                names = sorted({name for o in origins if o is not None for name in o.names})
+                raise CannotMeet(names, f"{func.__name__} writes it into another tensor")
+            return result
         apart = len(self.trace.events) in self.sites or any(id(t) in self.touched for t in given)
         self.trace.events.append(
             _Event(func, key, leaves, origins, made, isinstance(result, Tensor), form, apart, [t._version for t in given])

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from quietgrad.objectives.networks.fallback import vmapping
 from quietgrad.objectives.networks.layers import Kernel, embedding_kernel, layer_norm_kernel, linear_kernel
 from quietgrad.objectives.networks.places import Place, UnplannedRows, parted, rejoined
-from quietgrad.objectives.networks.recurrent import RECURRENT
+from quietgrad.objectives.networks.recurrent import RECURRENT, recurrent_use
 from quietgrad.objectives.networks.tape import Tape, Unit, tensors_of
 
 __all__ = ["CannotMeet", "Form", "Meeting", "Meetings", "Origin", "Sharing", "ELEMENTWISE", "form_of", "in_place"]
@@ -60,12 +60,12 @@ class Origin(NamedTuple):
 class Meeting:
     """How one operation on shared tensors is done.
 
-    "asked": it gives no tensor; "shared": it gives a shared one; "kernel": by a layer's kernel; "copied": element by
+    "shared": it gives a shared tensor; "kernel": by a layer's kernel; "copied": element by
     element; "mapped": by vmap. ``places`` are those of the leaves of its arguments, ``units`` one for each shared
     leaf that is copied; ``scaled`` leaves are sizes that count examples.
     """
 
-    kind: Literal["asked", "shared", "kernel", "copied", "mapped"]
+    kind: Literal["shared", "kernel", "copied", "mapped"]
     places: tuple[Place | None, ...] = ()
     outputs: tuple[Place | None, ...] = ()
     units: tuple[Unit | None, ...] = ()
@@ -187,8 +187,8 @@ def _transposes(func: Any, args: tuple[Any, ...]) -> bool:
 def form_of(sharing: Sharing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form | None:
     """The layer that an operation is, or None."""
     name = getattr(func, "__name__", "")
-    if func is F.linear:
-        given, weight = _bound(("input", "weight", "bias"), args, kwargs), "parameter"
+    if func in (F.linear, recurrent_use):
+        given = _bound(("input", "weight", "bias"), args, kwargs)
     elif name in ("matmul", "mm", "__matmul__"):
         given = _bound(("input", "weight"), args, kwargs)
         given["weight"] = given.get("weight", given.get("other", given.get("mat2")))
@@ -217,7 +217,7 @@ def form_of(sharing: Sharing, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return None
     kind = origins["weight"].kind if "weight" in origins else "parameter"
     kernel: Kernel
-    if name == "linear" and kind == "parameter" and weight.dim() == 2:
+    if func in (F.linear, recurrent_use) and kind == "parameter" and weight.dim() == 2:
         kernel = linear_kernel(*weight.shape)
     elif name in ("matmul", "mm", "__matmul__", "addmm") and weight.dim() == 2 and x.dim() >= 2:
         if kind == "parameter":
@@ -253,12 +253,12 @@ class Meetings(Sharing):
     def meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, shape = tree_flatten((args, kwargs))
         meeting = self.plan.get(self.key(func, leaves))
-        if meeting is None:
-            raise UnplannedRows(f"{getattr(func, '__name__', func)} met parameters as it did not when planned.")
-        if meeting.kind in ("asked", "shared"):
+        if meeting is None or meeting.kind == "shared":
             result = func(*args, **kwargs)
-            if meeting.kind == "shared":
+            if meeting is not None:
                 self.share(func, args, kwargs, result)
+            elif tensors_of(result) or in_place(func):  # else a shape, a device: no use of the values
+                raise UnplannedRows(f"{getattr(func, '__name__', func)} met parameters as it did not when planned.")
             return result
         try:
             return getattr(self, f"_{meeting.kind}")(func, leaves, shape, meeting)
