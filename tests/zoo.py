@@ -272,7 +272,7 @@ CASES: dict[str, Callable[[int, int], Case]] = {
     "torchvision ViT": _image(_vit),
     "torchvision Swin": _image(_swin),
     "torchvision ConvNeXt": _image(_convnext),
-    "torchvision MobileNetV2, GroupNorm": _image(_mobilenet),
+    "torchvision MobileNetV2, GroupNorm": _image(_mobilenet, 64),
     "timm ViT, layer scale": _image(_timm_vit),
     "BERT": _text("bert"),
     "DistilBERT": _text("distilbert"),
