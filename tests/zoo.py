@@ -104,7 +104,9 @@ def _vit() -> nn.Module:
 def _swin() -> nn.Module:
     from torchvision.models import SwinTransformer
 
-    model: nn.Module = SwinTransformer([4, 4], 16, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=CLASSES)
+    model: nn.Module = SwinTransformer(
+        [4, 4], 16, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=CLASSES
+    )
     return model
 
 
@@ -155,7 +157,14 @@ def _config(name: str, wide: int) -> Any:
         )  # fmt: skip
     if name == "gpt2":
         return hf.GPT2Config(
-            **common, n_embd=32 * wide, n_layer=2, n_head=2, n_positions=160, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            **common,
+            n_embd=32 * wide,
+            n_layer=2,
+            n_head=2,
+            n_positions=160,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
     if name == "llama":
         return hf.LlamaConfig(
@@ -163,13 +172,21 @@ def _config(name: str, wide: int) -> Any:
             intermediate_size=64 * wide,
         )  # fmt: skip
     return hf.T5Config(
-        **common | {"decoder_start_token_id": 0}, d_model=32 * wide, d_kv=16 * wide, d_ff=64 * wide, num_layers=2, num_heads=2, dropout_rate=0.0
+        **common | {"decoder_start_token_id": 0},
+        d_model=32 * wide,
+        d_kv=16 * wide,
+        d_ff=64 * wide,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
     )
 
 
 def _text(name: str, adapted: bool = False) -> Callable[[int, int], Case]:
     def case(count: int, scale: int) -> Case:
-        hf = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'quietgrad[zoo]'")
+        hf = pytest.importorskip(
+            "transformers", reason="transformers is not installed: pip install 'quietgrad[zoo]'"
+        )
         config = _config(name, scale)
         config.use_cache = False
         model: nn.Module = getattr(hf, _NAMES[name])(config).train()
@@ -181,7 +198,9 @@ def _text(name: str, adapted: bool = False) -> Callable[[int, int], Case]:
             return Case(model, (tokens, mask), torch.randint(CLASSES, (count,)), classified)
         targets = torch.randint(VOCABULARY, (count, length))
         if name == "t5":
-            return Case(_Seq2Seq(model), (tokens, mask, torch.randint(3, VOCABULARY, (count, length))), targets, continued)
+            return Case(
+                _Seq2Seq(model), (tokens, mask, torch.randint(3, VOCABULARY, (count, length))), targets, continued
+            )
         return Case(_Causal(model), (tokens, mask), targets, continued)
 
     return case

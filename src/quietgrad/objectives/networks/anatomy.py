@@ -38,6 +38,7 @@ __all__ = ["Plan", "plan_units"]
 Places = tuple[Place | None, ...]
 Drawing = Callable[[int], AbstractContextManager[Any]]  # the context in which so many examples draw
 _ROUNDS = 32
+_REPEATING = {"expand", "expand_as", "repeat", "broadcast_to", "tile", "cat", "concat"}  # as cheap as copies
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class Plan:
         """Layers and operations."""
         operations = [u for meeting in self.meetings.values() for u in meeting.units if u is not None]
         return [*self.layers, *dict.fromkeys(operations)]
+
+    def written_out(self, families: int) -> int:
+        """Numbers per example of what has no kernel; vmap makes about two copies more on the way."""
+        return sum(
+            (families + (2 if unit.why else 0)) * (slot.stop - slot.start)
+            for unit in self.units
+            if unit.kernel is None
+            for slot in unit.slots.values()
+        )
 
 
 class _Event(NamedTuple):
@@ -91,8 +101,8 @@ class _Trace:
 class _Misfit(Exception):
     """Parameters that must be looked for in the operations that use them."""
 
-    def __init__(self, names: set[str]) -> None:
-        super().__init__()
+    def __init__(self, names: set[str], why: str) -> None:
+        super().__init__(why)
         self.names = names
 
 
@@ -104,8 +114,8 @@ def plan_units(
     variants: Sequence[Batch],
     drawing: Drawing,
     demoted: Mapping[str, str],
-) -> Plan | None:
-    """The units of the module, or None if only whole-model gradients are sure to be right.
+) -> Plan | str:
+    """The units of the module, or why only whole-model gradients are sure to be right.
 
     ``demoted`` maps parameters that are to be taken by the vmap of their layer to the reason.
     """
@@ -115,8 +125,8 @@ def plan_units(
     demoted = dict(demoted)
     for _ in range(_ROUNDS):
         layers = _layers(module, slots, own, raw, demoted)
-        if layers is None:
-            return None
+        if isinstance(layers, str):
+            return layers
         held = {slot.start for unit in layers for slot in unit.slots.values()}
         raw = {name for name, slot in slices.items() if slot.start not in held}
         study = _Study(module, params, slices, layers, raw, drawing)
@@ -125,16 +135,16 @@ def plan_units(
                 study.look(x)
         except _Misfit as misfit:
             if misfit.names <= raw or misfit.names & demoted.keys():
-                return None
+                return f"parameter {sorted(misfit.names)[0]!r}: {misfit}"
             raw |= misfit.names
         except CannotMeet as failure:
             if set(failure.names) <= demoted.keys():
-                return None
+                return str(failure).rstrip(".")
             demoted |= dict.fromkeys(failure.names, failure.why)
             raw -= set(failure.names)
         else:
             return Plan(layers, study.meetings, tuple(name for name in slices if name in raw))
-    return None
+    return "its parameters are used in too many ways"
 
 
 def _layers(
@@ -143,7 +153,7 @@ def _layers(
     own: Mapping[nn.Parameter, str],
     raw: set[str],
     demoted: Mapping[str, str],
-) -> list[Unit] | None:
+) -> list[Unit] | str:
     """Layers with kernels, and those that fall back; what is in none of them is raw."""
     units: list[Unit] = []
     inside: set[nn.Module] = set()
@@ -158,8 +168,8 @@ def _layers(
         if why is None and direct and _falls_back(layer):
             why = f"{type(layer).__name__} has no kernel"
         if why is not None:
-            if layer is module and len(list(module.children())):
-                return None
+            if layer is module and next(module.children(), None) is not None:
+                return f"a parameter of the model itself: {why}"
             inside.update(layer.modules())
             units.append(Unit(name, layer, below, None, why))
         elif direct and set(below) <= {"weight", "bias"} and (kernel := kernel_for(layer)) is not None:
@@ -197,7 +207,7 @@ class _Study:
             two, one = (self._trace(select(x, slice(0, n)), sites) for n in (2, 1))
             strayed = two.strayed | one.strayed
             if strayed:
-                raise _Misfit(strayed)
+                raise _Misfit(strayed, "it is used outside of its layer")
             self._visits(two, one)
             if self._events(two, one, sites):
                 return
@@ -236,9 +246,7 @@ class _Study:
         for a, b in zip(two.visits, one.visits, strict=True):
             unit = a.unit
             inputs, outputs = example_places(a.given, b.given), example_places(a.made, b.made)
-            overwritten = any(
-                [t._version for t in visit.given] != visit.versions for visit in (a, b)
-            )
+            overwritten = any([t._version for t in visit.given] != visit.versions for visit in (a, b))
             fits = inputs is not None and outputs is not None and not overwritten and unit not in two.random
             if fits:
                 assert inputs is not None
@@ -249,7 +257,11 @@ class _Study:
                 fits &= any(place is not None for place in outputs)
             if not fits:
                 mine = {slot.start for slot in unit.slots.values()}
-                raise _Misfit({name for name, slot in self.slices.items() if slot.start in mine})
+                names = {name for name, slot in self.slices.items() if slot.start in mine}
+                why = (
+                    "its layer draws random numbers" if unit in two.random else "its layer has no rows for examples"
+                )
+                raise _Misfit(names, why)
 
     def _events(self, two: _Trace, one: _Trace, sites: set[int]) -> bool:
         """Plan the operations; False if one gives rows for examples, unnoticed so far: then look again."""
@@ -296,11 +308,18 @@ class _Study:
                 )  # fmt: skip
                 unit.inputs, unit.outputs = inputs, outputs
                 return Meeting("kernel", full, outputs, (unit,), given=given)
-        units = tuple(None if origin is None else self._unit(leaf, origin) for leaf, origin in zip(a.leaves, a.origins, strict=True))
+        units = tuple(
+            None if origin is None else self._unit(leaf, origin)
+            for leaf, origin in zip(a.leaves, a.origins, strict=True)
+        )
         if a.single and getattr(a.func, "__name__", "") in ELEMENTWISE:
             return Meeting("copied", full, outputs, units)
         if in_place(a.func):
             raise CannotMeet(_names(a), f"{_name(a)} writes it into another tensor")
+        if _name(a) not in _REPEATING:
+            for unit in units:
+                if unit is not None and unit.kernel is None:
+                    unit.why = f"{_name(a)} is mapped over the examples"
         return Meeting("mapped", full, outputs, units, _scaled(a, b))
 
     def _unit(self, shared: Tensor, origin: Origin) -> Unit:
@@ -360,7 +379,17 @@ class _Recorder(Sharing):
             return result
         apart = len(self.trace.events) in self.sites or any(id(t) in self.touched for t in given)
         self.trace.events.append(
-            _Event(func, key, leaves, origins, made, isinstance(result, Tensor), form, apart, [t._version for t in given])
+            _Event(
+                func,
+                key,
+                leaves,
+                origins,
+                made,
+                isinstance(result, Tensor),
+                form,
+                apart,
+                [t._version for t in given],
+            )
         )
         if apart:
             self.touched |= {id(t): t for t in made}

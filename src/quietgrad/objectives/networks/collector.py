@@ -19,14 +19,12 @@ from quietgrad.objectives.networks.contributions import (
     Combination,
     Contribution,
     Record,
-    Stored,
-    TokenSums,
     Workspace,
     Written,
 )
 from quietgrad.objectives.networks.fallback import met_gradients, module_gradients
+from quietgrad.objectives.networks.joint import Joint
 from quietgrad.objectives.networks.meetings import Meetings
-from quietgrad.objectives.networks.outer import OuterProducts
 from quietgrad.objectives.networks.places import Place, parted
 from quietgrad.objectives.networks.tape import (
     Batch,
@@ -34,6 +32,7 @@ from quietgrad.objectives.networks.tape import (
     LossFunction,
     Unit,
     backpropagate,
+    batch_length,
     tensors_of,
 )
 
@@ -67,15 +66,16 @@ class Collector:
         self.plan = plan
         self.mix = mix
         self.space = space
-        space.reset()
         self.pieces: list[Piece] = []
-        self.joint: dict[int, Stored] = {}
+        self.no_space = Workspace(0.0, torch.empty(0, dtype=space.dtype))
+        self.joint: dict[int, Joint] = {}
         self.uses: dict[int, int] = {}
         self.batch: set[int] = set()
         self.before: dict[tuple[Unit, int], Record | Written | dict[str, Tensor]] = {}
 
     def collect(self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch) -> list[Piece]:
         """Contributions of all parameters to the combination of g_i(θ) and g_i(θ′)."""
+        self.space.reset(self.plan.written_out(self.mix.families) * batch_length(x))
         self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
         if previous is not None:
             self._run(previous, x, y, self._remember)
@@ -112,7 +112,7 @@ class Collector:
         # A layer that reads the batch itself sees the same input at both points: cheaper taken together.
         if isinstance(content, Record) and content.input.data_ptr() not in self.batch:
             assert call.unit.kernel is not None
-            content = call.unit.kernel.remember(content, self.mix, self.space, call.unit.slots)
+            content = call.unit.kernel.remember(content, self.mix, self._space(call.unit), call.unit.slots)
         self.before[call.unit, call.number] = content
 
     def _receive(self, call: Call, params: Mapping[str, Tensor]) -> None:
@@ -122,7 +122,7 @@ class Collector:
             assert call.unit.kernel is not None
             assert not isinstance(before, dict)
             kernel, wanted = call.unit.kernel, call.unit.slots
-            for name, piece in kernel.contributions(now, before, self.mix, self.space, wanted):
+            for name, piece in kernel.contributions(now, before, self.mix, self._space(call.unit), wanted):
                 self._put(call.unit.slots[name], piece)
             return
         for name, value in now.items():
@@ -140,9 +140,7 @@ class Collector:
             if unit.module is None:
                 found = met_gradients(call, {name: params[name] for name in unit.slots})
             else:
-                found = module_gradients(
-                    call, {name: self._own(params, slot) for name, slot in unit.slots.items()}
-                )
+                found = module_gradients(call, {name: self._own(params, slot) for name, slot in unit.slots.items()})
             return {k: v.to(dtype).flatten(1) for k, v in found.items()}
         (grad,) = call.output_grads
         assert grad is not None
@@ -158,12 +156,15 @@ class Collector:
             self.pieces.append((slot, piece))
             return
         # A parameter that is used several times: its vectors add up before they have a norm.
-        whole = _written_out(piece)
-        if slot.start in self.joint:
-            self.joint[slot.start].join(whole)
-        else:
-            self.joint[slot.start] = whole
-            self.pieces.append((slot, whole))
+        if slot.start not in self.joint:
+            self.joint[slot.start] = Joint(slot.stop - slot.start)
+            self.pieces.append((slot, self.joint[slot.start]))
+        self.joint[slot.start].add(piece)
+
+    def _space(self, unit: Unit) -> Workspace:
+        """Memory to write vectors out; none where several uses add up: their factors are kept."""
+        several = any(self.uses[slot.start] > 1 for slot in unit.slots.values())
+        return self.no_space if several else self.space
 
 
 def _in_front(value: Tensor, place: Place | None, call: Call) -> Tensor:
@@ -174,12 +175,3 @@ def _in_front(value: Tensor, place: Place | None, call: Call) -> Tensor:
     value, axis = parted(value, place, call.examples)
     assert axis is not None
     return value.movedim(axis, 0)
-
-
-def _written_out(piece: Contribution) -> Stored:
-    if isinstance(piece, OuterProducts):
-        return piece.stored()
-    if isinstance(piece, TokenSums):
-        return piece.dense()
-    assert isinstance(piece, Stored)
-    return piece

@@ -93,6 +93,10 @@ class Contribution(Protocol):
         """
         ...
 
+    def held(self) -> int:
+        """Bytes of memory that it keeps."""
+        ...
+
 
 class Workspace:
     """Memory for per-example vectors, kept from step to step so that no step pays for fresh pages.
@@ -106,13 +110,14 @@ class Workspace:
         self._like = like
         self._capacity = limit / like.element_size()
         self._slabs: list[Tensor] = []
-        self._used = self._slab = self._offset = 0
+        self._used = self._slab = self._offset = self._reserved = 0
 
-    def reset(self) -> None:
-        """Take everything back."""
-        if sum(map(len, self._slabs)) > 1.5 * self._used + _SLAB:
+    def reset(self, reserved: int = 0) -> None:
+        """Take everything back. ``reserved`` numbers are kept elsewhere, and count."""
+        if sum(map(len, self._slabs)) > 1.5 * (self._used - self._reserved) + _SLAB:
             self._slabs.clear()
-        self._used = self._slab = self._offset = 0
+        self._slab = self._offset = 0
+        self._used = self._reserved = reserved
 
     def take(self, *shape: int) -> Tensor | None:
         """Uninitialised memory, or None if the limit is reached."""
@@ -140,6 +145,10 @@ class Stored:
         self.values = self.values + other.values  # not in place: the values may be views of the tape
         self._squares = None
 
+    def held(self) -> int:
+        """Bytes."""
+        return self.values.numel() * self.values.element_size()
+
     def squared_norms(self) -> Tensor:
         """Sums of squares."""
         return squares_of(self.values).T if self._squares is None else self._squares
@@ -162,6 +171,10 @@ class TokenSums:
         self.tokens = tokens  # (examples, positions)
         self.values = values  # (examples, positions, families, width)
         self.rows = rows
+
+    def held(self) -> int:
+        """Bytes."""
+        return self.values.numel() * self.values.element_size()
 
     def squared_norms(self) -> Tensor:
         """A token that occurs twice in an example adds up before it is squared.

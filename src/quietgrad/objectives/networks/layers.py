@@ -62,9 +62,7 @@ class Kernel(Protocol):
 class _OuterKernel:
     """Linear and convolution layers. ``swapped``: the weight is Σ_t a_t ⊗ b_t, as that of x @ W is."""
 
-    def __init__(
-        self, layer: OuterLayer, sum_positions: Callable[[Tensor], Tensor], swapped: bool = False
-    ) -> None:
+    def __init__(self, layer: OuterLayer, sum_positions: Callable[[Tensor], Tensor], swapped: bool = False) -> None:
         self.layer = layer
         self.swapped = swapped
         self.any_batch_dim = layer.channel_dim == -1

@@ -213,7 +213,9 @@ def form_of(sharing: Sharing, func: Any, args: tuple[Any, ...], kwargs: dict[str
     x, weight = given.get("input"), given.get("weight")
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or sharing.origin(x) is not None or not roles:
         return None
-    if any(o.kind != "parameter" for role, o in origins.items() if role == "bias") or len(set(roles.values())) < len(roles):
+    if any(o.kind != "parameter" for role, o in origins.items() if role == "bias") or len(
+        set(roles.values())
+    ) < len(roles):
         return None
     kind = origins["weight"].kind if "weight" in origins else "parameter"
     kernel: Kernel
@@ -338,7 +340,11 @@ class Meetings(Sharing):
         with vmapping():
             results = vmap(one, in_dims=tuple(axes), out_dims=out)(*(leaves[i] for i in tensors))
         # As the operation itself lays its result out: what follows may look at it as another shape.
-        joined = [rejoined(value, p).contiguous() for value, p in zip(results, meeting.outputs, strict=True) if p is not None]
+        joined = [
+            rejoined(value, p).contiguous()
+            for value, p in zip(results, meeting.outputs, strict=True)
+            if p is not None
+        ]
         if isinstance(made, Tensor):
             return joined[0]
         return type(made)(joined)
@@ -353,4 +359,3 @@ class Meetings(Sharing):
             args = (origin.tokens.reshape(1, -1).expand(self.tape.examples, -1),)
             size = (self.tape.examples, origin.tokens.numel(), shared.shape[-1])
         self.tape.copied(unit, args, shared, copy, lambda grad: grad.movedim(axis, 0).reshape(size))
-

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -74,6 +74,7 @@ class Way:
     vectorised: bool = False
     draws: Draws = "none"
     axes: tuple[int, ...] = ()
+    why: str = ""  # the module is not taken apart
 
     @property
     def units(self) -> list[Unit] | None:
@@ -205,6 +206,7 @@ def choose_way(
 ) -> Way:
     """Refuse what mixes examples or keeps statistics; else the fastest way that agrees with autograd."""
     module, loss_fn = network.module, network.loss_fn
+    why = "" if by_layers else "strategy='functional'"
     checks.refuse_mixing_layers(module)
     params = network.unflatten(theta)
     probe, (x, y) = (x, y), checks.made_up(x, y, 0)
@@ -242,8 +244,13 @@ def choose_way(
             checks.refuse_other_losses(_forward(network, params, x, y), expected[0])
             checks.refuse_crowd(lambda xs, ys: _forward(network, params, xs, ys), make, fit)
         if _loss_uses_parameters(network, slots, params, x, y):
-            by_layers = False  # the tape ends at the layers' outputs: what reaches parameters around them is lost
+            by_layers, why = (
+                False,
+                "loss_fn uses parameters",
+            )  # the tape ends at the layers' outputs: what reaches parameters around them is lost
         trials = [Trial(x, y, expected[1])]
+        if draws not in ("none", "rows") or slow.draws == "generator":
+            why = "random numbers are drawn that are no example's own"
 
         def wrong(way: Way) -> dict[str, str] | None:
             """Parameters whose gradients are not those of the definition; None if all is well, empty if all fails."""
@@ -267,12 +274,21 @@ def choose_way(
             for _ in range(_DEMOTIONS):
                 try:
                     plan = plan_units(
-                        module, slots, params, network.slices, variants, _tracing(draws, axes, theta.device), demoted
+                        module,
+                        slots,
+                        params,
+                        network.slices,
+                        variants,
+                        _tracing(draws, axes, theta.device),
+                        demoted,
                     )
-                except _TRIED:
+                except _TRIED as error:
+                    why = f"it could not be followed on two examples ({type(error).__name__})"
                     break
-                if plan is None:
+                if isinstance(plan, str):
+                    why = plan
                     break
+                why = "the layers' gradients by examples were not those of autograd"
                 way = Way(network, space, plan, False, draws, axes)
                 failed = wrong(way)
                 if failed is None:
@@ -282,10 +298,12 @@ def choose_way(
                 demoted |= failed
         if slow.draws != "generator":
             # vmap puts the examples in front of every draw.
-            whole = Way(network, space, None, True, *(("none", ()) if draws == "none" else ("rows", (0,) * 10**4)))
+            whole = Way(network, space, None, True, "none", (), why)
+            if draws != "none":
+                whole = replace(whole, draws="rows", axes=(0,) * 10**4)
             if wrong(whole) is None:
                 return whole
-    return slow
+    return replace(slow, why=why)
 
 
 def _tracing(
@@ -297,9 +315,7 @@ def _tracing(
     return lambda count: RecordDraws(RecordKeys(bytes(32), np.arange(count)).draws, axes, device)
 
 
-def _variants(
-    network: Network, params: dict[str, Tensor], make: checks.MadeUp, fit: int, x: Batch
-) -> list[Batch]:
+def _variants(network: Network, params: dict[str, Tensor], make: checks.MadeUp, fit: int, x: Batch) -> list[Batch]:
     """Examples to plan on: varied, as seen, and at both ends of the whole numbers, where a mask is all or nothing."""
 
     def taken(xs: Batch, ys: Batch) -> Batch:
