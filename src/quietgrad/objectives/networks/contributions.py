@@ -104,6 +104,10 @@ class Contribution(Protocol):
         """
         ...
 
+    def held(self) -> int:
+        """Bytes of memory that it keeps."""
+        ...
+
 
 class Workspace:
     """Memory for per-example vectors, kept from step to step so that no step pays for fresh pages.
@@ -117,13 +121,14 @@ class Workspace:
         self._like = like
         self._capacity = limit / like.element_size()
         self._slabs: list[Tensor] = []
-        self._used = self._slab = self._offset = 0
+        self._used = self._slab = self._offset = self._reserved = 0
 
-    def reset(self) -> None:
-        """Take everything back."""
-        if sum(map(len, self._slabs)) > 1.5 * self._used + _SLAB:
+    def reset(self, reserved: int = 0) -> None:
+        """Take everything back. ``reserved`` numbers are kept elsewhere, and count."""
+        if sum(map(len, self._slabs)) > 1.5 * (self._used - self._reserved) + _SLAB:
             self._slabs.clear()
-        self._used = self._slab = self._offset = 0
+        self._slab = self._offset = 0
+        self._used = self._reserved = reserved
 
     def take(self, *shape: int) -> Tensor | None:
         """Uninitialised memory, or None if the limit is reached."""
@@ -150,6 +155,10 @@ class Stored:
         """Add the vectors of another use of the same parameter; only the sums have norms."""
         self.values = self.values + other.values  # not in place: the values may be views of the tape
         self._squares = None
+
+    def held(self) -> int:
+        """Bytes."""
+        return self.values.numel() * self.values.element_size()
 
     def squared_norms(self) -> Tensor:
         """Sums of squares."""
@@ -178,6 +187,10 @@ class TokenSums:
         self.values = values  # (examples, positions, families, width)
         self.rows = rows
         self._persons = persons
+
+    def held(self) -> int:
+        """Bytes."""
+        return self.values.numel() * self.values.element_size()
 
     def squared_norms(self) -> Tensor:
         """A token that occurs twice in an example, or in a person's records, adds up before it is squared.

@@ -50,6 +50,10 @@ def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
     return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
 
 
+# Bytes that layers without a kernel may take whatever the budget: below, a class token would cost a pass per example.
+_LEAST = 16e6
+
+
 class PerExampleEngine:
     """Per-example gradients of `module` as sums over a batch, on one flat parameter vector θ.
 
@@ -57,8 +61,8 @@ class PerExampleEngine:
         module: any torch module; layers that mix examples (BatchNorm) are refused.
         loss_fn: loss_fn(output, y) → one loss per example, shape (B,).
         memory_budget: bytes of per-example gradients kept at a time. What does not fit is computed from
-            factors: less memory, somewhat more time.
-        micro_batch: examples per pass; None: the whole batch, except in fallbacks that would exceed the budget.
+            factors: less memory, somewhat more time. What has no kernel is written out, in passes that fit.
+        micro_batch: most examples per pass; None: as many as fit.
         strategy: "auto"; "factored" never keeps per-example gradients (the low-memory mode); "functional" is
             vmap(grad) over the whole model, the slow reference.
 
@@ -366,10 +370,23 @@ class PerExampleEngine:
         return self._ways[key]
 
     def _pass_size(self, way: Way, mix: Combination) -> int | None:
-        if self.micro_batch is not None or way.units is not None:
+        numbers = (mix.families + 1) * self.dim if way.plan is None else 2 * way.plan.written_out(mix.families)
+        if numbers == 0:
             return self.micro_batch
-        row = (mix.families + 1) * self.dim * torch.finfo(self.dtype).bits // 8
-        return max(1, int(self.memory_budget // row))
+        most = max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
+        return most if self.micro_batch is None else min(most, self.micro_batch)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """What is not done by kernels, and why, in the modes that were asked for."""
+        found = []
+        for way in self._ways.values():
+            if way.plan is None:
+                how = "vmap over the whole model" if way.vectorised else "one example at a time"
+                found.append(f"the model by {how}: {way.why}")
+            else:
+                found += [f"{unit.name!r}: {unit.why}" for unit in way.plan.units if unit.why]
+        return found
 
     def _check(self, theta: Tensor, previous: Tensor | None, out: Tensor) -> None:
         for name, vector in (("theta", theta), ("previous", previous), ("out", out)):
