@@ -25,7 +25,7 @@ from quietgrad.objectives.people import OfPeople, told
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
 
-__all__ = ["one_leader"]
+__all__ = ["one_leader", "share_of"]
 
 _LEADER = 0
 
@@ -124,13 +124,18 @@ def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -
     return _shares_added(objective, batch, points, rule)
 
 
-def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+def share_of(batch: Batch, rank: int, world: int) -> Batch:
+    """The part of a batch that process ``rank`` of ``world`` sums: whole people, where records are people's.
+
+    By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    """
     everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-    # By secret words, as passes are: cut by position, every later record would change places when one leaves. These
-    # are positions of people where records are people's.
-    mine = RecordKeys.of(batch.key, everyone).share(dist.get_rank(), dist.get_world_size())
+    return batch._replace(indices=everyone[RecordKeys.of(batch.key, everyone).share(rank, world)])
+
+
+def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
     total = torch.zeros_like(points[0], dtype=torch.float64)
-    objective.add(batch._replace(indices=everyone[mine]), points, rule, total)
+    objective.add(share_of(batch, dist.get_rank(), dist.get_world_size()), points, rule, total)
     dist.reduce(total, _LEADER)
     return total
 
