@@ -60,7 +60,7 @@ def matrix(mechanism: Correlated, count: int | None = None) -> Floats:
 
 Move = Callable[[int, Floats, Floats], Any]
 ADVERSARIES: dict[str, Move] = {
-    # What a record of bound 1 contributes to release t, from the innovations and the privacy loss of each run so far.
+    # What a record of bound 1 contributes to release t, given the innovations and the privacy loss so far.
     "steady": lambda t, seen, loss: 1.0,
     "alternating": lambda t, seen, loss: (-1.0) ** t,
     "follows": lambda t, seen, loss: np.where(seen[:, :t].sum(1) >= 0.0, 1.0, -1.0),
