@@ -27,7 +27,7 @@ def main() -> None:
     """Print the picture's features, map by map."""
     import scipy.special
 
-    scipy.special.sph_harm = None  # gone from scipy; kymatio imports it for three dimensions only
+    vars(scipy.special)["sph_harm"] = None  # gone from scipy; kymatio imports it for three dimensions only
     from kymatio.numpy import Scattering2D  # type: ignore[import-not-found]
 
     features = Scattering2D(J=2, shape=(SIZE, SIZE), L=8)(picture(SIZE))

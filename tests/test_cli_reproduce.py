@@ -16,6 +16,7 @@ from quietgrad.cli.reproduce import reproductions
 
 ROOT = Path(__file__).parents[1]
 PAPERS = {
+    "cohorts": None,
     "audit-peers": "002",
     "cifar": "000",
     "mnist": "000",

@@ -56,6 +56,57 @@ def matrix(mechanism: Correlated, count: int | None = None) -> Floats:
     return S
 
 
+# --- one Gaussian, whoever asks -------------------------------------------------------------------------------
+
+Move = Callable[[int, Floats, Floats], Any]
+ADVERSARIES: dict[str, Move] = {
+    # What a record of bound 1 contributes to release t, given the innovations and the privacy loss so far.
+    "steady": lambda t, seen, loss: 1.0,
+    "alternating": lambda t, seen, loss: (-1.0) ** t,
+    "follows": lambda t, seen, loss: np.where(seen[:, :t].sum(1) >= 0.0, 1.0, -1.0),
+    "flees": lambda t, seen, loss: np.where(seen[:, :t].sum(1) >= 0.0, -1.0, 1.0),
+    "stops when ahead": lambda t, seen, loss: np.where(loss > 0.5, 0.0, 1.0),
+    "stops when behind": lambda t, seen, loss: np.where(loss < -0.2, 0.0, 1.0),
+}
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    def phi(x: float) -> float:
+        return 0.5 * math.erfc(-x / math.sqrt(2.0))
+
+    return phi(mu / 2 - epsilon / mu) - math.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
+
+
+def leaked(S: Floats, turns: list[int], sigma: float, move: Move, epsilon: float) -> tuple[float, float]:
+    """δ at ε of a run with a record against one without, by simulation of what S makes of the transcript."""
+    rng, N, T = np.random.default_rng(4), 60_000, len(S)
+    seen, moved, loss = np.zeros((N, T)), np.zeros((N, T)), np.zeros(N)
+    for t in range(T):
+        if t in turns:
+            moved[:, t] = move(t, seen, loss)
+        shift = moved[:, : t + 1] @ S[t, : t + 1]
+        seen[:, t] = shift + sigma * rng.standard_normal(N)
+        loss += (shift * seen[:, t] - shift * shift / 2.0) / sigma**2
+    terms = np.maximum(0.0, -np.expm1(epsilon - loss))
+    return float(terms.mean()), float(terms.std() / math.sqrt(N))
+
+
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_no_adaptive_record_gets_more_than_one_gaussian(name: str) -> None:
+    """Four turns of eight releases, contributions chosen by what was released: δ stays at or below the claim."""
+    mechanism, turns, z = Correlated.made(8, 4, 2), [0, 2, 4, 6], 1.2
+    S = matrix(mechanism)
+    for epsilon in (0.3, 1.0, 2.0):
+        claim = gaussian_delta(1.0 / z, epsilon)
+        found, error = leaked(S, turns, z * mechanism.factor, ADVERSARIES[name], epsilon)
+        assert found <= claim + 5.0 * error
+        if name == "steady":  # attained, so that a smaller sensitivity would be caught …
+            assert found >= claim - 5.0 * error
+            c = mechanism.coefficients()
+            short, its = leaked(S, turns, z * 2.0 * float(np.linalg.norm(c)), ADVERSARIES[name], epsilon)
+            assert short > claim + 5.0 * its  # … as √k·‖c‖ is
+
+
 # --- sensitivity ----------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,12 +190,13 @@ def _featured(data: Dataset) -> Dataset:
 def pictures_settings(n: int, epsilon: float | None) -> dict[str, Any]:
     """DP-SGD for a linear model on scattering features, from public numbers: those of ``benchmarks/pictures.py``.
 
-    >>> pictures_settings(60_000, 1.2)["batch_size"]
-    4096
+    >>> pictures_settings(60_000, 1.2)["learning_rate"]
+    'linear:1'
     """
-    rate = 8.0 if epsilon is not None and epsilon < 2.0 else 16.0
-    batch = max(1, min(4096, n // 2))
-    return {"steps": 240, "batch_size": batch, "learning_rate": f"linear:{rate:g}", "clip": 0.1, "momentum": 0.9}
+    weight = math.inf if epsilon is None else n * epsilon  # the more people and the larger ε, the longer the steps
+    reach, clip = (0.3, 0.3) if weight < 1e5 else (0.5, 1.0) if weight < 3e5 else (1.0, 2.0)
+    rate, batch = f"linear:{reach / clip:g}", max(1, min(4096, n // 2))
+    return {"steps": 700, "batch_size": batch, "learning_rate": rate, "clip": clip, "momentum": 0.9}
 
 
 def objective_from(facts: dict[str, Any]) -> Any:
