@@ -121,7 +121,9 @@ def audit_folder(folder: Path, runs: int) -> AuditReport:
         raise DataError(f"{folder}: this run is not private and claims nothing, so there is nothing to audit.")
     config = dict(result.config)
     if config.get("look"):  # the auditor's columns and targets are others than those that were declared or found
-        config["look"] = {**config["look"], "features": None, "target": config["look"]["target"] or (-1.0, 1.0)}
+        look = config["look"]
+        numbers = look.get("target") or look.get("target_share")
+        config["look"] = {**look, "features": None, "target": (-2.0, 2.0) if numbers else None}
     algorithm = rebuild(result.algorithm, config)
     # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
     n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
-from sklearn.utils.validation import validate_data
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds
@@ -25,6 +24,7 @@ from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.curators.account import Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, QuietgradError, TooNoisyWarning
+from quietgrad.estimators.columns import checked_rows
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.regularizers import L2
@@ -90,11 +90,9 @@ class PrivateLinearModel(Charged):
     # --- what is given ----------------------------------------------------------------------------------------
 
     def _validated(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
-        refuse_text(X, "X")
         if options.get("y_numeric"):
             refuse_text(y, "y")
-        _refuse_repeated_columns(X)
-        checked, y = validate_data(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options)
+        checked, y = checked_rows(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options)
         if checked.shape[0] < 2:
             raise DataError(
                 "X: one sample (n_samples = 1) tells nothing that noise would not hide; give more records."
@@ -126,8 +124,7 @@ class PrivateLinearModel(Charged):
     def _features(self, X: Any) -> Any:
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
         X = without(X, getattr(self, "person_column_", None))
-        refuse_text(X, "X")
-        X = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         limits = self.feature_range_
         return X if limits is None else Frame(limits[0], limits[1]).clipped(X)
 
@@ -244,8 +241,7 @@ class PrivateLinearModel(Charged):
         X, person = named(X, person)
         first = not hasattr(self, "_parts")
         if not first:
-            refuse_text(X, "X")
-            validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+            checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         model = clone(self)
         model._within = self._within
         if classes is not None and hasattr(self, "classes"):
@@ -373,12 +369,6 @@ def _by_name(name: str, n: int) -> Algorithm:
     settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}
     made: Algorithm = kind(**settings)
     return made
-
-
-def _refuse_repeated_columns(X: Any) -> None:
-    names = getattr(X, "columns", None)
-    if names is not None and len(set(map(str, names))) < len(names):
-        raise ValueError("X: two columns have the same name. Rename or drop one of them.")
 
 
 def refuse_weights(options: dict[str, Any]) -> None:

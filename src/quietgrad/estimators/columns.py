@@ -73,6 +73,33 @@ class Columns:
         return lay_out(np.column_stack(columns).astype(np.float64))
 
 
+def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
+    """Rows of numbers, and targets if they are given, as every scikit-learn estimator takes them.
+
+    What scikit-learn would answer by printing the array, or a page, is refused here: no record is in an error.
+    """
+    refuse_text(X, "X")
+    names = getattr(X, "columns", None)
+    if names is not None and len(set(map(str, names))) < len(names):
+        raise ValueError("X: two columns have the same name. Rename or drop one of them.")
+    shape = X.shape if hasattr(X, "shape") else np.shape(np.asarray(X, dtype=object))
+    if len(shape) == 1:
+        raise DataError("X: Expected 2D array, got 1D array instead. Reshape your data to (records, features).")
+    checked = validate_data(estimator, X, *targets, ensure_all_finite=False, **options)
+    rows = checked[0] if targets else checked
+    if not np.isfinite(rows if isinstance(rows, np.ndarray) else rows.data).all():
+        raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
+    if targets and not _all_finite(checked[1]):
+        raise DataError("y: contains NaN or infinity. Remove such records first.")
+    return checked
+
+
+def _all_finite(y: Any) -> bool:
+    if y.dtype.kind in "fc":
+        return bool(np.isfinite(y).all())
+    return y.dtype.kind != "O" or not any(v is None or v != v for v in y.tolist())
+
+
 def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] | None, *, reset: bool) -> Any:
     """``X`` as float64, categories as codes; with ``reset`` its columns are kept, else they must be those kept.
 
@@ -92,7 +119,7 @@ def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] |
             refuse_text(X, "X")
         except DataError as error:
             raise DataError(f"{error} A vocabulary is declared with categories=.") from None
-        numbers = lay_out(validate_data(estimator, X, dtype=np.float64, reset=reset))
+        numbers = lay_out(checked_rows(estimator, X, dtype=np.float64, reset=reset))
     if reset:
         estimator._columns = columns
         estimator.n_features_in_ = len(columns.names)

@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.algorithms.table_looks import Look, found_frame
 from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.curators.base import Session
 from quietgrad.estimators.base import Charged, PrivateLinearModel
-from quietgrad.estimators.columns import Columns, read_table
+from quietgrad.estimators.columns import Columns, checked_rows, read_table
 from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
-from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.objectives.tables.shapes import Feature
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -111,9 +110,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
         """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
-        refuse_text(X, "X")
-        taken = "csr" if self._takes_sparse else False
-        rows = validate_data(self, X, accept_sparse=taken, dtype=[np.float64, np.float32])
+        rows = self._checked(X, reset=True)
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         whom = Whom.of(person, rows.shape[0])
         n, features = whom.count(rows.shape[0]), rows.shape[1]
@@ -142,10 +139,11 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
     def transform(self, X: Any) -> Any:
         """Rows in [−1, 1]."""
         check_is_fitted(self)
-        refuse_text(X, "X")
-        return self._frame.apply(
-            validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
-        )
+        return self._frame.apply(self._checked(X, reset=False))
+
+    def _checked(self, X: Any, *, reset: bool) -> Any:
+        taken = "csr" if self._takes_sparse else False
+        return checked_rows(self, X, accept_sparse=taken, dtype=[np.float64, np.float32], reset=reset)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -191,7 +189,7 @@ class PrivateBinner(PrivateScaler):
         check_is_fitted(self)
         if isinstance(self.bins, bool) or int(self.bins) != self.bins or not 2 <= self.bins <= 4096:
             raise ValueError(f"bins={self.bins!r}: must be a whole number from 2 to 4096.")
-        rows = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        rows = self._checked(X, reset=False)
         return np.hstack([np.eye(self.bins)[f.level_of(c)] for f, c in zip(self._cut(), rows.T, strict=True)])
 
     def _cut(self) -> list[Feature]:

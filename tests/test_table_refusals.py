@@ -1,0 +1,231 @@
+"""Bad input to everything that is fitted on tables: one sentence, no record in it, nothing spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.base import clone
+
+import quietgrad as qg
+from quietgrad.algorithms.output_perturbation import OutputPerturbation
+from quietgrad.curators.account import spent
+from quietgrad.errors import BudgetError, LedgerWarning
+from quietgrad.estimators import (
+    PrivateAdditiveClassifier,
+    PrivateAdditiveRegressor,
+    PrivateBinner,
+    PrivateHuberRegressor,
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateScaler,
+    PrivateSearch,
+    PrivateSVC,
+    PublicOneHot,
+    private_score,
+)
+
+SECRET = "HIV-positive"
+N = 60
+CLASSIFIERS: dict[str, Any] = {
+    "linear": PrivateLogisticRegression(classes=[0, 1]),
+    "svc": PrivateSVC(classes=[0, 1]),
+    "additive": PrivateAdditiveClassifier(classes=[0, 1]),
+    "search": PrivateSearch(PrivateLogisticRegression(classes=[0, 1]), {"regularization": [0.0]}),
+}
+REGRESSORS: dict[str, Any] = {
+    "squares": PrivateLinearRegression(target_bounds=(0, 1)),
+    "additive": PrivateAdditiveRegressor(target_bounds=(0, 1)),
+    "search": PrivateSearch(PrivateLinearRegression(target_bounds=(0, 1)), {"regularization": [0.0]}),
+}
+TRANSFORMERS: dict[str, Any] = {"scaler": PrivateScaler(), "binner": PrivateBinner(), "one-hot": PublicOneHot()}
+
+
+def rows() -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    return pd.DataFrame(rng.standard_normal((N, 3)), columns=["age", "dose", "score"])
+
+
+def changed(column: str, value: Any, at: int = 7) -> pd.DataFrame:
+    table = rows().astype(object)
+    table.at[at, column] = value
+    return table
+
+
+TABLES: dict[str, Any] = {
+    "text in a cell": changed("dose", SECRET),
+    "an object in a cell": changed("dose", {SECRET: 1}),
+    "a list in a cell": changed("dose", [1.0, 2.0]),
+    "missing": rows().mask(rows().age > 1.5),
+    "none in a cell": changed("dose", None),
+    "infinite": rows().assign(dose=np.inf),
+    "same names": rows().set_axis(["age", "age", "score"], axis=1),
+    "one row": rows().head(1),
+    "no rows": rows().head(0),
+    "no columns": rows()[[]],
+    "complex": rows().to_numpy() * 1j,
+    "one dimension": rows().age.to_numpy(),
+}
+
+
+def refused(tmp_path: Path, model: Any, X: Any, y: Any, *, with_y: bool = True) -> str:
+    """What ``fit`` says; nothing is written to the ledger and no cell is in it."""
+    path = tmp_path / "ledger.jsonl"
+    model = clone(model)
+    if "ledger" in model.get_params():
+        model.set_params(ledger=path)
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        model.fit(X, y) if with_y else model.fit(X)
+    said = str(refusal.value)
+    assert SECRET not in said
+    assert not path.exists()
+    return said
+
+
+@pytest.mark.parametrize("what", TABLES)
+@pytest.mark.parametrize("kind", [*CLASSIFIERS, *TRANSFORMERS])
+def test_bad_tables(tmp_path: Path, kind: str, what: str) -> None:
+    X = TABLES[what]
+    if kind in TRANSFORMERS and what == "one row":
+        return  # a transformer may have one record to work on
+    model = {**CLASSIFIERS, **TRANSFORMERS}[kind]
+    said = refused(tmp_path, model, X, np.arange(len(X)) % 2, with_y=kind in CLASSIFIERS)
+    assert 10 < len(said) < 500
+
+
+@pytest.mark.parametrize(
+    "y",
+    [
+        np.array([0, 1, 2] * (N // 3)),
+        np.array([0, 1, SECRET] * (N // 3), dtype=object),
+        np.array([0, 1, None] * (N // 3), dtype=object),
+        np.where(np.arange(N) == 3, np.nan, np.arange(N) % 2),
+        np.linspace(0.0, 1.0, N),
+        (np.arange(N) % 2)[:-1],
+        np.stack([np.arange(N) % 2] * 2, axis=1),
+        None,
+    ],
+    ids=["others", "mixed", "missing", "NaN", "numbers", "too few", "two columns", "none"],
+)
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_bad_labels(tmp_path: Path, kind: str, y: Any) -> None:
+    refused(tmp_path, CLASSIFIERS[kind], rows(), y)
+
+
+@pytest.mark.parametrize(
+    "y",
+    [
+        np.array([0.5, 1.0, SECRET] * (N // 3), dtype=object),
+        np.where(np.arange(N) == 3, np.nan, 0.5),
+        np.where(np.arange(N) == 3, np.inf, 0.5),
+        np.ones(N) * 1j,
+        np.ones(N - 1),
+        None,
+    ],
+    ids=["text", "NaN", "infinite", "complex", "too few", "none"],
+)
+@pytest.mark.parametrize("kind", REGRESSORS)
+def test_bad_targets(tmp_path: Path, kind: str, y: Any) -> None:
+    refused(tmp_path, REGRESSORS[kind], rows(), y)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("linear", {"feature_bounds": {"age": (0, np.inf)}}, "finite"),
+        ("linear", {"feature_bounds": {"weight": (0, 1)}}, "not among the columns"),
+        ("linear", {"feature_bounds": [(0, 1)]}, "has 1 pairs"),
+        ("linear", {"classes": [1]}, "at least two"),
+        ("linear", {"regularization": "much"}, "must be a number"),
+        ("linear", {"algorithm": 3}, "must be a method"),
+        ("additive", {"feature_bounds": {"age": (0, np.nan)}}, "finite"),
+        ("additive", {"categories": {"job": ["a"]}}, "not among the columns"),
+        ("additive", {"categories": {"age": []}}, "at least one"),
+        ("additive", {"categories": {"age": ["a", "a"]}}, "distinct"),
+        ("additive", {"pairs": [("age", "weight")]}, "two columns"),
+        ("additive", {"bins": 1}, "bins=1"),
+        ("search", {"param_grid": {"nothing": [1]}}, "nothing"),
+        ("search", {"param_grid": {"algorithm": ["output-perturbation"]}}, "searched over"),
+        ("search", {"param_grid": {"algorithm": [None, OutputPerturbation()]}}, "searched over"),
+        ("search", {"param_grid": {"algorithm": ["dp-sgd"]}}, "searched over"),
+        ("search", {"param_grid": {"classes": [[0, 1]]}}, "are facts"),
+        ("search", {"param_grid": {"regularization": 0.1}}, "list of values"),
+        ("search", {"param_grid": [{"regularization": [0.1]}]}, "list of values"),
+        ("search", {"relation": "add-remove", "epsilon": 2.0}, "40 records"),
+        ("search", {"scoring": "auc"}, "scoring"),
+    ],
+)
+def test_bad_settings(tmp_path: Path, model: str, change: dict[str, Any], message: str) -> None:
+    said = refused(tmp_path, clone(CLASSIFIERS[model]).set_params(**change), rows(), np.arange(N) % 2)
+    assert message in said
+
+
+def test_a_bad_setting_late_in_a_grid_spends_nothing(tmp_path: Path) -> None:
+    search = PrivateSearch(PrivateHuberRegressor(target_bounds=(0, 1)), {"threshold": [1.0, 2.0, -1.0]})
+    assert "threshold" in refused(tmp_path, search, rows(), np.full(N, 0.5))
+
+
+def test_what_fails_before_its_first_release_is_given_back(tmp_path: Path) -> None:
+    """Output perturbation needs a bound that the loss does not have; it finds out after the charge."""
+    path = tmp_path / "ledger.jsonl"
+    model = PrivateLogisticRegression(classes=[0, 1], algorithm="output-perturbation", account="given back")
+    with pytest.raises(ValueError, match="row_bound"):
+        clone(model).set_params(ledger=path).fit(rows(), np.arange(N) % 2)
+    assert [held.state for held in qg.Ledger(path).book().of("given back")] in ([], ["cancelled"])
+    assert qg.Ledger(path).spent("given back", delta=1e-5, relation="replace-one").epsilon == 0.0
+    with pytest.raises(ValueError, match="row_bound"):
+        model.fit(rows(), np.arange(N) % 2)
+    assert spent("given back") == 0.0
+
+
+def test_a_wrong_vocabulary_counts_for_nothing_and_is_not_quoted() -> None:
+    table = rows().assign(job=np.where(rows().age > 0, SECRET, "nurse"))
+    model = PrivateAdditiveClassifier(epsilon=8.0, classes=[0, 1], categories={"job": ["doctor"]})
+    model.fit(table, np.arange(N) % 2)
+    assert SECRET not in str(model.privacy_) + str(model.shape_functions_)
+    hot = PublicOneHot({"job": ["doctor"]}).fit(table)
+    assert hot.transform(table)[:, 3].sum() == 0.0
+
+
+def test_predicting_bad_rows_quotes_nothing() -> None:
+    models = [CLASSIFIERS[name] for name in ("linear", "additive")]
+    for model in (clone(m).set_params(epsilon=8.0).fit(rows(), np.arange(N) % 2) for m in models):
+        for bad in (changed("dose", SECRET), rows().assign(dose=np.nan), rows()[["age", "dose"]]):
+            with pytest.raises((ValueError, TypeError)) as refusal:
+                model.predict(bad)
+            assert SECRET not in str(refusal.value)
+        with pytest.raises((ValueError, TypeError)) as refusal:
+            private_score(model, changed("dose", SECRET), np.arange(N) % 2)
+        assert SECRET not in str(refusal.value)
+
+
+@pytest.mark.filterwarnings("ignore:at this n")
+def test_a_cap_set_as_the_docs_do_admits_the_first_fit_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quietgrad.cli.ledger import cap
+
+    monkeypatch.chdir(tmp_path)
+    cap(Path("ledger.jsonl"), "patients", epsilon=3.0, delta=1e-6)
+    y = np.array(["no", "yes"])[np.arange(N) % 2]
+    settings: dict[str, Any] = {"classes": ["no", "yes"], "ledger": "ledger.jsonl", "account": "patients"}
+    PrivateLogisticRegression(epsilon=0.5, delta=1e-5, **settings).fit(rows(), y)
+    budget = qg.Budget(epsilon=0.5, delta=1e-5)  # add-remove, the other default, is held against it too
+    data = (rows().to_numpy(), np.arange(N) % 2)
+    qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=3), budget=budget, ledger="ledger.jsonl",
+                account="patients")  # fmt: skip
+    cap(Path("other.jsonl"), "patients", epsilon=3.0, delta=1e-6, relation="add-remove")
+    with pytest.raises(BudgetError, match="--relation replace-one"):
+        PrivateLogisticRegression(epsilon=0.5, **{**settings, "ledger": "other.jsonl"}).fit(rows(), y)
+
+
+def test_what_other_processes_spent_is_said_to_be_unknown() -> None:
+    from joblib import Parallel, delayed
+
+    model = PrivateLogisticRegression(epsilon=8.0, classes=[0, 1], account="away")
+    Parallel(n_jobs=2)(delayed(clone(model).fit)(rows(), np.arange(N) % 2) for _ in range(2))
+    with pytest.warns(LedgerWarning, match="at least"):
+        assert spent("away") == 0.0
