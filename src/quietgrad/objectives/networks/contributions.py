@@ -23,6 +23,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quietgrad.objectives.networks import passes
+
 __all__ = [
     "Combination",
     "Contribution",
@@ -156,6 +158,9 @@ class Stored:
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """A matrix–vector product in float64, some rows at a time so that the wider copy stays in the cache."""
         rows, weights = self.values.flatten(0, 1), weights.T.flatten().double()
+        if passes.takes(rows) and out.is_contiguous():
+            passes.add_rows(rows, weights, out)
+            return
         if rows.dtype == torch.float64:
             out.addmv_(rows.T, weights)
             return
@@ -222,6 +227,8 @@ def squares_of(vectors: Tensor) -> Tensor:
     """
     rows = vectors.reshape(-1, vectors.shape[-1])
     count, width = rows.shape
+    if passes.takes(rows):
+        return passes.row_squares(rows).view(vectors.shape[:-1])
     squares = rows.new_zeros(count, dtype=torch.float64)
     size = max(1, _CACHED // max(1, width))
     for start in range(0, count, size):
