@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ from quietgrad.objectives.networks.examples import bytes_of, leaves_of, read_rec
 from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import mapped, select, tensors_of
-from quietgrad.objectives.networks.ways import joined
+from quietgrad.objectives.networks.ways import Recorded, joined
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.events import Event
 from quietgrad.sampling import Poisson
@@ -181,8 +181,9 @@ class PrivateLoop:
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         keys = self._keys(self._now).rows(owners.places.numpy())
+        recorded = self._recorded(args, keys)
         with torch.no_grad():
-            output = outputs_of(self.engine, args, keys)
+            output = outputs_of(self.engine, args, keys) if recorded is None else recorded.output
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
@@ -196,8 +197,17 @@ class PrivateLoop:
             return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
-        self._pieces.append(_Piece(args, leaves, owners, keys))
+        state = _state(self._params().values(), tensors_of((args, output))) if recorded is not None else ()
+        self._pieces.append(_Piece(args, leaves, owners, keys, recorded, state))
         return wrapped
+
+    def _recorded(self, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
+        """A forward pass that needs no second one for the step; of one piece of a sample, so that memory holds."""
+        if not len(keys.indices) or any(piece.recorded is not None for piece in self._pieces):
+            return None
+        if not self.engine.planned:
+            _plan(self.engine, args)
+        return self.engine.record(args, keys)
 
     def write_gradients(self) -> None:
         """Release the noisy clipped sum of the current sample and make it the parameters' gradients."""
@@ -293,6 +303,8 @@ class _Piece:
     leaves: list[Tensor]
     owners: Owners
     keys: RecordKeys
+    recorded: Recorded | None = None
+    state: tuple[int, ...] = ()  # of what the recording depends on: a change in place makes it another function's
 
     @property
     def has_gradient(self) -> bool:
@@ -322,10 +334,26 @@ class _FromOutputs:
             grads = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
             )
+            if self._add_recorded(piece, grads, out):
+                continue
             rule = Rule.gradient(loop.clip)
             norms = loop.engine.add((self.theta,), piece.args, grads, rule, out, piece.keys)
             if not norms.isfinite().all():
                 private_log.info("contributions of a release were not finite and counted as zero")
+
+
+    def _add_recorded(self, piece: _Piece, grads: tuple[Tensor, ...], out: Tensor) -> bool:
+        recorded, piece.recorded = piece.recorded, None
+        if recorded is None:
+            return False
+        loop = self.loop
+        if piece.state != _state(loop._params().values(), tensors_of((piece.args, recorded.output))):
+            return False
+        return loop.engine.add_recorded(recorded, grads, loop.clip, out)
+
+
+def _state(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in (*params, *tensors))
 
 
 def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:

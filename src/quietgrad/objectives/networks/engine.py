@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
-from quietgrad.objectives.networks.collector import Network
+from quietgrad.objectives.networks.collector import Network, Piece
 from quietgrad.objectives.networks.contributions import Combination, Workspace
 from quietgrad.objectives.networks.held_generators import refuse_held_generators
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
-from quietgrad.objectives.networks.ways import Way, choose_way
+from quietgrad.objectives.networks.ways import Recorded, Way, choose_way
 
 __all__ = ["PerExampleEngine", "Strategy", "clip_weights"]
 
@@ -233,11 +233,7 @@ class PerExampleEngine:
         keys: RecordKeys,
     ) -> Tensor:
         pieces = way.pieces(theta, previous, x, y, mix, keys)
-        squares = theta.new_zeros((batch_length(x), mix.families), dtype=torch.float64)
-        for _, piece in pieces:
-            squares += piece.squared_norms()
-        # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
-        norms = squares.sqrt()
+        norms = _norms(pieces, batch_length(x), mix)
         finite = norms.isfinite().all(1)
         if not finite.all():
             # 0 · inf is not 0, so the sum is formed again without these examples; the others draw as before.
@@ -247,14 +243,27 @@ class PerExampleEngine:
                 rest = select(x, good), select(y, good)
                 self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(good.cpu().numpy()))
             return norms
-        weights = weigh(norms)  # in float64: C/‖v_i‖ may be below the range of float32
-        total = out if out.dtype == torch.float64 else torch.zeros_like(theta, dtype=torch.float64)
-        while pieces:
-            where, piece = pieces.pop()
-            piece.add_weighted(weights, total[where])
-        if total is not out:
-            out += total
+        _add_pieces(pieces, weigh(norms), out)
         return norms
+
+    def record(self, x: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
+        """The module's output at its own parameters, for :meth:`add_recorded`; None if it takes several passes."""
+        way, mix = self.way(x, ()), Combination(gradient=True, change=False)
+        most = self._pass_size(way, mix)
+        if most is not None and most < len(keys.indices):
+            return None
+        return way.record(self.flatten(dict(self.module.named_parameters())), x, mix, keys)
+
+    @torch.no_grad()
+    def add_recorded(self, recorded: Recorded, grads: Sequence[Tensor], clip: float, out: Tensor) -> bool:
+        """out += Σ clip_C of the gradients of ⟨grads_i, output_i⟩; False, and nothing added, if one is not finite."""
+        mix = Combination(gradient=True, change=False)
+        pieces = recorded.pieces(grads)
+        norms = _norms(pieces, len(grads[0]), mix)
+        if not norms.isfinite().all():
+            return False
+        _add_pieces(pieces, _weighing(_positive(Rule.gradient(clip)), mix, self.dtype)(norms), out)
+        return True
 
     @property
     def planned(self) -> bool:
@@ -302,6 +311,24 @@ class PerExampleEngine:
                     f"{name} has shape {tuple(vector.shape)} and {vector.dtype}: it must be the flat vector of "
                     f"{self.dim} parameters in {self.dtype}, e.g. engine.flatten(dict(module.named_parameters()))."
                 )
+
+
+def _norms(pieces: list[Piece], examples: int, mix: Combination) -> Tensor:
+    squares = torch.zeros((examples, mix.families), dtype=torch.float64)
+    for _, piece in pieces:
+        squares = squares.to(found := piece.squared_norms()) + found
+    # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
+    return squares.sqrt()
+
+
+def _add_pieces(pieces: list[Piece], weights: Tensor, out: Tensor) -> None:
+    """Weights are in float64: C/‖v_i‖ may be below the range of float32."""
+    total = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
+    while pieces:
+        where, piece = pieces.pop()
+        piece.add_weighted(weights, total[where])
+    if total is not out:
+        out += total
 
 
 def _positive(rule: Rule) -> Rule:

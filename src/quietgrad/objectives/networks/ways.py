@@ -12,10 +12,10 @@ mask for a weight), examples are taken apart by vmap or alone, so that each has 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from quietgrad.objectives.networks.tape import (
     with_parameters,
 )
 
-__all__ = ["Way", "choose_way", "joined"]
+__all__ = ["Recorded", "Way", "choose_way", "joined"]
 
 Draws = Literal["none", "rows", "record", "generator"]
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
@@ -58,6 +58,13 @@ _EXAMPLES, _CROWD = 16, 300
 _DEMOTIONS = 8  # how often a plan is made anew for parameters that did not fit
 _BY_VALUE = {"poisson", "_standard_gamma"}  # how much they draw depends on what they are given
 _TRIED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class Recorded(NamedTuple):
+    """What a forward pass gave, and the contributions that follow from its outputs' gradients, once."""
+
+    output: Any
+    pieces: Callable[[Sequence[Tensor]], list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,20 @@ class Way:
         slow = Way(self.network, self.space, draws="record")
         with preserved():
             return slow._pieces(theta, previous, x, y, mix, keys)
+
+    def record(self, theta: Tensor, args: tuple[Tensor, ...], mix: Combination, keys: RecordKeys) -> Recorded | None:
+        """A forward pass whose gradients can be taken later; None if the module is not taken apart, or not so."""
+        if self.plan is None:
+            return None
+        before = torch_generator(theta.device)
+        collector = Collector(self.network, self.plan, mix, self.space, self._drawing(keys, theta.device))
+        try:
+            recording = collector.record(theta, args)
+        except (UnplannedDraw, UnplannedRows):
+            return None
+        if not torch.equal(before, torch_generator(theta.device)):
+            return None
+        return Recorded(recording.result, lambda grads: collector.finish(recording, grads))
 
     def _pieces(
         self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination, keys: RecordKeys
