@@ -169,7 +169,7 @@ class Collector:
                 found = met_gradients(call, {name: params[name] for name in unit.slots})
             else:
                 found = module_gradients(call, {name: self._own(params, slot) for name, slot in unit.slots.items()})
-            return {k: v.to(dtype).flatten(1) for k, v in found.items()}
+            return {k: v.to(dtype).reshape(len(v), -1) for k, v in found.items()}
         (grad,) = call.output_grads
         assert grad is not None
         given = call.args[0] if call.args else next(iter(call.kwargs.values()))
