@@ -194,7 +194,9 @@ def test_a_mutant_is_never_chosen(name: str, monkeypatch: pytest.MonkeyPatch) ->
     mutants()[name](monkeypatch)
     case = patches()
     way = way_of(check(case))
-    assert way.plan is None or any(unit.name in ("first", "scale", "heat", "mix") and unit.why for unit in way.plan.units)
+    assert way.plan is None or any(
+        unit.name in ("first", "scale", "heat", "mix") and unit.why for unit in way.plan.units
+    )
 
 
 class Tied(nn.Module):
@@ -261,8 +263,12 @@ def test_tied_norms_that_cancel_are_not_below_the_truth() -> None:
     assert (found <= truth.flatten(1).norm(dim=1) + 1e-5).all()
 
 
-@pytest.mark.parametrize("build", [lambda: nn.Bilinear(40, 40, 30), lambda: nn.LSTM(40, 40, batch_first=True, proj_size=9)])
-def test_memory_budget_holds_without_kernels(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "build", [lambda: nn.Bilinear(40, 40, 30), lambda: nn.LSTM(40, 40, batch_first=True, proj_size=9)]
+)
+def test_memory_budget_holds_without_kernels(
+    build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -341,7 +341,6 @@ class _FromOutputs:
             if not norms.isfinite().all():
                 private_log.info("contributions of a release were not finite and counted as zero")
 
-
     def _add_recorded(self, piece: _Piece, grads: tuple[Tensor, ...], out: Tensor) -> bool:
         recorded, piece.recorded = piece.recorded, None
         if recorded is None:

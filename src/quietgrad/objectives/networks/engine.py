@@ -48,7 +48,7 @@ def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
     return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
 
 
-# Bytes that layers without a kernel may take whatever the budget: below, a class token would cost a pass per example.
+# Bytes that what has no kernel may take in any case: with less, a class token would cost a pass for each example.
 _LEAST = 16e6
 
 
@@ -256,7 +256,7 @@ class PerExampleEngine:
 
     @torch.no_grad()
     def add_recorded(self, recorded: Recorded, grads: Sequence[Tensor], clip: float, out: Tensor) -> bool:
-        """out += Σ clip_C of the gradients of ⟨grads_i, output_i⟩; False, and nothing added, if one is not finite."""
+        """out += Σ clip_C(∇⟨grads_i, output_i⟩); False, and nothing added, if one of them is not finite."""
         mix = Combination(gradient=True, change=False)
         pieces = recorded.pieces(grads)
         norms = _norms(pieces, len(grads[0]), mix)

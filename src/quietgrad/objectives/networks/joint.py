@@ -1,8 +1,8 @@
 """A parameter that several layers use: its vectors add up before they have a norm.
 
-What is summed is the sum of the parts; what is measured is their sum too. A table of tokens that is the last layer's
-weight as well (tied weights) is measured by Gram matrices, without writing out a vector as large as the table for any
-example. Whatever else is used several times is written out a few examples at a time, in float64.
+What is summed is the sum of the parts; what is measured is their sum too. A table of tokens that is the last
+layer's weight as well (tied weights) is measured by Gram matrices: no vector as large as the table is written out.
+Whatever else is used several times is written out a few examples at a time, in float64.
 """
 
 from __future__ import annotations

@@ -151,7 +151,10 @@ class Tape:
         if live:
             copies = [copy for _, copy, _ in self.copies]
             _, *found = torch.autograd.grad(
-                [result for result, _ in live], [self.anchor, *copies], [grad for _, grad in live], allow_unused=True
+                [result for result, _ in live],
+                [self.anchor, *copies],
+                [grad for _, grad in live],
+                allow_unused=True,
             )
             for (call, _, rows), grad in zip(self.copies, found, strict=True):
                 if grad is not None:
@@ -190,10 +193,10 @@ def _bound(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
 class Recording:
     """A forward pass whose gradients are taken apart on the way back.
 
-    `receive` gets every call of a kernel unit once its output gradient is known; calls of units without a kernel after
-    the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward pass how
-    often each unit was called. `drawing` is the context in which it draws random numbers, `meeting` the one in which
-    parameters meet examples outside of layers.
+    `receive` gets every call of a kernel unit once its output gradient is known; calls of units without a kernel
+    after the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward pass
+    how often each unit was called. `drawing` is the context in which it draws random numbers, `meeting` the one in
+    which parameters meet examples outside of layers.
 
     Args:
         run: the forward pass; what it returns is the ``result``.

@@ -112,7 +112,9 @@ class Way:
         with preserved():
             return slow._pieces(theta, previous, x, y, mix, keys)
 
-    def record(self, theta: Tensor, args: tuple[Tensor, ...], mix: Combination, keys: RecordKeys) -> Recorded | None:
+    def record(
+        self, theta: Tensor, args: tuple[Tensor, ...], mix: Combination, keys: RecordKeys
+    ) -> Recorded | None:
         """A forward pass whose gradients can be taken later; None if the module is not taken apart, or not so."""
         if self.plan is None:
             return None
@@ -274,7 +276,7 @@ def choose_way(
             why = "random numbers are drawn that are no example's own"
 
         def wrong(way: Way) -> dict[str, str] | None:
-            """Parameters whose gradients are not those of the definition; None if all is well, empty if all fails."""
+            """Parameters whose gradients are not the definition's; None if all is well, empty if nothing works."""
             try:
                 found = _differing(way, theta, trials[0], keys)
                 if not found and len(trials) == 1:
@@ -292,17 +294,10 @@ def choose_way(
         if by_layers and slow.draws != "generator" and draws in ("none", "rows"):
             variants = _variants(network, params, make, fit, x)
             demoted: dict[str, str] = {}
+            tracing = _tracing(draws, axes, theta.device)
             for _ in range(_DEMOTIONS):
                 try:
-                    plan = plan_units(
-                        module,
-                        slots,
-                        params,
-                        network.slices,
-                        variants,
-                        _tracing(draws, axes, theta.device),
-                        demoted,
-                    )
+                    plan = plan_units(module, slots, params, network.slices, variants, tracing, demoted)
                 except _TRIED as error:
                     why = f"it could not be followed on two examples ({type(error).__name__})"
                     break
@@ -337,7 +332,7 @@ def _tracing(
 
 
 def _variants(network: Network, params: dict[str, Tensor], make: checks.MadeUp, fit: int, x: Batch) -> list[Batch]:
-    """Examples to plan on: varied, as seen, and at both ends of the whole numbers, where a mask is all or nothing."""
+    """Examples to plan on: varied, at both ends of the whole numbers (a mask is all or nothing), and as seen."""
 
     def taken(xs: Batch, ys: Batch) -> Batch:
         _forward(network, params, xs, ys)
