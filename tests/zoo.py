@@ -1,8 +1,8 @@
 """The models people train, small and randomly initialised: what they are called with, and what they predict.
 
-torchvision and timm are looked for in the virtual environment's own folder `zoo` (`make setup` puts them there): the
-registry's torchvision is built for CUDA, its models are Python, and its compiled operators on boxes, which no model
-here uses, are declared so that it can be imported. Beside CPU builds of torch it would break whoever imports it.
+torchvision and timm are looked for in the folder `zoo` of the virtual environment (`make setup` puts them there):
+the registry's torchvision is built for CUDA. Its models are Python, and its compiled operators on boxes, which no
+model here uses, are declared so that it can be imported. Among the other packages it would break who imports it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def vision() -> Any:
     place = Path(sys.prefix) / "zoo"
     if place.is_dir() and str(place) not in sys.path:
         sys.path.append(str(place))
-    operators = torch.library.Library("torchvision", "FRAGMENT")  # noqa: TOR901
+    operators = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -231,7 +231,7 @@ _TARGETS = {"bert": ["query", "value"], "roberta": ["query", "value"], "distilbe
 
 
 def _with_lora(model: nn.Module, name: str) -> nn.Module:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'quietgrad[zoo]'")
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=_TARGETS[name], lora_dropout=0.0, init_lora_weights=False,
         fan_in_fan_out=name == "gpt2",

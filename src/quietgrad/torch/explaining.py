@@ -62,9 +62,8 @@ class Explanation:
         lines = [f"{'unit':{width}}  {'by':8}  {'time':>5}  {'memory':>6}  {'parameters':>10}  what"]
         for part in self.parts:
             said = f"{part.kind}: {part.why}" if part.why else part.kind
-            lines.append(
-                f"{part.name:{width}}  {part.how:8}  {part.time:5.0%}  {part.memory:6.0%}  {part.parameters:10,}  {said}"
-            )
+            shares = f"{part.time:5.0%}  {part.memory:6.0%}  {part.parameters:10,}"
+            lines.append(f"{part.name:{width}}  {part.how:8}  {shares}  {said}")
         if not self.refused:
             lines.append(f"forward and backward pass: {self.passes:.0%} of the time, with {self.examples} examples")
         return "\n".join(lines)

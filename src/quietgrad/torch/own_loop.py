@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import mapped, select, tensors_of
-from quietgrad.objectives.networks.ways import joined
+from quietgrad.objectives.networks.ways import Recorded, joined
 from quietgrad.objectives.people import PeopleRecords
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Unit
@@ -197,8 +197,9 @@ class PrivateLoop:
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         keys = self._keys(self._now).rows(owners.places.numpy())
+        recorded = self._recorded(args, keys)
         with torch.no_grad():
-            output = outputs_of(self.engine, args, keys)
+            output = outputs_of(self.engine, args, keys) if recorded is None else recorded.output
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
@@ -212,8 +213,17 @@ class PrivateLoop:
             return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
-        self._pieces.append(_Piece(args, leaves, owners, keys))
+        state = _state(self._params().values(), tensors_of((args, output))) if recorded is not None else ()
+        self._pieces.append(_Piece(args, leaves, owners, keys, recorded, state))
         return wrapped
+
+    def _recorded(self, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
+        """A forward pass that needs no second one for the step; of one piece of a sample, so that memory holds."""
+        if self._people is not None or not len(keys.indices) or any(piece.recorded is not None for piece in self._pieces):
+            return None
+        if not self.engine.planned:
+            _plan(self.engine, args)
+        return self.engine.record(args, keys)
 
     def write_gradients(self) -> None:
         """Release the noisy clipped sum of the current sample and make it the parameters' gradients."""
@@ -310,6 +320,8 @@ class _Piece:
     leaves: list[Tensor]
     owners: Owners
     keys: RecordKeys
+    recorded: Recorded | None = None
+    state: tuple[int, ...] = ()  # of what the recording depends on: a change in place makes it another function's
 
     @property
     def has_gradient(self) -> bool:
@@ -337,14 +349,19 @@ class _FromOutputs:
     def sum_into(self, objective: Any, batch: Batch, out: Tensor) -> None:
         engine, rule = self.loop.engine, Rule.gradient(self.loop.clip)
         if self.persons is None:
-            norms = [
-                engine.add((self.theta,), piece.args, self._grads(piece), rule, out, piece.keys)
-                for piece in self.pieces
-            ]
+            added = [self._add_piece(engine, piece, rule, out) for piece in self.pieces]
+            finite = all(added)
         else:
             norms = list(self._people(engine, self.persons, rule, out))
-        if not all(bool(each.isfinite().all()) for each in norms):
+            finite = all(bool(each.isfinite().all()) for each in norms)
+        if not finite:
             private_log.info("contributions of a release were not finite and counted as zero")
+
+    def _add_piece(self, engine: PerExampleEngine, piece: _Piece, rule: Rule, out: Tensor) -> bool:
+        grads = self._grads(piece)
+        if self._add_recorded(piece, grads, out):
+            return True
+        return bool(engine.add((self.theta,), piece.args, grads, rule, out, piece.keys).isfinite().all())
 
     def _grads(self, piece: _Piece) -> tuple[Tensor, ...]:
         # A mean over the piece's examples is undone by its own length, whatever that is.
@@ -376,6 +393,19 @@ class _FromOutputs:
     def _rows(self, piece: _Piece, rows: Any) -> tuple[Any, Any, RecordKeys]:
         where = torch.from_numpy(rows)
         return select(piece.args, where), select(self._grads(piece), where), piece.keys.rows(rows)
+
+    def _add_recorded(self, piece: _Piece, grads: tuple[Tensor, ...], out: Tensor) -> bool:
+        recorded, piece.recorded = piece.recorded, None
+        if recorded is None:
+            return False
+        loop = self.loop
+        if piece.state != _state(loop._params().values(), tensors_of((piece.args, recorded.output))):
+            return False
+        return loop.engine.add_recorded(recorded, grads, loop.clip, out)
+
+
+def _state(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in (*params, *tensors))
 
 
 def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:

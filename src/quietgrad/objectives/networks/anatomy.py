@@ -1,10 +1,10 @@
 """How to take a module apart: decided once, on made-up examples, and refused where privacy would break.
 
 A module is planned as a set of units: layers with a kernel, layers that fall back to vmap, and operations that use
-parameters outside of a layer (:mod:`quietgrad.objectives.networks.meetings`). What a unit is given and gives for two
-examples and for the first of them alone tells where examples lie. A parameter whose unit does not fit is demoted, and
-no other: from its layer to the operations that use it, from there to the vmap of the layer that owns it. Only if that
-fails too (it belongs to the model itself, it draws random numbers) does the whole model fall back.
+parameters outside of a layer (:mod:`quietgrad.objectives.networks.meetings`). What a unit is given and gives for
+two examples and for the first of them alone tells where examples lie. A parameter whose unit does not fit is
+demoted, and no other: from its layer to the operations that use it, from there to the vmap of the layer that owns
+it. Only if that fails too (it belongs to the model itself, it draws random numbers) the whole model falls back.
 """
 
 from __future__ import annotations
@@ -235,9 +235,14 @@ class _Study:
             trace.visits.append(_Visit(unit, given, tensors_of(output), [t._version for t in given]))
 
         count = len(x if isinstance(x, Tensor) else x[0])
-        with torch.enable_grad(), hooked(self.layers, enter, leave), with_parameters(self.module, self.params):
-            with self.drawing(count), recorder:
-                self.module(*((x,) if isinstance(x, Tensor) else x))
+        with (
+            torch.enable_grad(),
+            hooked(self.layers, enter, leave),
+            with_parameters(self.module, self.params),
+            self.drawing(count),
+            recorder,
+        ):
+            self.module(*((x,) if isinstance(x, Tensor) else x))
         return trace
 
     def _visits(self, two: _Trace, one: _Trace) -> None:
@@ -308,10 +313,7 @@ class _Study:
                 )  # fmt: skip
                 unit.inputs, unit.outputs = inputs, outputs
                 return Meeting("kernel", full, outputs, (unit,), given=given)
-        units = tuple(
-            None if origin is None else self._unit(leaf, origin)
-            for leaf, origin in zip(a.leaves, a.origins, strict=True)
-        )
+        units = tuple(None if origin is None else self._unit(origin) for origin in a.origins)
         if a.single and getattr(a.func, "__name__", "") in ELEMENTWISE:
             return Meeting("copied", full, outputs, units)
         if in_place(a.func):
@@ -322,7 +324,7 @@ class _Study:
                     unit.why = f"{_name(a)} is mapped over the examples"
         return Meeting("mapped", full, outputs, units, _scaled(a, b))
 
-    def _unit(self, shared: Tensor, origin: Origin) -> Unit:
+    def _unit(self, origin: Origin) -> Unit:
         name = ", ".join(origin.names)
         if origin.kind == "rows":
             (only,) = origin.names
@@ -429,7 +431,7 @@ def _same(a: Meeting, b: Meeting) -> bool:
 
 
 def _alike(a: Places, b: Places) -> bool:
-    """The same places; in which order an axis holds folded rows only examples that differ can tell: the first do."""
+    """The same places. In which order an axis holds folded rows only examples that differ tell: the first do."""
     return [p and p[:2] for p in a] == [p and p[:2] for p in b]
 
 

@@ -7,7 +7,7 @@ output gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -30,9 +30,10 @@ from quietgrad.objectives.networks.tape import (
     Batch,
     Call,
     LossFunction,
+    Recording,
     Unit,
-    backpropagate,
     batch_length,
+    per_example_losses,
     tensors_of,
 )
 
@@ -75,11 +76,24 @@ class Collector:
 
     def collect(self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch) -> list[Piece]:
         """Contributions of all parameters to the combination of g_i(θ) and g_i(θ′)."""
-        self.space.reset(self.plan.written_out(self.mix.families) * batch_length(x))
-        self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
         if previous is not None:
-            self._run(previous, x, y, self._remember)
-        self._run(theta, x, y, self._receive)
+            self._take(previous, x, y, self._remember)
+        self._take(theta, x, y, self._receive)
+        return self._gathered()
+
+    def record(self, theta: Tensor, x: Batch) -> Recording:
+        """A forward pass at one point, whose outputs' gradients are to be given to :meth:`finish`."""
+        self.batch = {tensor.data_ptr() for tensor in tensors_of(x)}
+        module = self.network.module
+        return self._run(theta, x, lambda: module(*_args(x)), self._receive)
+
+    def finish(self, recording: Recording, grads: Sequence[Tensor]) -> list[Piece]:
+        """Contributions of all parameters to the gradient of ⟨grads_i, output_i⟩, example by example."""
+        outputs = [tensor for tensor in tensors_of(recording.result) if tensor.is_floating_point()]
+        recording.backward(outputs, grads)
+        return self._gathered()
+
+    def _gathered(self) -> list[Piece]:
         if self.before:
             unit, _ = next(iter(self.before))
             raise RuntimeError(
@@ -88,15 +102,29 @@ class Collector:
             )
         return self.pieces
 
-    def _run(
+    def _take(
         self, point: Tensor, x: Batch, y: Batch, receive: Callable[[Call, Mapping[str, Tensor]], None]
     ) -> None:
+        module, loss_fn = self.network.module, self.network.loss_fn
+        self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
+        recording = self._run(point, x, lambda: per_example_losses(loss_fn, module(*_args(x)), x, y), receive)
+        recording.backward([recording.result], [torch.ones_like(recording.result)])
+
+    def _run(
+        self,
+        point: Tensor,
+        x: Batch,
+        run: Callable[[], Any],
+        receive: Callable[[Call, Mapping[str, Tensor]], None],
+    ) -> Recording:
         params = self.network.unflatten(point.detach())
         raw = {name: params[name].detach().requires_grad_() for name in self.plan.raw}
         params |= raw
         meetings = self.plan.meetings
-        backpropagate(
-            self.network.module, self.network.loss_fn, params, x, y, self.plan.layers,
+        if not self.pieces and not self.before:
+            self.space.reset(self.plan.written_out(self.mix.families) * batch_length(x))
+        return Recording(
+            self.network.module, params, batch_length(x), run, self.plan.layers,
             lambda call: receive(call, params), self._count, self.drawing,
             (lambda tape: Meetings(meetings, raw, tape)) if raw else nullcontext,
         )  # fmt: skip
@@ -141,7 +169,7 @@ class Collector:
                 found = met_gradients(call, {name: params[name] for name in unit.slots})
             else:
                 found = module_gradients(call, {name: self._own(params, slot) for name, slot in unit.slots.items()})
-            return {k: v.to(dtype).flatten(1) for k, v in found.items()}
+            return {k: v.to(dtype).reshape(len(v), -1) for k, v in found.items()}
         (grad,) = call.output_grads
         assert grad is not None
         given = call.args[0] if call.args else next(iter(call.kwargs.values()))
@@ -165,6 +193,10 @@ class Collector:
         """Memory to write vectors out; none where several uses add up: their factors are kept."""
         several = any(self.uses[slot.start] > 1 for slot in unit.slots.values())
         return self.no_space if several else self.space
+
+
+def _args(x: Batch) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x
 
 
 def _in_front(value: Tensor, place: Place | None, call: Call) -> Tensor:

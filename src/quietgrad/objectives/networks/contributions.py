@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quietgrad.objectives.networks import passes
 from quietgrad.objectives.networks.persons import Alike, Persons
 
 __all__ = [
@@ -167,6 +168,9 @@ class Stored:
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """A matrix–vector product in float64, some rows at a time so that the wider copy stays in the cache."""
         rows, weights = self.values.flatten(0, 1), weights.T.flatten().double()
+        if passes.takes(rows) and out.is_contiguous():
+            passes.add_rows(rows, weights, out)
+            return
         if rows.dtype == torch.float64:
             out.addmv_(rows.T, weights)
             return
@@ -264,6 +268,10 @@ class Groups:
         self.make = make
         self.whole = whole
 
+    def held(self) -> int:
+        """Bytes that the largest group is copied into."""
+        return max(self.make(group).held() for group in self.groups)
+
     def squared_norms(self) -> Tensor:
         """Everyone's, from their group."""
         device = self.groups[0].people.device
@@ -292,6 +300,8 @@ def squares_of(vectors: Tensor) -> Tensor:
     """
     rows = vectors.reshape(-1, vectors.shape[-1])
     count, width = rows.shape
+    if passes.takes(rows):
+        return passes.row_squares(rows).view(vectors.shape[:-1])
     squares = rows.new_zeros(count, dtype=torch.float64)
     size = max(1, _CACHED // max(1, width))
     for start in range(0, count, size):

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
-from quietgrad.objectives.networks.collector import Network
+from quietgrad.objectives.networks.collector import Network, Piece
 from quietgrad.objectives.networks.contributions import Combination, Workspace, squares_of
 from quietgrad.objectives.networks.held_generators import refuse_held_generators
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
-from quietgrad.objectives.networks.ways import Way, choose_way
+from quietgrad.objectives.networks.ways import Recorded, Way, choose_way
 
 __all__ = ["PerExampleEngine", "Strategy", "clip_weights", "positive"]
 
@@ -50,7 +50,7 @@ def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
     return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
 
 
-# Bytes that layers without a kernel may take whatever the budget: below, a class token would cost a pass per example.
+# Bytes that what has no kernel may take in any case: with less, a class token would cost a pass for each example.
 _LEAST = 16e6
 
 
@@ -321,11 +321,7 @@ class PerExampleEngine:
             for place, (where, piece) in enumerate(pieces):
                 pieces[place] = where, piece.together(persons)
             factors = torch.from_numpy(persons.factors).to(theta.device)[:, None]
-        squares = factors.new_zeros((len(factors), mix.families))
-        for _, piece in pieces:
-            squares += piece.squared_norms()
-        # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
-        norms = squares.sqrt() * factors
+        norms = _norms(pieces, len(factors), mix) * factors
         finite = norms.isfinite().all(1)
         if not finite.all():
             # 0 · inf is not 0, so the sum is formed again without these examples; the others draw as before.
@@ -337,14 +333,27 @@ class PerExampleEngine:
                 rest = select(x, kept), select(y, kept)
                 self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(rows), others)
             return norms
-        weights = weigh(norms) * factors  # in float64: C/‖v_i‖ may be below the range of float32
-        total = out if out.dtype == torch.float64 else torch.zeros_like(theta, dtype=torch.float64)
-        while pieces:
-            where, piece = pieces.pop()
-            piece.add_weighted(weights, total[where])
-        if total is not out:
-            out += total
+        _add_pieces(pieces, weigh(norms) * factors, out)
         return norms
+
+    def record(self, x: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
+        """The module's output at its own parameters, for :meth:`add_recorded`; None if it takes several passes."""
+        way, mix = self.way(x, ()), Combination(gradient=True, change=False)
+        most = self._pass_size(way, mix)
+        if most is not None and most < len(keys.indices):
+            return None
+        return way.record(self.flatten(dict(self.module.named_parameters())), x, mix, keys)
+
+    @torch.no_grad()
+    def add_recorded(self, recorded: Recorded, grads: Sequence[Tensor], clip: float, out: Tensor) -> bool:
+        """out += Σ clip_C(∇⟨grads_i, output_i⟩); False, and nothing added, if one of them is not finite."""
+        mix = Combination(gradient=True, change=False)
+        pieces = recorded.pieces(grads)
+        norms = _norms(pieces, len(grads[0]), mix)
+        if not norms.isfinite().all():
+            return False
+        _add_pieces(pieces, _weighing(positive(Rule.gradient(clip)), mix, self.dtype)(norms), out)
+        return True
 
     @property
     def planned(self) -> bool:
@@ -405,6 +414,24 @@ def _mixing(rule: Rule) -> Combination:
 
 def _where(numbers: npt.NDArray[np.int64], total: int, device: torch.device) -> slice | Tensor:
     return slice(None) if len(numbers) == total else torch.from_numpy(numbers).to(device)
+
+
+def _norms(pieces: list[Piece], examples: int, mix: Combination) -> Tensor:
+    squares = torch.zeros((examples, mix.families), dtype=torch.float64)
+    for _, piece in pieces:
+        squares = squares.to(found := piece.squared_norms()) + found
+    # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
+    return squares.sqrt()
+
+
+def _add_pieces(pieces: list[Piece], weights: Tensor, out: Tensor) -> None:
+    """Weights are in float64: C/‖v_i‖ may be below the range of float32."""
+    total = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
+    while pieces:
+        where, piece = pieces.pop()
+        piece.add_weighted(weights, total[where])
+    if total is not out:
+        out += total
 
 
 def positive(rule: Rule) -> Rule:

@@ -55,7 +55,7 @@ def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tens
 def met_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Per-example gradients (examples, *shape) of the parameters that a shared tensor was made of.
 
-    v_i = Jᵀ b_i, with J the Jacobian of the tensor in its parameters: where it is one of them, nothing is to be done.
+    v_i = Jᵀ b_i, with J the Jacobian of the tensor in its parameters; if it is one of them, nothing is to be done.
     """
     shared, (grads,) = call.shared, call.output_grads
     assert shared is not None

@@ -1,19 +1,20 @@
 """A parameter that several layers use: its vectors add up before they have a norm.
 
-What is summed is the sum of the parts; what is measured is their sum too. A table of tokens that is the last layer's
-weight as well (tied weights) is measured by Gram matrices, without writing out a vector as large as the table for any
-example. Whatever else is used several times is written out a few examples at a time, in float64.
+What is summed is the sum of the parts; what is measured is their sum too. A table of tokens that is the last
+layer's weight as well (tied weights) is measured by Gram matrices: no vector as large as the table is written out.
+Whatever else is used several times is written out a few examples at a time, in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from quietgrad.objectives.networks.contributions import Contribution, Stored, TokenSums, squares_of
+from quietgrad.objectives.networks.contributions import Contribution, Groups, Stored, TokenSums, squares_of
 from quietgrad.objectives.networks.outer import UNIT, OuterProducts
+from quietgrad.objectives.networks.persons import Alike, Persons
 
 __all__ = ["Joint"]
 
@@ -67,6 +68,20 @@ class Joint:
         for where, block in self._blocks():
             out.addmv_(block.flatten(0, 1).T, weights[where].T.flatten().double())
 
+    def together(self, persons: Persons) -> Contribution:
+        """A person's vectors of all uses add up: of a group of people at a time, each part's as one example's."""
+        if len(self.parts) == 1:
+            return self.parts[0].together(persons)
+        makers = [_maker(part, persons) for part in self.parts]
+
+        def make(group: Alike) -> Joint:
+            made = Joint(self.size)
+            made.parts = [maker(group) for maker in makers]
+            return made
+
+        families, device = _shape(self.parts[0])
+        return Groups(persons, families, persons.alike(device), make, None)
+
     def _tied(self) -> tuple[OuterProducts, TokenSums] | None:
         if len(self.parts) != 2:
             return None
@@ -103,6 +118,30 @@ class Joint:
             return len(part.tokens)
         assert isinstance(part, Stored)
         return part.values.shape[1]
+
+
+def _maker(part: Contribution, persons: Persons) -> Callable[[Alike], Contribution]:
+    """What makes a group's people's part, as if each were one example."""
+    if isinstance(part, OuterProducts):
+        return part.together(persons).make
+    if isinstance(part, TokenSums):
+        tokens, values, rows = part.tokens, part.values, part.rows
+        return lambda group: TokenSums(
+            group.of(tokens, blank=False).flatten(1, 2), group.of(values).flatten(1, 2), rows
+        )
+    assert isinstance(part, Stored)
+    summed = part.together(persons).values
+    return lambda group: Stored(summed[:, group.people])
+
+
+def _shape(part: Contribution) -> tuple[int, torch.device]:
+    """How many families of vectors, and where they are."""
+    if isinstance(part, OuterProducts):
+        return part.families, part.lefts[0].device
+    if isinstance(part, TokenSums):
+        return part.values.shape[2], part.values.device
+    assert isinstance(part, Stored)
+    return len(part.values), part.values.device
 
 
 def _written(part: Contribution, where: slice) -> Tensor:

@@ -92,7 +92,7 @@ class OuterProducts:
         )
 
     def followed_by(self, other: OuterProducts) -> OuterProducts | None:
-        """The sum of both, as the outer products of one sequence of positions; None if the layer has no sequences."""
+        """The sum of both, as outer products over one sequence of positions; None if the layer has no sequences."""
         if self.layer.channel_dim != -1 or self.layer.shape != other.layer.shape:
             return None
         sides = []

@@ -1,8 +1,8 @@
 """Recurrent layers, taken apart so that their weights are those of linear layers.
 
 With z = x W_ihᵀ + b_ih for all times at once and u_t = h_{t−1} W_hhᵀ + b_hh, the gradients of the weights are
-Σ_t ∂L/∂z_t ⊗ x_t and Σ_t ∂L/∂u_t ⊗ h_{t−1}: outer products over positions, as of any linear layer on a sequence. Only
-the recurrence itself is written out here, forward and backward, with both gradients as its result.
+Σ_t ∂L/∂z_t ⊗ x_t and Σ_t ∂L/∂u_t ⊗ h_{t−1}: outer products over positions, as of any linear layer on a sequence.
+Only the recurrence itself is written out here, forward and backward, with both gradients as its result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Steps(NamedTuple):
 
 
 class _Recurrence(torch.autograd.Function):
-    """All times of one layer in one direction: (z, u, h_0, …) → (h_1 … h_T, h_T, …); u is there for its gradient."""
+    """All times of a layer in one direction: (z, u, h_0, …) → (h_1 … h_T, h_T, …); u is there for its gradient."""
 
     @staticmethod
     def forward(

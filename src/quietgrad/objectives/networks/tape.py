@@ -25,9 +25,9 @@ __all__ = [
     "Batch",
     "Call",
     "LossFunction",
+    "Recording",
     "Tape",
     "Unit",
-    "backpropagate",
     "batch_length",
     "hooked",
     "mapped",
@@ -145,12 +145,18 @@ class Tape:
         self.numbers[unit] += 1
         return call
 
-    def backward(self, losses: Tensor) -> None:
+    def backward(self, results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Send gradients back, and receive what is still to be received."""
-        if losses.requires_grad:
+        live = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
+        if live:
             copies = [copy for _, copy, _ in self.copies]
-            _, *grads = torch.autograd.grad(losses.sum(), [self.anchor, *copies], allow_unused=True)
-            for (call, _, rows), grad in zip(self.copies, grads, strict=True):
+            _, *found = torch.autograd.grad(
+                [result for result, _ in live],
+                [self.anchor, *copies],
+                [grad for _, grad in live],
+                allow_unused=True,
+            )
+            for (call, _, rows), grad in zip(self.copies, found, strict=True):
                 if grad is not None:
                     call.output_grads[0] = rows(grad)
                     self.late.append(call)
@@ -184,36 +190,50 @@ def _bound(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
     return lambda module, *rest: function(unit, *rest)
 
 
-def backpropagate(
-    module: nn.Module,
-    loss_fn: LossFunction,
-    params: Mapping[str, Tensor],
-    x: Batch,
-    y: Batch,
-    units: Sequence[Unit],
-    receive: Callable[[Call], None],
-    counted: Callable[[Mapping[Unit, int]], None] | None = None,
-    drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    meeting: Callable[[Tape], AbstractContextManager[Any]] = nullcontext,
-) -> Tensor:
-    """Run the module and give `receive` every call of a kernel unit once its output gradient is known.
+class Recording:
+    """A forward pass whose gradients are taken apart on the way back.
 
-    Calls of units without a kernel are received after the backward pass, when all their outputs' gradients
-    have arrived. `counted` is told between the passes how often each unit was called. `drawing` is the context in
-    which the forward pass draws random numbers, `meeting` the one in which parameters meet examples outside of
-    layers. Returns the losses, one per example.
+    `receive` gets every call of a kernel unit once its output gradient is known; calls of units without a kernel
+    after the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward pass
+    how often each unit was called. `drawing` is the context in which it draws random numbers, `meeting` the one in
+    which parameters meet examples outside of layers.
+
+    Args:
+        run: the forward pass; what it returns is the ``result``.
     """
-    tape = Tape(batch_length(x), next(iter(params.values())), receive)
-    with torch.enable_grad(), hooked(units, None, tape.leave), with_parameters(module, params):
-        with drawing(), meeting(tape):
-            losses = per_example_losses(loss_fn, module(*_args(x)), x, y)
-        tape.forward = False
-        if counted is not None:
-            counted(tape.numbers)
-        if not losses.requires_grad:
-            return losses.detach()
-        tape.backward(losses)
-    return losses.detach()
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Mapping[str, Tensor],
+        examples: int,
+        run: Callable[[], Any],
+        units: Sequence[Unit],
+        receive: Callable[[Call], None],
+        counted: Callable[[Mapping[Unit, int]], None],
+        drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        meeting: Callable[[Tape], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._module, self._params, self._units = module, params, units
+        self._tape = Tape(examples, next(iter(params.values())), receive)
+        with self._running(), drawing(), meeting(self._tape):
+            self.result = run()
+        self._tape.forward = False
+        counted(self._tape.numbers)
+
+    def backward(self, results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Send the gradients of some results back; once."""
+        with self._running():  # a checkpointed layer runs again
+            self._tape.backward(results, grads)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with (
+            torch.enable_grad(),
+            hooked(self._units, None, self._tape.leave),
+            with_parameters(self._module, self._params),
+        ):
+            yield
 
 
 def _arrival(call: Call, place: int, receive: Callable[[Call], None]) -> Callable[[Tensor], None]:

@@ -12,10 +12,10 @@ mask for a weight), examples are taken apart by vmap or alone, so that each has 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from quietgrad.objectives.networks.tape import (
     with_parameters,
 )
 
-__all__ = ["Way", "choose_way", "joined"]
+__all__ = ["Recorded", "Way", "choose_way", "joined"]
 
 Draws = Literal["none", "rows", "record", "generator"]
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
@@ -58,6 +58,13 @@ _EXAMPLES, _CROWD = 16, 300
 _DEMOTIONS = 8  # how often a plan is made anew for parameters that did not fit
 _BY_VALUE = {"poisson", "_standard_gamma"}  # how much they draw depends on what they are given
 _TRIED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class Recorded(NamedTuple):
+    """What a forward pass gave, and the contributions that follow from its outputs' gradients, once."""
+
+    output: Any
+    pieces: Callable[[Sequence[Tensor]], list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,22 @@ class Way:
         slow = Way(self.network, self.space, draws="record")
         with preserved():
             return slow._pieces(theta, previous, x, y, mix, keys)
+
+    def record(
+        self, theta: Tensor, args: tuple[Tensor, ...], mix: Combination, keys: RecordKeys
+    ) -> Recorded | None:
+        """A forward pass whose gradients can be taken later; None if the module is not taken apart, or not so."""
+        if self.plan is None:
+            return None
+        before = torch_generator(theta.device)
+        collector = Collector(self.network, self.plan, mix, self.space, self._drawing(keys, theta.device))
+        try:
+            recording = collector.record(theta, args)
+        except (UnplannedDraw, UnplannedRows):
+            return None
+        if not torch.equal(before, torch_generator(theta.device)):
+            return None
+        return Recorded(recording.result, lambda grads: collector.finish(recording, grads))
 
     def _pieces(
         self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination, keys: RecordKeys
@@ -253,7 +276,7 @@ def choose_way(
             why = "random numbers are drawn that are no example's own"
 
         def wrong(way: Way) -> dict[str, str] | None:
-            """Parameters whose gradients are not those of the definition; None if all is well, empty if all fails."""
+            """Parameters whose gradients are not the definition's; None if all is well, empty if nothing works."""
             try:
                 found = _differing(way, theta, trials[0], keys)
                 if not found and len(trials) == 1:
@@ -271,17 +294,10 @@ def choose_way(
         if by_layers and slow.draws != "generator" and draws in ("none", "rows"):
             variants = _variants(network, params, make, fit, x)
             demoted: dict[str, str] = {}
+            tracing = _tracing(draws, axes, theta.device)
             for _ in range(_DEMOTIONS):
                 try:
-                    plan = plan_units(
-                        module,
-                        slots,
-                        params,
-                        network.slices,
-                        variants,
-                        _tracing(draws, axes, theta.device),
-                        demoted,
-                    )
+                    plan = plan_units(module, slots, params, network.slices, variants, tracing, demoted)
                 except _TRIED as error:
                     why = f"it could not be followed on two examples ({type(error).__name__})"
                     break
@@ -316,7 +332,7 @@ def _tracing(
 
 
 def _variants(network: Network, params: dict[str, Tensor], make: checks.MadeUp, fit: int, x: Batch) -> list[Batch]:
-    """Examples to plan on: varied, as seen, and at both ends of the whole numbers, where a mask is all or nothing."""
+    """Examples to plan on: varied, at both ends of the whole numbers (a mask is all or nothing), and as seen."""
 
     def taken(xs: Batch, ys: Batch) -> Batch:
         _forward(network, params, xs, ys)
