@@ -32,11 +32,11 @@ SIZES = [1, 2, 9, 3, 11, 4]
 class Sentences(nn.Module):
     """A transformer on tokens whose table is also its output layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 11) -> None:
         super().__init__()
-        self.table = nn.Embedding(11, 8)
+        self.table = nn.Embedding(words, 8)
         self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.out = nn.Linear(8, 11)
+        self.out = nn.Linear(8, words)
         self.out.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,8 +44,24 @@ class Sentences(nn.Module):
         return result
 
 
+class Patches(nn.Module):
+    """Parameters outside of layers: a class token, places, a scale, and one layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(1, 5, 6))
+        self.scale, self.mix, self.out = nn.Parameter(torch.rand(6)), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place
+        x = x + self.scale * torch.tanh(self.mix(x))
+        x = x + self.scale * torch.tanh(self.mix(x))
+        result: Tensor = self.out(x[:, 0])
+        return result
+
+
 class Visits(nn.Module):
-    """A recurrent layer, which has no kernel."""
+    """A recurrent layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +89,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "perceptron": (perceptron, lambda n: torch.randn(n, 5)),
     "convolutions": (convolutions, lambda n: torch.randn(n, 2, 8, 8)),
     "tied transformer": (Sentences, lambda n: torch.randint(0, 11, (n, 6))),
+    "tied, many words": (lambda: Sentences(400), lambda n: torch.randint(0, 400, (n, 2))),
+    "raw parameters": (Patches, lambda n: torch.randn(n, 4, 6)),
     "recurrent": (Visits, lambda n: torch.randn(n, 4, 3)),
 }
 

@@ -219,7 +219,9 @@ class PrivateLoop:
 
     def _recorded(self, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
         """A forward pass that needs no second one for the step; of one piece of a sample, so that memory holds."""
-        if self._people is not None or not len(keys.indices) or any(piece.recorded is not None for piece in self._pieces):
+        if self._people is not None or not len(keys.indices):
+            return None
+        if any(piece.recorded is not None for piece in self._pieces):
             return None
         if not self.engine.planned:
             _plan(self.engine, args)
