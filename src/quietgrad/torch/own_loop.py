@@ -8,10 +8,12 @@ to θ is that of ⟨b_i, output_i(θ)⟩. The session adds noise, counts, and re
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +23,8 @@ from torch import Tensor, nn
 from quietgrad.algorithms.base import Releases
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import Drawn
-from quietgrad.errors import BudgetError, ExhaustedError
-from quietgrad.objectives.base import Batch, NoRegularizer, Rule
+from quietgrad.errors import BudgetError, ExhaustedError, UnprovableError
+from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.networks.checks import (
     made_up,
     refuse_autocast,
@@ -37,11 +39,15 @@ from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import mapped, select, tensors_of
 from quietgrad.objectives.networks.ways import joined
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.events import Event
-from quietgrad.sampling import Poisson
+from quietgrad.sampling import FullBatch, Poisson, Sampling, Turns
+from quietgrad.torch.call_layout import CallLayout
+from quietgrad.torch.clip_rules import ClipRule
+from quietgrad.torch.history import History, LoopCost, epsilon_of
 from quietgrad.torch.rows import Owners, Rows, Sample, plain
 
-__all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
+__all__ = ["NO_PROMISE", "OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
+
+NO_PROMISE = 1e9  # ε of a loop that nobody limited: what it costs is told by PrivateLoop.epsilon
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class OwnLoop(Releases):
     """
 
     stretches: tuple[tuple[int, int, float], ...]
-    clip: float
+    clip: float | Mapping[str, Any]
+    poisson: bool = True
+    """Whether batches are Poisson samples; else everybody is in one batch of each epoch, without amplification."""
 
     name: ClassVar[str] = "own-loop"
     private: ClassVar[bool] = True
@@ -64,14 +72,21 @@ class OwnLoop(Releases):
         """One slot per stretch."""
         return Schedule(
             tuple(
-                Slot(f"stretch-{k}", Poisson(batch_size / n_public), count, noise)
+                Slot(f"stretch-{k}", self._sampling(batch_size, n_public), count, noise)
                 for k, (count, batch_size, noise) in enumerate(self.stretches)
             )
         )
 
+    def _sampling(self, batch_size: int, n_public: int) -> Sampling:
+        if self.poisson:
+            return Poisson(batch_size / n_public)
+        cohorts = -(-n_public // batch_size)
+        return Turns(cohorts) if cohorts > 1 else FullBatch()
+
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""
-        return {"stretches": [list(stretch) for stretch in self.stretches], "clip": self.clip}
+        clip = {"clip": self.clip} if isinstance(self.clip, float | int) else dict(self.clip)
+        return {"stretches": [list(stretch) for stretch in self.stretches], **clip, "poisson": self.poisson}
 
 
 class PrivateLoop:
@@ -85,21 +100,30 @@ class PrivateLoop:
         plan: Plan,
         curator: CentralCurator,
         engine: PerExampleEngine,
-        clip: float,
+        rule: ClipRule,
         mean_reduced: bool,
+        history: History | None = None,
     ) -> None:
         self.plan = plan
         self.engine = engine
-        self.clip = clip
+        self.rule = rule
         self.mean_reduced = mean_reduced
         self.is_private = not curator.seeded
         self.handed_out = 0  # samples that the loop has seen
-        self._session = curator.open(plan)
+        self.total = plan.schedule.releases  # samples it may see
+        self.partial = False  # whether more pieces of the sample follow: a step then waits for them
+        self.waiting = False  # whether one has
+        self.name = os.urandom(16).hex()
+        self.history = History() if history is None else history
+        self._session: Any = curator.open(plan)
+        self.history.add(self)
+        self.keep_promise()
         self._records = len(curator.records)
         self._ahead: deque[Drawn] = deque()  # drawn for a loader that reads ahead, and not yet handed out
         self.sample = Sample()  # what is known of the rows last handed out
         self._now: Drawn | None = None  # the sample a step may use; None once it has been used
         self._pieces: list[_Piece] = []
+        self._engines: dict[str, PerExampleEngine] = {}  # by how the model is called
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     def __str__(self) -> str:
@@ -112,33 +136,49 @@ class PrivateLoop:
     def epsilon(self, delta: float | None = None) -> float:
         """ε of the samples handed out so far, at ``delta`` (default: the plan's); infinite if the loop was seeded.
 
-        A sample counts once the loop has it, stepped on or not: whether to skip it may have depended on it.
+        A sample counts once the loop has it, stepped on or not: whether to skip it may have depended on it. What
+        states that were loaded had cost counts too.
         """
-        from quietgrad.privacy.accounting import account
-
         if not self.is_private:
             return math.inf
-        event = self.event()
-        if event is None:
-            return 0.0
-        budget = self.plan.budget
-        assert budget is not None
-        return account(event, delta=budget.delta if delta is None else delta, relation=budget.relation)
-
-    def event(self) -> Event | None:
-        """What the samples handed out so far are accounted as; ``None`` before the first."""
-        if not self.handed_out:
-            return None
-        left, counts = self.handed_out, {}
-        for slot in self.plan.schedule.slots:
-            counts[slot.name] = min(left, slot.count)
-            left -= counts[slot.name]
-        return self.plan.event_of(counts)
+        assert self.plan.budget is not None
+        delta = self.plan.budget.delta if delta is None else delta
+        return epsilon_of([self.cost, *self.history.others(self)], delta)
 
     @property
-    def total(self) -> int:
-        """Samples the plan allows."""
-        return self.plan.schedule.releases
+    def cost(self) -> LoopCost:
+        """What the samples handed out so far are accounted as."""
+        assert self.plan.budget is not None
+        return LoopCost(
+            self.name, self.plan.schedule.slots, self.plan.noise_multiplier, self.plan.budget.relation,
+            self.is_private, self.handed_out,
+        )  # fmt: skip
+
+    def load_history(self, data: Any) -> None:
+        """A state of another loop comes into this one, and what it cost with it; the promise is still kept."""
+        self.history.load(data)
+        self.history.keep_promises()
+
+    def keep_promise(self) -> None:
+        """Plan no more samples than the budget affords after what states that were loaded had cost."""
+        budget = self.plan.budget
+        others = self.history.others(self)
+        if budget is None or budget.epsilon >= NO_PROMISE or not self.is_private or not others:
+            return
+
+        def fits(samples: int) -> bool:
+            try:
+                return epsilon_of([replace(self.cost, used=samples), *others], budget.delta) <= budget.epsilon
+            except UnprovableError:
+                return False
+
+        low, high = self.handed_out, self.total
+        if fits(high):
+            return
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        self.total = low
 
     def keys(self, number: int) -> RecordKeys:
         """Records of sample ``number``, drawn once, and the secrets they draw random numbers by."""
@@ -152,19 +192,32 @@ class PrivateLoop:
 
     def hand_out(self) -> int:
         """The next sample goes to the loop; returns how many records it has."""
+        if self.handed_out >= self.total:
+            raise BudgetError(self.refusal())
         count = len(self.keys(self.handed_out).indices)
+        self.history.handed_out(self.name, self.handed_out + 1)
         self._now = self._ahead.popleft()
-        self.sample = Sample()
+        self.sample, self.waiting = Sample(), False
         self.handed_out += 1
         # A forward pass nobody differentiated was an evaluation.
         self._pieces = [piece for piece in self._pieces if piece.has_gradient]
         return count
 
     def clear(self) -> None:
-        """Forget the outputs: ``zero_grad()``."""
-        self._pieces = []
+        """Forget the outputs: ``zero_grad()``. Those of a sample's earlier pieces wait for its step."""
+        if not self.waiting:
+            self._pieces = []
 
-    def forward(self, args: tuple[Tensor, ...], owners: Owners) -> Any:
+    def _engine(self, layout: CallLayout) -> PerExampleEngine:
+        """The engine of calls of this kind: each is tried on made-up examples for itself."""
+        found = self._engines.get(layout.name)
+        if found is None:
+            found = copy.copy(self.engine)
+            found._ways = {}
+            self._engines[layout.name] = found
+        return found
+
+    def forward(self, args: tuple[Tensor, ...], owners: Owners, layout: CallLayout) -> Any:
         """The module's output for some rows of the current sample, as leaves that are remembered for the step."""
         if self._now is None or owners.draw != self.handed_out - 1:
             raise BudgetError(
@@ -181,22 +234,21 @@ class PrivateLoop:
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         keys = self._keys(self._now).rows(owners.places.numpy())
-        with torch.no_grad():
-            output = outputs_of(self.engine, args, keys)
+        engine = self._engine(layout)
+        with torch.no_grad(), layout.of(engine.module):
+            output = outputs_of(engine, args, keys)
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
             if not value.is_floating_point():
                 return value
             if value.dim() < 1 or len(value) != len(keys.indices):
-                raise ValueError(
-                    f"the model returned shape {tuple(value.shape)} for a batch of examples: they must come first."
-                )
+                raise ValueError(_not_by_rows(value))
             leaves.append(value.detach().requires_grad_())
             return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
-        self._pieces.append(_Piece(args, leaves, owners, keys))
+        self._pieces.append(_Piece(args, leaves, owners, keys, layout))
         return wrapped
 
     def write_gradients(self) -> None:
@@ -204,14 +256,20 @@ class PrivateLoop:
         pieces = [piece for piece in self._pieces if piece.has_gradient]
         self._check(pieces)
         assert self._now is not None
+        self.waiting = False
         drawn, self._now, self._pieces = self._now, None, []
         theta = self.engine.flatten(self._params())
-        total = self._session.release_drawn(drawn, _FromOutputs(self, theta, pieces))
-        if self.handed_out == self.total:
+        multiplier = self._multiplier(drawn.slot)
+        total = torch.as_tensor(self._session.release_drawn(drawn, _FromOutputs(self, theta, pieces, multiplier)))
+        if self.handed_out == self.plan.schedule.releases:
             self._session.close("steps")
+        expected = self._session.expected_batch(drawn.slot)
+        if self.rule.extra:
+            self.rule.learn(total[-self.rule.extra :], expected, multiplier)
+            total = total[: -self.rule.extra].to(theta)
         if self.mean_reduced:
             # By the public expected size: the size of the sample itself is private.
-            total = total / self._session.expected_batch(drawn.slot)
+            total = total / expected
         params = self._params()
         for name, value in self.engine.unflatten(total).items():
             gradient = value.clone()
@@ -221,6 +279,21 @@ class PrivateLoop:
     def close(self) -> None:
         """End the loop. What it did not use stays spent: when it stopped may have depended on the data."""
         self._session.close("closed by the loop", data_dependent=True)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """That of the next step, as declared."""
+        return self._multiplier(self._slot(min(self.handed_out, self.plan.schedule.releases - 1)))
+
+    @property
+    def expected_batch(self) -> float:
+        """The public size of the next sample."""
+        return float(
+            self._session.expected_batch(self._slot(min(self.handed_out, self.plan.schedule.releases - 1)))
+        )
+
+    def _multiplier(self, slot: str) -> float:
+        return self.plan.schedule[slot].multiplier(self.plan.noise_multiplier)
 
     def _params(self) -> dict[str, nn.Parameter]:
         return dict(self.engine.module.named_parameters())
@@ -293,6 +366,7 @@ class _Piece:
     leaves: list[Tensor]
     owners: Owners
     keys: RecordKeys
+    layout: CallLayout
 
     @property
     def has_gradient(self) -> bool:
@@ -302,28 +376,31 @@ class _Piece:
 class _FromOutputs:
     """Σ clip_C(∇fᵢ(θ)) from the gradients that arrived at the outputs."""
 
-    def __init__(self, loop: PrivateLoop, theta: Tensor, pieces: list[_Piece]) -> None:
+    def __init__(self, loop: PrivateLoop, theta: Tensor, pieces: list[_Piece], multiplier: float) -> None:
         self.loop = loop
         self.theta = theta
         self.pieces = pieces
+        self.multiplier = multiplier
 
     @property
     def bound(self) -> float:
-        return self.loop.clip
+        return self.loop.rule.bound(self.multiplier)
 
     def dim(self, records: Any) -> int:
-        return self.loop.engine.dim
+        return self.loop.engine.dim + self.loop.rule.extra
 
-    def sum_into(self, objective: Any, batch: Batch, out: Tensor) -> None:
+    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
         loop = self.loop
+        out = torch.as_tensor(out)  # of an array: its own memory
         for piece in self.pieces:
             # A mean over the piece's examples is undone by its own length, whatever that is.
             scale = float(len(piece.owners.places)) if loop.mean_reduced else 1.0
             grads = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
             )
-            rule = Rule.gradient(loop.clip)
-            norms = loop.engine.add((self.theta,), piece.args, grads, rule, out, piece.keys)
+            engine = loop._engine(piece.layout)
+            with piece.layout.of(engine.module):
+                norms = loop.rule.add(engine, self.theta, piece.args, grads, out, piece.keys, self.multiplier)
             if not norms.isfinite().all():
                 private_log.info("contributions of a release were not finite and counted as zero")
 
@@ -332,7 +409,10 @@ def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordK
     """The module's output, drawn as the gradient will be; in passes of the engine's micro-batch."""
     count = len(keys.indices)
     if count == 0:
-        return engine.module(*args)
+        # Not every module takes no rows at all; of one that is nobody's no row is left.
+        with preserved():
+            nobody = engine.module(*(arg.new_zeros((1, *arg.shape[1:])) for arg in args))
+        return mapped(nobody, lambda tensor: tensor[:0])
     if not engine.planned:
         _plan(engine, args)
     way = engine.way(args, ())
@@ -358,14 +438,30 @@ def _plan(engine: PerExampleEngine, args: tuple[Tensor, ...]) -> None:
     with preserved(), torch.no_grad():
         refuse_changed_buffers(engine.module, run)
     for count, output in zip((3, 4), tried, strict=True):
-        if any(t.dim() < 1 or len(t) != count for t in tensors_of(output) if t.is_floating_point()):
-            raise ValueError("the model's outputs must have examples first (batch_first), one row per example.")
+        for value in tensors_of(output):
+            if value.is_floating_point() and (value.dim() < 1 or len(value) != count):
+                raise ValueError(_not_by_rows(value))
     engine.way(made, tuple(t for t in tensors_of(tried[1]) if t.is_floating_point()))
+
+
+def _not_by_rows(value: Tensor) -> str:
+    if value.dim() == 0:
+        return (
+            "the model returned one number for the whole batch, a loss or a statistic in which examples weigh each "
+            "other: leave the labels out of the call and make the loss of the outputs, example by example "
+            "(qt.causal_lm_loss for language models), or use DPTrainer."
+        )
+    return (
+        f"the model returned shape {tuple(value.shape)} for a batch of examples: its outputs must have examples "
+        "first (batch_first), one row per example."
+    )
 
 
 def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
     """⟨b_i, output_i⟩ for each example: its gradient in θ is that of the loss whose output gradients are b."""
     outputs = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    # Alone an example may come without its axis, if the module squeezes its output: all of it is its own.
+    outputs = [o.reshape(g.shape) if len(g) == 1 else o for o, g in zip(outputs, grads, strict=True)]
     products = [(o * g).reshape(len(o), -1).sum(1) for o, g in zip(outputs, grads, strict=True)]
     return torch.stack(products).sum(0)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quietgrad.errors import BudgetError
 from quietgrad.objectives.networks.tape import mapped, tensors_of, with_parameters
+from quietgrad.torch.call_layout import CallLayout
 from quietgrad.torch.rows import Rows, owners_of, plain
 
 if TYPE_CHECKING:
@@ -25,23 +26,29 @@ class PrivateModule(nn.Module):
         self._module = module
         self._loop = loop
 
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self._module
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; recorded for the next step when training."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
-        if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
+        tensors = tuple(tensors_of((args, kwargs)))
+        if not tensors or not _known((args, kwargs)):
             raise TypeError(
-                "a private model takes positional tensors only: model(x) or model(x1, x2), examples first. For a "
-                "model of dictionaries or keywords write a module around it that takes tensors."
+                "a private model takes tensors, examples first, alone or in tuples, lists and dictionaries, beside "
+                "None, flags, numbers and texts: an object of another kind may hold records that nobody follows."
             )
-        owners = owners_of(args)
+        owners = owners_of(tensors)
         if isinstance(owners, str):
             raise BudgetError(
                 f"the private model was given {owners}: each row must be one record of the loader's batch, whole "
                 "or in pieces. Augment records in the data set or in the model, where their random numbers are "
                 "their own; wrap evaluations in model.eval() or torch.no_grad()."
             )
-        return self._loop.forward(plain(args), owners)
+        return self._loop.forward(plain(tensors), owners, CallLayout(args, kwargs))
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (torch.is_grad_enabled() and any(isinstance(t, Rows) for t in tensors_of((args, kwargs)))):
@@ -74,6 +81,15 @@ class PrivateModule(nn.Module):
         """Forget gradients and recorded outputs."""
         self._loop.clear()
         self._module.zero_grad(set_to_none)
+
+
+def _known(value: Any) -> bool:
+    """Whether all there is in a call can be seen."""
+    if type(value) in (tuple, list):
+        return all(_known(item) for item in value)
+    if type(value) is dict:
+        return all(_known(item) for item in value.values())
+    return value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device)
 
 
 def _not_trained_on(value: Tensor) -> Tensor:
