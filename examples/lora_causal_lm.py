@@ -100,13 +100,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     private = private[: given.records] if given.records else private
     model = get_peft_model(
         taught(public, given.public_steps),
-        LoraConfig(
-            r=4,
-            lora_alpha=8,
-            target_modules=["c_attn", "c_fc", "c_proj"],
-            fan_in_fan_out=True,
-            task_type="CAUSAL_LM",
-        ),
+        LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True),
     )
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     start = mean_loss(model, held_out)

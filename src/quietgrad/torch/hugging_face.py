@@ -55,10 +55,11 @@ class DPTrainer(Trainer):
         module, settings = self.model, self.args
         assert isinstance(module, nn.Module)
         self._set_signature_columns_if_needed()
+        records: Any = self.train_dataset
         loader: DataLoader[Any] = DataLoader(
-            self.train_dataset, batch_size=settings.train_batch_size, collate_fn=self.data_collator,
+            records, batch_size=settings.train_batch_size, collate_fn=self.data_collator,
             num_workers=settings.dataloader_num_workers, drop_last=settings.dataloader_drop_last,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
         epochs = math.ceil(settings.num_train_epochs)
         if settings.max_steps > 0:
             epochs = math.ceil(settings.max_steps / max(1, len(loader)))
