@@ -54,7 +54,8 @@ def llama() -> Any:
 
 
 def private(model: nn.Module, **settings: Any) -> Any:
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 6, "collate_fn": encoded} | settings
+    known: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 6, "collate_fn": encoded}
+    settings = known | settings
     loader: Any = DataLoader(Words(), batch_size=settings.pop("batch_size"), collate_fn=settings.pop("collate_fn"))
     trained = [param for param in model.parameters() if param.requires_grad]
     return qt.make_private(

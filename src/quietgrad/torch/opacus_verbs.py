@@ -30,11 +30,12 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.torch.affording import affordable
 from quietgrad.torch.clip_rules import clip_rule
 from quietgrad.torch.history import History
-from quietgrad.torch.loop_processes import unwrapped
+from quietgrad.torch.loop_processes import leads, same_for_all, unwrapped
 from quietgrad.torch.own_loop import NO_PROMISE, OutputGradients, OwnLoop, PrivateLoop, pairing
 from quietgrad.torch.poisson_loader import PoissonLoader
 from quietgrad.torch.private_module import PrivateModule
 from quietgrad.torch.private_optimizer import check_optimizer, made_private, refuse_stepped
+from quietgrad.torch.shards import Shards
 
 __all__ = ["Private", "make_private", "make_private_with_epsilon"]
 
@@ -195,6 +196,10 @@ def _private(
     if isinstance(module, PrivateModule):
         module = module.module
     module = unwrapped(module)
+    params = list(module.parameters())
+    shards = Shards.of(module)
+    if shards is not None:
+        module = shards.twin
     data_loader = _given(data_loader)
     trained = sum(param.requires_grad for param in module.parameters())
     rule = clip_rule(clipping[1], clipping[0], trained, **clipping[2])
@@ -204,7 +209,7 @@ def _private(
     refuse_own_generators(data_loader.dataset)
     refuse_mixing_collate(data_loader.dataset, data_loader.collate_fn)
     engine = PerExampleEngine(module, pairing, micro_batch=micro_batch, memory_budget=memory_budget)
-    check_optimizer(optimizer, module)
+    check_optimizer(optimizer, params)
     refuse_stepped(optimizer)
     method: Any = OwnLoop(stretches, rule.config(), poisson_sampling)
     plan = training.plan(method, n=n, budget=budget, noise_multiplier=noise_multiplier)
@@ -217,8 +222,13 @@ def _private(
     if seed is not None:
         warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
     objective: Any = OutputGradients(engine)
-    curator = CentralCurator(objective, data_loader.dataset, ledger=ledger, account=account, cap=cap, seed=seed)
-    loop = PrivateLoop(plan, curator, engine, rule, loss_reduction == "mean", history)
+    key, name = same_for_all()
+    if not leads():
+        ledger = cap = None  # one process pays
+    curator = CentralCurator(
+        objective, data_loader.dataset, ledger=ledger, account=account, cap=cap, seed=seed, key=key
+    )
+    loop = PrivateLoop(plan, curator, engine, rule, loss_reduction == "mean", history, shards, name)
     return PrivateModule(module, loop), made_private(optimizer, loop), PoissonLoader(data_loader, loop, lengths)
 
 

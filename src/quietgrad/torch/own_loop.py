@@ -43,7 +43,9 @@ from quietgrad.sampling import FullBatch, Poisson, Sampling, Turns
 from quietgrad.torch.call_layout import CallLayout
 from quietgrad.torch.clip_rules import ClipRule
 from quietgrad.torch.history import History, LoopCost, epsilon_of
+from quietgrad.torch.loop_processes import SharedSession, several
 from quietgrad.torch.rows import Owners, Rows, Sample, plain
+from quietgrad.torch.shards import Shards
 
 __all__ = ["NO_PROMISE", "OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
 
@@ -103,6 +105,8 @@ class PrivateLoop:
         rule: ClipRule,
         mean_reduced: bool,
         history: History | None = None,
+        shards: Shards | None = None,
+        name: str = "",
     ) -> None:
         self.plan = plan
         self.engine = engine
@@ -113,9 +117,12 @@ class PrivateLoop:
         self.total = plan.schedule.releases  # samples it may see
         self.partial = False  # whether more pieces of the sample follow: a step then waits for them
         self.waiting = False  # whether one has
-        self.name = os.urandom(16).hex()
+        self.name = name or os.urandom(16).hex()
+        self.shards = shards
         self.history = History() if history is None else history
-        self._session: Any = curator.open(plan)
+        self._session: Any = (
+            SharedSession(curator, plan, engine.module, engine.device) if several() else curator.open(plan)
+        )
         self.history.add(self)
         self.keep_promise()
         self._records = len(curator.records)
@@ -270,9 +277,9 @@ class PrivateLoop:
         if self.mean_reduced:
             # By the public expected size: the size of the sample itself is private.
             total = total / expected
-        params = self._params()
+        params = self._stepped()
         for name, value in self.engine.unflatten(total).items():
-            gradient = value.clone()
+            gradient = value.clone() if self.shards is None else self.shards.cut(name, value)
             params[name].grad = gradient
             self._released[params[name]] = (gradient, gradient._version)
 
@@ -297,6 +304,15 @@ class PrivateLoop:
 
     def _params(self) -> dict[str, nn.Parameter]:
         return dict(self.engine.module.named_parameters())
+
+    def _stepped(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by the engine's names."""
+        return self._params() if self.shards is None else self.shards.params
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: what computes follows what is stepped."""
+        if self.shards is not None:
+            self.shards.gather()
 
     def _slot(self, number: int) -> str:
         for slot in self.plan.schedule.slots:
@@ -333,7 +349,7 @@ class PrivateLoop:
             )
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
-        for name, param in self._params().items():
+        for name, param in self._stepped().items():
             if param.grad is not None:
                 known = self._released.get(param)
                 if known is None or known[0] is not param.grad or known[1] != param.grad._version:
@@ -344,7 +360,8 @@ class PrivateLoop:
 
     def _refuse_other_parameters(self) -> None:
         """The engine trains the parameters it was made for, and no others would get a gradient."""
-        now = {name: param for name, param in self._params().items() if param.requires_grad}
+        trained = {name for name, param in self._stepped().items() if param.requires_grad}
+        now = {name: param for name, param in self._params().items() if name in trained}
         if list(now) != self.engine.names:
             changed = sorted(set(now) ^ set(self.engine.names))[0]
             raise BudgetError(

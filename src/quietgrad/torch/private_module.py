@@ -75,7 +75,10 @@ class PrivateModule(nn.Module):
                 "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
                 "the private loop would know: nothing would train. Load without assign."
             )
-        return self._module.load_state_dict(*args, **kwargs)
+        loaded = self._module.load_state_dict(*args, **kwargs)
+        if self._loop.shards is not None:
+            self._loop.shards.scatter()
+        return loaded
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients and recorded outputs."""

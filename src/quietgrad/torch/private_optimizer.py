@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
@@ -39,11 +39,13 @@ class PrivateOptimizer(Optimizer):
         if loop.partial:  # a piece of the sample: the step comes with the last one
             loop.waiting = True
             return None
-        check_optimizer(self, loop.engine.module)  # parameters may have joined since
+        check_optimizer(self, loop._stepped().values())  # parameters may have joined since
         loop.write_gradients()
         for hook in self._step_hooks:
             hook(self)
-        return super().step()
+        result = super().step()
+        loop.stepped()
+        return result
 
     # Learning-rate schedulers wrap a step to see that it was called, and warn of one that they did not wrap; one
     # wrapped before the loop was made private would be the public step.
@@ -146,11 +148,11 @@ def refuse_stepped(optimizer: Optimizer) -> None:
         )
 
 
-def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Raise ValueError unless all that ``optimizer`` steps are parameters of ``module``."""
+def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
     if isinstance(optimizer, SparseAdam):
         raise ValueError("SparseAdam takes sparse gradients only, and a noisy one is dense: use Adam instead.")
-    own = {id(param) for param in module.parameters()}
+    own = {id(param) for param in params}
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", range(len(group["params"])))
         for name, param in zip(names, group["params"], strict=True):
