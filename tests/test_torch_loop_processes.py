@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import DataError, QuietgradError
+from quietgrad.errors import BudgetError, DataError, QuietgradError
 
 WRAPPERS = ("plain", "ddp", "opacus", "fsdp")
 
@@ -84,12 +84,33 @@ def refusal(rank: int) -> dict[str, str]:
     return said
 
 
+def misaligned(rank: int) -> str:
+    """One process leaves a batch out: the shares would be of different samples."""
+    model = network("plain")
+    made = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(data(), batch_size=20),
+    )  # fmt: skip
+    batches = iter(made[2])
+    for _ in range(rank):
+        next(batches)
+    x, y = next(batches)
+    loss: Any = nn.functional.cross_entropy(made[0](x), y)
+    loss.backward()
+    try:
+        made[1].step()
+    except BudgetError as error:
+        return str(error)
+    return "stepped"
+
+
 def process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     # A file, not a port: nobody else can have taken it.
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     out: dict[str, Any] = {wrapper: train(wrapper, Path(folder)) for wrapper in WRAPPERS}
     out["refusals"] = refusal(rank)
+    out["misaligned"] = misaligned(rank)
     torch.save(out, Path(folder) / f"{rank}.pt")
     dist.barrier()  # nobody leaves while the other still talks
     dist.destroy_process_group()
@@ -132,3 +153,8 @@ def test_processes_that_hold_different_things_are_refused(
     what: str, message: str, both: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     assert all(message in answer["refusals"][what] for answer in both[1])
+
+
+def test_shares_of_different_samples_are_never_added(both: tuple[Path, list[dict[str, Any]]]) -> None:
+    """A record in the one process's sample and in the other's would count twice."""
+    assert all("step on different samples" in answer["misaligned"] for answer in both[1])

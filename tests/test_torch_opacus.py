@@ -505,6 +505,29 @@ def test_the_same_objects_again_and_a_second_loader() -> None:
     assert late[2].privacy.epsilon() == pytest.approx(engine.get_epsilon(DELTA))  # its momentum is theirs
 
 
+def test_a_models_state_brings_what_it_cost(tmp_path: Path) -> None:
+    a, b = private(), private()
+    train(a)
+    torch.save(a[0].state_dict(), tmp_path / "weights")
+    b[0].load_state_dict(torch.load(tmp_path / "weights", weights_only=True))
+    train(b, 2)
+    assert b[2].privacy.epsilon() == pytest.approx(epsilon(6))
+    a[0].load_state_dict(a[0].state_dict())  # its own: nothing new
+    assert a[2].privacy.epsilon() == pytest.approx(epsilon(6))  # both go on from one state
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_models_and_autocast_are_refused(compiled: bool) -> None:
+    made = private()
+    x, _ = next(iter(made[2]))
+    if compiled:
+        with pytest.raises(Exception, match="follow no rows"):
+            torch.compile(made[0], backend="eager")(x)
+    else:
+        with pytest.raises(ValueError, match="autocast"), torch.autocast("cpu", dtype=torch.bfloat16):
+            made[0](x)
+
+
 def test_copies_and_exceptions() -> None:
     engine = qt.PrivacyEngine()
     made = private(engine)

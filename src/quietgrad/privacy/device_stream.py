@@ -93,8 +93,8 @@ class DeviceStream:
 
         One bit is the sign, 63 bits are k, the number is ±Φ⁻¹((k + ½)·2⁻⁶⁴), and for k < 2⁴⁸ another 64 bits
         continue k, so that the far tail has no holes. Φ⁻¹ is torch's, whose error is below 10⁻¹⁵(|x| + ⅕) on the
-        CPU, as the bound on what rounding costs requires; ``device_noise.usable`` asks another device to be as close
-        to that.
+        CPU, as the bound on what rounding costs requires; ``device_noise.usable`` asks another device to be as
+        close to that.
         """
         import torch
 
@@ -107,7 +107,8 @@ class DeviceStream:
         if len(coarse):
             more = chacha20(self._key, _nonce(_MORE, block), coarse)
             x[coarse] = k[coarse].double() + (_double(more[:, 0], more[:, 1]) + 0.5) * 2.0**-64
-        return sign * torch.special.ndtri(x * 2.0**-64)
+        numbers: Tensor = sign * torch.special.ndtri(x * 2.0**-64)
+        return numbers
 
 
 def _nonce(lane: int, block: int) -> bytes:
@@ -123,8 +124,8 @@ def digest(total: Tensor, key: bytes) -> npt.NDArray[np.int64]:
     """Four numbers that two different sums share with probability at most 2⁻¹²⁰ over the secret key.
 
     Σ_i k_{i+j}·m_i mod 2³¹ − 1 for j = 0 … 3, with the sum's bits m in pieces of 22 bits and a key k as long as
-    they are: a Toeplitz matrix, whose four products agree for two given sums with probability 2⁻³⁰ each, independently.
-    What leaves the device are 32 bytes, for a MAC.
+    they are: a Toeplitz matrix, whose four products agree for two given sums with probability 2⁻³⁰ each,
+    independently. What leaves the device are 32 bytes, for a MAC.
 
     >>> import torch
     >>> total = torch.ones(5, dtype=torch.float64)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from quietgrad.torch.loop_processes import several
 from quietgrad.torch.losses import causal_lm_loss
 from quietgrad.torch.privacy_engine import PrivacyEngine
 from quietgrad.torch.rows import plain
@@ -42,6 +43,8 @@ class DPTrainer(Trainer):
                 "gradient_accumulation_steps: a step must use one sample, or its amplification is another one; set "
                 "per_device_train_batch_size to the size of the sample and micro_batch in privacy to what fits."
             )
+        if several():
+            raise ValueError("DPTrainer trains in one process; on several use make_private in a loop of your own.")
         self._privacy = dict(privacy)
         self._loss = loss or (lambda outputs, labels: causal_lm_loss(outputs.logits, labels))
         self._loader: Any = None

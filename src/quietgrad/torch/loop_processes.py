@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import Drawn
-from quietgrad.errors import DataError, QuietgradError
+from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.plans.schedule import Plan
@@ -108,24 +108,33 @@ class SharedSession:
     def release_drawn(self, drawn: Drawn, query: Query) -> Tensor:
         """The noisy sum over all shares; noise is added once, and everybody gets the same numbers."""
         dim = query.dim(self._session._records)
-        share = torch.zeros(dim + 1, dtype=torch.float64, device=self._device)  # and whether it failed
+        # Behind the sum: whether a share failed, and of which sample it is.
+        share = torch.zeros(dim + 3, dtype=torch.float64, device=self._device)
+        sums, place = share[:-3], float(self._place(drawn))
         failed: BaseException | None = None
         try:
             with np.errstate(all="ignore"):
-                query.sum_into(self._session.objective, self.batch(drawn), share[:-1])
+                query.sum_into(self._session.objective, self.batch(drawn), sums)
         except BaseException as error:
             failed = error
-            share.zero_()[-1] = 1.0
-        share[:-1].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            sums.zero_()
+        sums.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        share[-3:] = torch.tensor([float(failed is not None), place, place**2])
         dist.all_reduce(share)
-        if float(share[-1]) > 0.0:
+        world = dist.get_world_size()
+        if share[-2:].tolist() != [world * place, world * place**2]:
+            raise BudgetError(
+                "the processes step on different samples: a record could be in two shares and count twice. Nothing "
+                "was released; every process must take every batch and step on it, also if its own share is empty."
+            )
+        if float(share[-3]) > 0.0:
             raise failed or QuietgradError(
                 "another process failed in its share of this step; nothing was released."
             )
         answer = torch.zeros(dim + 1, dtype=torch.float64, device=self._device)
         if dist.get_rank() == LEADER:
             try:
-                answer[:-1] = torch.as_tensor(self._session.release_drawn(drawn, _Summed(query, share[:-1])))
+                answer[:-1] = torch.as_tensor(self._session.release_drawn(drawn, _Summed(query, sums)))
             except BaseException as error:
                 failed = error
                 answer.zero_()[-1] = 1.0
@@ -135,6 +144,15 @@ class SharedSession:
         if float(answer[-1]) > 0.0:
             raise failed or QuietgradError("the leading process could not release this step.")
         return answer[:-1].to(self._session._zero.dtype)
+
+    def _place(self, drawn: Drawn) -> int:
+        """The number of a sample among all of the plan."""
+        before = 0
+        for slot in self._session.plan.schedule.slots:
+            if slot.name == drawn.slot:
+                break
+            before += slot.count
+        return before + drawn.number
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Any:
         """End the loop."""

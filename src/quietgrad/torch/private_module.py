@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from quietgrad.torch.own_loop import PrivateLoop
 
 __all__ = ["PrivateModule"]
+
+
+_SPENT = "quietgrad"  # in the metadata of a state
+_CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 class PrivateModule(nn.Module):
@@ -35,6 +40,13 @@ class PrivateModule(nn.Module):
         """The module's output; recorded for the next step when training."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
+        # The second question is asked here and not in a function of its own: a compiler that could not take this one
+        # runs it as it is, and compiles what it calls.
+        if torch.compiler.is_compiling() or callable(_CALLBACK()):
+            raise ValueError(
+                "torch.compile: a compiled model would follow no rows and fuse the layers whose inputs and "
+                "gradients are needed. Train with the private model as it is."
+            )
         tensors = tuple(tensors_of((args, kwargs)))
         if not tensors or not _known((args, kwargs)):
             raise TypeError(
@@ -65,16 +77,23 @@ class PrivateModule(nn.Module):
             return getattr(super().__getattr__("_module"), name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state, under its own names."""
-        return self._module.state_dict(*args, **kwargs)
+        """The module's own state, under its own names, and in its metadata what it cost."""
+        state = self._module.state_dict(*args, **kwargs)
+        if not args and not kwargs.get("prefix") and kwargs.get("destination") is None:
+            state._metadata[""][_SPENT] = json.dumps(self._loop.history.to_json())
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own state."""
+        """Load the module's own state; one of another private loop brings what it cost, which counts here too."""
         if kwargs.get("assign") or (len(args) > 2 and args[2]):
             raise ValueError(
                 "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
                 "the private loop would know: nothing would train. Load without assign."
             )
+        state = args[0] if args else kwargs.get("state_dict")
+        spent = (getattr(state, "_metadata", None) or {}).get("", {}).get(_SPENT)
+        if spent is not None:
+            self._loop.load_history(json.loads(spent))
         loaded = self._module.load_state_dict(*args, **kwargs)
         if self._loop.shards is not None:
             self._loop.shards.scatter()
