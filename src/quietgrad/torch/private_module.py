@@ -40,7 +40,7 @@ class PrivateModule(nn.Module):
         """The module's output; recorded for the next step when training."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
-        # The second question is asked here and not in a function of its own: a compiler that could not take this one
+        # The second question is asked here and not in a function of its own: a compiler that cannot take this one
         # runs it as it is, and compiles what it calls.
         if torch.compiler.is_compiling() or callable(_CALLBACK()):
             raise ValueError(
