@@ -8,9 +8,8 @@ Gaussian release and for its price, how many records were not clipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -176,7 +175,7 @@ def clip_rule(
     if (clipping != "adaptive" and settings) or not set(settings) <= set(names):
         unknown = sorted(settings)[0] if clipping != "adaptive" else sorted(set(settings) - set(names))[0]
         raise TypeError(f"{unknown}: not a setting of clipping={clipping!r}.")
-    several = not isinstance(max_grad_norm, Real)
+    several = isinstance(max_grad_norm, Iterable) and getattr(max_grad_norm, "ndim", 1) > 0
     bounds = [float(each) for each in max_grad_norm] if several else [float(max_grad_norm)]  # type: ignore[union-attr,arg-type]
     if not all(0.0 < each < math.inf for each in bounds):
         raise ValueError(

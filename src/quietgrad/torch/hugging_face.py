@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -20,6 +21,19 @@ __all__ = ["DPTrainer"]
 LossOfOutputs = Callable[[Any, Tensor], Tensor]
 
 
+def _loss_of(model: Any) -> LossOfOutputs:
+    """The loss of a kind of model."""
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return lambda outputs, labels: causal_lm_loss(outputs.logits, labels)
+    if name.endswith(("ForSequenceClassification", "ForImageClassification")):
+        return lambda outputs, labels: cross_entropy(outputs.logits, labels)
+    raise ValueError(
+        f"DPTrainer: {name} has no loss that is known to take its examples one by one; give loss=lambda outputs, "
+        "labels: …, the mean of one loss per example."
+    )
+
+
 class DPTrainer(Trainer):
     """Trains as a ``Trainer`` does, with Poisson samples, clipped gradients and noise.
 
@@ -27,9 +41,9 @@ class DPTrainer(Trainer):
         privacy: arguments of :func:`quietgrad.torch.make_private_with_epsilon` (``target_epsilon``,
             ``target_delta``, ``max_grad_norm``), or of :func:`quietgrad.torch.make_private`
             (``noise_multiplier``, ``max_grad_norm``). The epochs are those of the training arguments.
-        loss: loss(outputs, labels) → the mean of one loss per example; the default is that of causal language
-            models, :func:`quietgrad.torch.causal_lm_loss`. A model's own loss is not used: its examples weigh each
-            other.
+        loss: loss(outputs, labels) → the mean of one loss per example. The default is
+            :func:`quietgrad.torch.causal_lm_loss` for causal language models and cross-entropy for one label per
+            example. A model's own loss is not used: its examples weigh each other.
 
     All other arguments are the ``Trainer``'s. ``epsilon(delta)`` is what training has cost so far.
     """
@@ -46,7 +60,7 @@ class DPTrainer(Trainer):
         if several():
             raise ValueError("DPTrainer trains in one process; on several use make_private in a loop of your own.")
         self._privacy = dict(privacy)
-        self._loss = loss or (lambda outputs, labels: causal_lm_loss(outputs.logits, labels))
+        self._loss = loss or _loss_of(self.model)
         self._loader: Any = None
         self._engine = PrivacyEngine()
         self.model_accepts_loss_kwargs = False  # tokens of the batch are not counted before the model has seen it

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from quietgrad.errors import DataError
 from quietgrad.torch import loop_checkpoint
 from quietgrad.torch.history import History
 from quietgrad.torch.module_validator import ModuleValidator
@@ -165,6 +166,8 @@ class PrivacyEngine:
         """
         _refuse(noise_scheduler=noise_scheduler, grad_clip_scheduler=grad_clip_scheduler, pickle=torch_load_kwargs)
         content, spent = loop_checkpoint.load(path)
+        if "module_state_dict" not in content:
+            raise DataError(f"{path}: holds no state of a module; save one with save_checkpoint.")
         state = content.pop("optimizer_state_dict", None)
         # First what it cost: if something fails below, the state may be in the model already.
         self._history.load(spent)

@@ -80,7 +80,9 @@ class PrivateModule(nn.Module):
         """The module's own state, under its own names, and in its metadata what it cost."""
         state = self._module.state_dict(*args, **kwargs)
         if not args and not kwargs.get("prefix") and kwargs.get("destination") is None:
-            state._metadata[""][_SPENT] = json.dumps(self._loop.history.to_json())
+            metadata = getattr(state, "_metadata", None)  # a module with a state_dict of its own may have none
+            if metadata is not None:
+                metadata.setdefault("", {})[_SPENT] = json.dumps(self._loop.history.to_json())
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
