@@ -22,6 +22,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.events import composed, poisson_gaussian
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.torch.clip_rules import AdaptiveClip
 
 QUIET = 1e-7  # a noise multiplier that leaves the clipped sum readable
@@ -252,6 +253,9 @@ def test_adaptive_clipping_is_in_the_plan_and_its_price() -> None:
         train(made)
     assert engine.get_epsilon(DELTA) == pytest.approx(epsilon(40))
     assert made[1].max_grad_norm < 4.0  # it began far above all norms
+    other = private(max_grad_norm=5.0, **ADAPTIVE)
+    other[1].load_state_dict(made[1].state_dict())
+    assert other[1].max_grad_norm == made[1].max_grad_norm
     with pytest.raises(ValueError, match="no noise left"):
         private(noise_multiplier=8.0, **ADAPTIVE)
     with pytest.raises(TypeError, match="unclipped_num_std is missing"):
@@ -404,6 +408,19 @@ def test_two_continuations_of_one_checkpoint_both_count(tmp_path: Path) -> None:
     assert engines[0].get_epsilon(DELTA) == pytest.approx(epsilon(14))
 
 
+def test_a_ledger_never_says_less_than_the_engines(tmp_path: Path) -> None:
+    first, second = qt.PrivacyEngine(), qt.PrivacyEngine()
+    a = private(first, epochs=2, ledger=tmp_path / "ledger.jsonl")
+    train(a)
+    first.save_checkpoint(path=tmp_path / "c", module=a[0], optimizer=a[1])
+    b = private(second, epochs=1, ledger=tmp_path / "ledger.jsonl")
+    second.load_checkpoint(path=tmp_path / "c", module=b[0], optimizer=b[1])
+    train(b)
+    assert second.get_epsilon(DELTA) == pytest.approx(epsilon(8))
+    spent = Ledger(tmp_path / "ledger.jsonl").spent("default", delta=DELTA, relation="add-remove")
+    assert spent.epsilon == pytest.approx(epsilon(12), rel=1e-6)  # what was planned, both times
+
+
 SCRIPT = """
 import sys, torch
 from torch import nn
@@ -516,13 +533,16 @@ def test_a_models_state_brings_what_it_cost(tmp_path: Path) -> None:
     assert a[2].privacy.epsilon() == pytest.approx(epsilon(6))  # both go on from one state
 
 
+compile_model: Any = torch.compile
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_compiled_models_and_autocast_are_refused(compiled: bool) -> None:
     made = private()
     x, _ = next(iter(made[2]))
     if compiled:
         with pytest.raises(Exception, match="follow no rows"):
-            torch.compile(made[0], backend="eager")(x)
+            compile_model(made[0], backend="eager")(x)
     else:
         with pytest.raises(ValueError, match="autocast"), torch.autocast("cpu", dtype=torch.bfloat16):
             made[0](x)

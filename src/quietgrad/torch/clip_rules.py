@@ -8,7 +8,7 @@ Gaussian release and for its price, how many records were not clipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,13 @@ class FlatClip:
 
     def learn(self, released: Tensor, expected: float, multiplier: float) -> None:
         """The extra numbers of a release, to go on from."""
+
+    def state(self) -> dict[str, Any]:
+        """What a rule has learnt from releases; most learn nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state` that came with what it cost."""
 
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""
@@ -146,6 +153,15 @@ class AdaptiveClip(FlatClip):
         share = 0.5 + float(released[0]) / (self.scale(multiplier) * expected)
         moved = self.clip * math.exp(min(max(-self.rate * (share - self.quantile), -50.0), 50.0))
         self.clip = min(max(moved, self.lowest), self.highest)
+
+    def state(self) -> dict[str, Any]:
+        """Where the bound is."""
+        return {"clip": self.clip}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, within the limits of this rule."""
+        if isinstance(clip := state.get("clip"), float) and clip > 0.0:
+            self.clip = min(max(clip, self.lowest), self.highest)
 
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""

@@ -98,7 +98,8 @@ class PrivateOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with what it cost."""
-        return {**super().state_dict(), _SPENT: json.dumps(self._loop.history.to_json())}
+        spent = {**self._loop.history.to_json(), **self._loop.rule.state()}
+        return {**super().state_dict(), _SPENT: json.dumps(spent)}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state; what it cost counts here from now on."""
@@ -115,6 +116,7 @@ class PrivateOptimizer(Optimizer):
             except (TypeError, ValueError):
                 raise DataError("load_state_dict: the state's record of its spending cannot be read.") from None
             self._loop.load_history(record)
+            self._loop.rule.load_state(record)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _SPENT})
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
