@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.people import People, PeopleRecords
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.torch import distributed, opacus_verbs, own_loop, poisson_loader, private_module
+from quietgrad.torch import distributed, history, opacus_verbs, own_loop, poisson_loader, private_module
 from quietgrad.torch.rows import Owners, Rows
 
 Patch = pytest.MonkeyPatch
@@ -164,25 +165,15 @@ def two_iterators(patch: Patch) -> None:
 def last_loop_only(patch: Patch) -> None:
     """An engine forgets its earlier loops."""
 
-    def keep(self: Any, made: Any) -> Any:
-        self._loops = [made[2].privacy]
-        return made
-
-    patch.setattr(opacus_verbs.PrivacyEngine, "_keep", keep)
+    patch.setattr(history.History, "add", lambda self, loop: setattr(self, "_loops", [loop]))
 
 
 def stepped_samples_only(patch: Patch) -> None:
     """Samples that were seen and not stepped on are not charged."""
-    event = own_loop.PrivateLoop.event
-
-    def stepped(self: Any) -> Any:
-        handed, self.handed_out = self.handed_out, max(1, self.handed_out - 1)
-        try:
-            return event(self)
-        finally:
-            self.handed_out = handed
-
-    patch.setattr(own_loop.PrivateLoop, "event", stepped)
+    cost = vars(own_loop.PrivateLoop)["cost"].fget
+    patch.setattr(
+        own_loop.PrivateLoop, "cost", property(lambda self: replace(cost(self), used=max(0, self.handed_out - 1)))
+    )
 
 
 def seeded_says_nothing(patch: Patch) -> None:

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.events import composed, poisson_gaussian
-from quietgrad.torch.opacus_verbs import PrivacyEngine, make_private
+from quietgrad.torch.opacus_verbs import make_private
+from quietgrad.torch.privacy_engine import PrivacyEngine
 from quietgrad.torch.rows import Owners, Rows, owners_of
 
 N = 60

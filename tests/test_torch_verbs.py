@@ -24,9 +24,10 @@ from torch.utils.data import (
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.privacy.accounting import account
-from quietgrad.privacy.events import composed, poisson_gaussian
+from quietgrad.privacy.events import composed, gaussian, poisson_gaussian
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.torch.opacus_verbs import PrivacyEngine, make_private, make_private_with_epsilon
+from quietgrad.torch.opacus_verbs import make_private, make_private_with_epsilon
+from quietgrad.torch.privacy_engine import PrivacyEngine
 
 QUIET = 1e-7  # a noise multiplier that leaves the clipped sum readable
 
@@ -283,16 +284,22 @@ def test_samplers_that_cannot_be_accounted_for_are_refused(message: str) -> None
         )  # fmt: skip
 
 
-def test_a_shuffled_loader_is_not_accounted_as_poisson_unless_it_becomes_so() -> None:
-    model = network()
+def test_a_shuffled_loader_becomes_poisson_or_is_accounted_without_amplification() -> None:
     settings: dict[str, Any] = {
-        "module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "noise_multiplier": 1.0,
-        "data_loader": DataLoader(data(), batch_size=30, shuffle=True), "max_grad_norm": 1.0,
+        "noise_multiplier": 2.0, "max_grad_norm": 1.0,
+        "data_loader": DataLoader(data(), batch_size=30, shuffle=True),
     }  # fmt: skip
-    with pytest.raises(ValueError, match="not Poisson"):
-        make_private(**settings, poisson_sampling=False)
-    _, _, loader = make_private(**settings)
+    model = network()
+    _, _, loader = make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings)
     assert len({len(y) for _ in range(5) for _, y in loader}) > 1
+    _, _, loader = make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings, poisson_sampling=False
+    )
+    for epoch in (1, 2):
+        seen = torch.cat([torch.as_tensor(x).flatten(1)[:, 0] for x, _ in loader])
+        assert torch.equal(seen.sort().values, data().tensors[0].flatten(1)[:, 0].sort().values)  # everybody, once
+        true = account(gaussian(2.0, steps=epoch), delta=1e-5, relation="add-remove")
+        assert loader.privacy.epsilon() == pytest.approx(true)
 
 
 def test_batch_norm_and_foreign_parameters_are_refused() -> None:
@@ -362,8 +369,10 @@ def test_the_model_keeps_its_names_and_evaluates_as_before() -> None:
     model.eval()
     torch.testing.assert_close(model(x), plain(x))
     model.train()
-    with pytest.raises(TypeError, match="positional tensors"):
+    with pytest.raises(BudgetError, match="did not come from the private loader"):
         model(input=x)
+    with pytest.raises(TypeError, match="takes tensors"):
+        model(object(), input=x)
 
 
 def test_optimizers_and_schedulers_of_torch_work() -> None:

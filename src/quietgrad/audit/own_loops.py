@@ -28,7 +28,8 @@ from quietgrad.objectives.base import Batch, Gradient, Rule
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
-from quietgrad.torch.opacus_verbs import PrivacyEngine, make_private
+from quietgrad.torch.opacus_verbs import make_private
+from quietgrad.torch.privacy_engine import PrivacyEngine
 
 __all__ = ["audit_networks", "distinguish_fit", "distinguish_loop", "loop_probes", "probe_loop_charges",
            "probe_loop_reuse"]  # fmt: skip

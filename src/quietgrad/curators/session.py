@@ -203,6 +203,12 @@ class CentralSession:
         self._begun.remove(drawn)
         return self._answer(drawn, query, rho)
 
+    @_alone
+    def forget(self, drawn: Drawn) -> None:
+        """Give up a release that has begun and that another process makes; it stays counted."""
+        self._begun.discard(drawn)
+        self._batches.pop(drawn, None)
+
     def _here(self) -> None:
         if os.getpid() != self._process:  # a forked child would draw the same noise as its parent, on other sums
             raise BudgetError("this session was opened by another process; open one here, with a plan of its own.")
@@ -224,6 +230,12 @@ class CentralSession:
             self._sum(query, batch, out)
             if not self._compiled:  # what is no number would tell that there is a record that causes it
                 out = _finite(out)
+            if _elsewhere(out) and self._sources[slot].stays(out):  # a sum on an accelerator meets its noise there
+                log = self._transcript
+                if log is None or self._settled(drawn, (multiplier, bound), log.digest(out)):
+                    self._sources[slot].add(out, drawn.number, multiplier, bound)
+                    return self._narrow(out)
+                continue
             total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
             if self._transcript is None or self._settled(drawn, (multiplier, bound), total):
                 self._sources[slot].add(total, drawn.number, multiplier, bound)
@@ -394,6 +406,11 @@ class CentralSession:
         if not 0.0 < rho <= self.rho_left:
             raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
         self.rho_left -= rho
+
+
+def _elsewhere(out: Vector) -> bool:
+    """Whether a sum is on an accelerator."""
+    return not isinstance(out, np.ndarray) and bool(out.device.type != "cpu")
 
 
 def _finite(out: Vector) -> Vector:

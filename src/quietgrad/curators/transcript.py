@@ -20,6 +20,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,12 @@ class Transcript:
             digest.update(f"\0{total.dtype} {total.shape}\0".encode())
             digest.update(np.ascontiguousarray(total).data)
         return digest.digest()
+
+    def digest(self, total: Any) -> npt.NDArray[np.int64]:
+        """What stands for a sum on an accelerator in its MAC: a keyed digest that is made there."""
+        from quietgrad.privacy.device_stream import digest
+
+        return digest(total, self._mac_key)
 
     def record(self, slot: str, number: int, mac: bytes) -> None:
         """The release is about to be made; when this returns, no death of the process can hide it."""

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import BudgetError
-from quietgrad.privacy import events
+from quietgrad.privacy import device_noise, events
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.device_stream import DeviceStream
 from quietgrad.privacy.noise import (
     l2_laplace,
     l2_laplace_for,
@@ -55,6 +56,10 @@ class Source:
 
     A source answers the verbs of its mechanism and no others.
     """
+
+    def stays(self, total: Any) -> bool:
+        """Whether the noise of a sum on an accelerator can be made there; else it must come to the CPU."""
+        return False
 
     def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
         """Replace the sum ``total``, to which a record contributes at most ``bound``, by what may be published."""
@@ -191,14 +196,23 @@ class GaussianNoise(Mechanism, kind="gaussian"):
 
 class _GaussianSource(Source):
     def __init__(self, key: bytes, label: str, count: int) -> None:
+        self._key, self._label = key, label
         self._units = UnitNoise(key, f"unit/{label}", count)
         self._asked: tuple[float, float, int] | None = None  # what the scale below is for
         self._scale = (0.0, 0.0)
 
-    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+    def stays(self, total: Any) -> bool:
+        return bool(total.dim() == 1 and device_noise.usable(total.device))
+
+    def add(self, total: Any, release: int, multiplier: float, bound: float) -> None:
         asked = (multiplier, bound, len(total))
         if asked != self._asked:  # a slot mostly asks for the same again
             self._scale, self._asked = sigma_for(*asked), asked
+        if not isinstance(total, np.ndarray):
+            label = f"unit/{self._label}/{len(total)}"  # lengths do not share words of a stream
+            unit = DeviceStream(self._key, label, total.device).normal(release, len(total))
+            device_noise.add_gaussian(total, unit, *self._scale)
+            return
         release_gaussian(total, self._units.row(release, len(total)), *self._scale)
 
 

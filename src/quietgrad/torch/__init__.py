@@ -11,7 +11,13 @@ from __future__ import annotations
 from quietgrad.torch.callbacks import CSVLog, Progress, TensorBoardLog
 from quietgrad.torch.clipping import clipped_difference_sum, clipped_gradient_sum
 from quietgrad.torch.explaining import explain
-from quietgrad.torch.opacus_verbs import PrivacyEngine, make_private, make_private_with_epsilon
+from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
+from quietgrad.torch.loop_processes import DifferentiallyPrivateDistributedDataParallel
+from quietgrad.torch.losses import causal_lm_loss
+from quietgrad.torch.memory_manager import BatchMemoryManager
+from quietgrad.torch.module_validator import ModuleValidator
+from quietgrad.torch.opacus_verbs import make_private, make_private_with_epsilon
+from quietgrad.torch.privacy_engine import PrivacyEngine
 from quietgrad.torch.training import fit, resume
 
 __all__ = [
@@ -21,8 +27,16 @@ __all__ = [
     "make_private_with_epsilon",
     "PrivacyEngine",
     "explain",
+    "ModuleValidator",
+    "BatchMemoryManager",
+    "DifferentiallyPrivateDistributedDataParallel",
+    "DPLSTM",
+    "DPGRU",
+    "DPRNN",
+    "DPMultiheadAttention",
     "clipped_gradient_sum",
     "clipped_difference_sum",
+    "causal_lm_loss",
     "CSVLog",
     "TensorBoardLog",
     "Progress",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from itertools import groupby
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from quietgrad import training
@@ -30,17 +30,21 @@ from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People, of
 from quietgrad.objectives.person_ids import asked_ids
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.torch.affording import affordable
-from quietgrad.torch.own_loop import OutputGradients, OwnLoop, PrivateLoop, pairing
+from quietgrad.torch.clip_rules import clip_rule
+from quietgrad.torch.history import History
+from quietgrad.torch.loop_processes import leads, same_for_all, several, unwrapped
+from quietgrad.torch.own_loop import NO_PROMISE, OutputGradients, OwnLoop, PrivateLoop, pairing
 from quietgrad.torch.poisson_loader import PoissonLoader
 from quietgrad.torch.private_module import PrivateModule
+from quietgrad.torch.private_optimizer import check_optimizer, made_private, refuse_stepped
+from quietgrad.torch.shards import Shards
 
-__all__ = ["PrivacyEngine", "make_private", "make_private_with_epsilon"]
+__all__ = ["Private", "make_private", "make_private_with_epsilon"]
 
 Private = tuple[PrivateModule, Optimizer, PoissonLoader]
 _Shape = tuple[tuple[tuple[int, int, float], ...], tuple[int, ...]]  # stretches, and batches of each epoch
 
 _OPEN_END = 10**9  # steps of a loop that nobody limited
-_NO_PROMISE = 1e9  # ε of a loop that nobody limited: what it costs is told by PrivateLoop.epsilon
 
 
 def make_private_with_epsilon(
@@ -51,7 +55,8 @@ def make_private_with_epsilon(
     target_epsilon: float,
     target_delta: float,
     epochs: int,
-    max_grad_norm: float,
+    max_grad_norm: float | Sequence[float],
+    clipping: str = "flat",
     person: Any = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
@@ -66,6 +71,8 @@ def make_private_with_epsilon(
     account: str = "default",
     cap: Budget | None = None,
     seed: int | None = None,
+    history: History | None = None,
+    **settings: float,
 ) -> Private:
     """Model, optimizer and loader of a loop of ``epochs`` epochs that costs (``target_epsilon``, ``target_delta``).
 
@@ -74,14 +81,23 @@ def make_private_with_epsilon(
         optimizer: any torch optimizer of the module's parameters; the same object is returned.
         data_loader: of a map-style data set; its batch_size is the expected size of a sample. Shuffled or not, an
             epoch becomes ⌈n / batch_size⌉ Poisson samples (⌊…⌋ with drop_last); any other sampler is refused.
-        max_grad_norm: C, the L2 bound on one record's gradient, or on a person's.
+        max_grad_norm: C, the L2 bound on one record's gradient, or on a person's; one for each parameter if
+            ``"per_layer"``.
+        clipping: ``"flat"``; ``"per_layer"``: each parameter's gradient for itself; ``"adaptive"``: C follows a
+            quantile of the norms, told by a noisy count that is part of every release and of its price. It needs
+            ``target_unclipped_quantile``, ``clipbound_learning_rate``, ``min_clipbound``, ``max_clipbound`` and
+            ``unclipped_num_std``.
         person, combine, records_per_person: as in :func:`quietgrad.torch.fit`: the loader then draws people and
-            hands out all their records, each person's one after the other; its batch_size counts people.
+            hands out all their records, each person's one after the other; its batch_size counts people. With
+            ``clipping="flat"`` and in one process only.
         noise_schedule: noise of epoch e relative to the calibrated one, such as ``lambda e: 0.95**e``.
         batch_schedule: expected sample size of epoch e, instead of the loader's.
         loss_reduction: ``"mean"`` if the loss averages over the batch (undone here), ``"sum"`` if it adds up.
+        poisson_sampling: ``False`` puts every record into exactly one batch of each epoch, as shuffling does. That
+            has no amplification that is proved: it is accounted without, and costs much more.
         micro_batch: examples per backward pass.
         ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
+        history: other loops on the same people, such as those of a :class:`PrivacyEngine`.
 
     Call the returned model once per batch, ``loss.backward()``, ``optimizer.step()``. A loss must treat examples
     apart: a mean with class weights divides by the weights of the whole batch, which mixes them.
@@ -104,8 +120,8 @@ def make_private_with_epsilon(
     loop = _epochs(data_loader, people, epochs, noise_schedule, batch_schedule)
     budget = Budget(target_epsilon, target_delta, Relation.parse(relation))
     return _private(
-        module, optimizer, data_loader, people, loop, budget, None, max_grad_norm, loss_reduction,
-        poisson_sampling, micro_batch, memory_budget, ledger, account, cap, seed,
+        module, optimizer, data_loader, people, loop, budget, None, (max_grad_norm, clipping, settings),
+        loss_reduction, poisson_sampling, micro_batch, memory_budget, ledger, account, cap, seed, history,
     )  # fmt: skip
 
 
@@ -115,7 +131,8 @@ def make_private(
     optimizer: Optimizer,
     data_loader: DataLoader[Any],
     noise_multiplier: float,
-    max_grad_norm: float,
+    max_grad_norm: float | Sequence[float],
+    clipping: str = "flat",
     epochs: int | None = None,
     target_epsilon: float | None = None,
     target_delta: float = 1e-5,
@@ -133,6 +150,8 @@ def make_private(
     account: str = "default",
     cap: Budget | None = None,
     seed: int | None = None,
+    history: History | None = None,
+    **settings: float,
 ) -> Private:
     """As :func:`make_private_with_epsilon`, with a noise multiplier of your own.
 
@@ -146,6 +165,10 @@ def make_private(
     if epochs is None:
         n, size = _checked(data_loader, people)
         steps = _OPEN_END
+        if target_epsilon is not None and not poisson_sampling:
+            raise ValueError(
+                "epochs=None: without Poisson samples a target ε needs the number of epochs; give epochs."
+            )
         if target_epsilon is not None:
             from quietgrad.privacy.calibrate import calibrate_steps
 
@@ -156,62 +179,12 @@ def make_private(
         loop: _Shape = ((steps, size, 1.0),), (_batches(data_loader, n, size),)
     else:
         loop = _epochs(data_loader, people, epochs, noise_schedule, batch_schedule)
-    promise = _NO_PROMISE if target_epsilon is None else target_epsilon
+    promise = NO_PROMISE if target_epsilon is None else target_epsilon
     budget = Budget(promise, target_delta, Relation.parse(relation))
     return _private(
-        module, optimizer, data_loader, people, loop, budget, noise_multiplier, max_grad_norm, loss_reduction,
-        poisson_sampling, micro_batch, memory_budget, ledger, account, cap, seed,
+        module, optimizer, data_loader, people, loop, budget, noise_multiplier, (max_grad_norm, clipping, settings),
+        loss_reduction, poisson_sampling, micro_batch, memory_budget, ledger, account, cap, seed, history,
     )  # fmt: skip
-
-
-class PrivacyEngine:
-    """Opacus's entry point by name, so that a script is ported by changing its import.
-
-    ``secure_mode`` is accepted and changes nothing: noise and samples are cryptographic in any case. The engine
-    remembers every loop it made private, and :meth:`get_epsilon` is what all of them cost together.
-    """
-
-    def __init__(self, *, secure_mode: bool = True) -> None:
-        self._loops: list[PrivateLoop] = []
-
-    def make_private(self, **settings: Any) -> Private:
-        """See :func:`make_private`."""
-        return self._keep(make_private(**settings))
-
-    def make_private_with_epsilon(self, **settings: Any) -> Private:
-        """See :func:`make_private_with_epsilon`."""
-        return self._keep(make_private_with_epsilon(**settings))
-
-    def get_epsilon(self, delta: float) -> float:
-        """ε of all samples that loops of this engine have had so far, as if all were of the same people.
-
-        For loops on other people's records use another engine.
-        """
-        from quietgrad.privacy.accounting import account
-        from quietgrad.privacy.events import composed
-
-        if not self._loops:
-            raise RuntimeError("get_epsilon: nothing was made private yet; call make_private first.")
-        if not all(loop.is_private for loop in self._loops):
-            return math.inf
-        budgets = [loop.plan.budget for loop in self._loops]
-        relations = {budget.relation for budget in budgets if budget is not None}
-        if len(relations) > 1:
-            raise ValueError(
-                "get_epsilon: loops of this engine were made for different relations, which do not add up. Use one "
-                "relation for all loops on the same records."
-            )
-        if len({loop.plan.unit for loop in self._loops}) > 1:
-            raise ValueError(
-                "get_epsilon: some loops of this engine were about records and some about people, which do not add "
-                "up. Use another engine for each."
-            )
-        events = [event for event in (loop.event() for loop in self._loops) if event is not None]
-        return account(composed(events), delta=delta, relation=relations.pop()) if events else 0.0
-
-    def _keep(self, made: Private) -> Private:
-        self._loops.append(made[2].privacy)
-        return made
 
 
 def _private(
@@ -222,7 +195,7 @@ def _private(
     shape: _Shape,
     budget: Budget,
     noise_multiplier: float | None,
-    max_grad_norm: float,
+    clipping: tuple[float | Sequence[float], str, dict[str, float]],
     loss_reduction: str,
     poisson_sampling: bool,
     micro_batch: int | None,
@@ -231,28 +204,42 @@ def _private(
     account: str,
     cap: Budget | None,
     seed: int | None,
+    history: History | None,
 ) -> Private:
-    if not poisson_sampling:
-        raise ValueError(
-            "poisson_sampling=False: shuffled or ordered batches are not Poisson samples and have no amplification "
-            "that is proved here. Leave it True, or use qt.fit with sampling='fixed-size'."
-        )
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
-    if not 0.0 < max_grad_norm < math.inf:
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}: must be a finite number > 0.")
+    if isinstance(module, PrivateModule):
+        module = module.module
+    module = unwrapped(module)
+    params = list(module.parameters())
+    shards = Shards.of(module)
+    if shards is not None:
+        module = shards.twin
+    data_loader = _given(data_loader)
+    trained = sum(param.requires_grad for param in module.parameters())
+    rule = clip_rule(clipping[1], clipping[0], trained, **clipping[2])
     stretches, lengths = shape
     n, _ = _checked(data_loader, people)
     refuse_repeated_records(data_loader.dataset)
     refuse_own_generators(data_loader.dataset)
     refuse_mixing_collate(data_loader.dataset, data_loader.collate_fn)
     engine = PerExampleEngine(module, pairing, micro_batch=micro_batch, memory_budget=memory_budget)
-    _check_optimizer(optimizer, module)
-    method: Any = OwnLoop(stretches, max_grad_norm)
+    check_optimizer(optimizer, params)
+    refuse_stepped(optimizer)
+    if people is not None and (clipping[1] != "flat" or several()):
+        raise ValueError(
+            "person: a person's records are clipped together over all parameters and by one process: use "
+            "clipping='flat', and one process or qt.fit."
+        )
+    method: Any = OwnLoop(stretches, rule.config(), poisson_sampling)
     unit = Unit.RECORD if people is None else Unit.PERSON
     plan = training.plan(method, n=n, budget=budget, noise_multiplier=noise_multiplier, unit=unit)
-    if noise_multiplier is not None and budget.epsilon < _NO_PROMISE:
+    if noise_multiplier is not None and budget.epsilon < NO_PROMISE:
         plan = affordable(plan)
+    for slot in plan.schedule.slots:
+        rule.bound(
+            slot.multiplier(plan.noise_multiplier)
+        )  # refuses a count whose noise leaves none for the gradient
     if seed is not None:
         warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
     objective: Any = OutputGradients(engine)
@@ -260,29 +247,12 @@ def _private(
     if people is not None:
         objective = OfPeople(objective, people.combine, people.records_per_person)
         data = OfRecords(data, people)
-    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, seed=seed)
-    loop = PrivateLoop(plan, curator, engine, max_grad_norm, loss_reduction == "mean")
-    _attach(optimizer, loop)
-    return PrivateModule(module, loop), optimizer, PoissonLoader(data_loader, loop, lengths)
-
-
-def _attach(optimizer: Optimizer, loop: PrivateLoop) -> None:
-    def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(closure is not None for closure in (*args[1:], *kwargs.values())):
-            raise TypeError(
-                "optimizer.step(closure): a step may use its sample once; call step() without a closure."
-            )
-        _check_optimizer(optimizer, loop.engine.module)  # parameters may have joined since
-        loop.write_gradients()
-
-    optimizer.register_step_pre_hook(before_step)
-    forget = optimizer.zero_grad
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        loop.clear()
-        forget(set_to_none)
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    key, name = same_for_all()
+    if not leads():
+        ledger = cap = None  # one process pays
+    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, seed=seed, key=key)
+    loop = PrivateLoop(plan, curator, engine, rule, loss_reduction == "mean", history, shards, name)
+    return PrivateModule(module, loop), made_private(optimizer, loop), PoissonLoader(data_loader, loop, lengths)
 
 
 def _epochs(
@@ -311,7 +281,12 @@ def _epochs(
 
 def _batches(loader: DataLoader[Any], n: int, size: int) -> int:
     """Batches of an epoch: as many as the loader would make, with ``drop_last`` without the short one."""
-    return n // size if loader.drop_last else math.ceil(n / size)
+    return n // size if _given(loader).drop_last else math.ceil(n / size)
+
+
+def _given(loader: Any) -> DataLoader[Any]:
+    """The loader, or the one that an earlier loop's was made of."""
+    return loader.original if isinstance(loader, PoissonLoader) else loader
 
 
 def _people(
@@ -327,7 +302,7 @@ def _people(
 
 
 def _length(loader: DataLoader[Any]) -> int:
-    dataset = loader.dataset
+    dataset = _given(loader).dataset
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise DataError(
             f"a data set of type {type(dataset).__name__} has no length, so no sample of known probability can be "
@@ -338,6 +313,7 @@ def _length(loader: DataLoader[Any]) -> int:
 
 def _checked(loader: DataLoader[Any], people: People | None) -> tuple[int, int]:
     """n and the batch size, in people, of a loader whose only wish is to go through its data set."""
+    loader = _given(loader)
     n, sampler = _length(loader), loader.sampler
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise DataError(
@@ -357,18 +333,3 @@ def _checked(loader: DataLoader[Any], people: People | None) -> tuple[int, int]:
     if not 1 <= loader.batch_size <= n:
         raise DataError(f"batch_size={loader.batch_size}: must be between 1 and the {n} {unit} of the data set.")
     return n, loader.batch_size
-
-
-def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    if isinstance(optimizer, SparseAdam):
-        raise ValueError("SparseAdam takes sparse gradients only, and a noisy one is dense: use Adam instead.")
-    own = {id(param) for param in module.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names", range(len(group["params"])))
-        for name, param in zip(names, group["params"], strict=True):
-            if id(param) not in own:
-                raise ValueError(
-                    f"the optimizer holds parameters of another module: {name!r} of its group {number}, of shape "
-                    f"{tuple(param.shape)}. Their gradients would not be private, and nothing was stepped. Make "
-                    "one module of all that is trained and give it to make_private."
-                )

@@ -8,10 +8,12 @@ to θ is that of ⟨b_i, output_i(θ)⟩. The session adds noise, counts, and re
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from quietgrad.algorithms.base import Releases
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import Drawn
-from quietgrad.errors import BudgetError, ExhaustedError
+from quietgrad.errors import BudgetError, ExhaustedError, UnprovableError
 from quietgrad.objectives.base import Batch, NoRegularizer, Rule
 from quietgrad.objectives.networks.checks import (
     made_up,
@@ -40,11 +42,17 @@ from quietgrad.objectives.networks.ways import Recorded, joined
 from quietgrad.objectives.people import PeopleRecords
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Unit
-from quietgrad.privacy.events import Event
-from quietgrad.sampling import Poisson
+from quietgrad.sampling import FullBatch, Poisson, Sampling, Turns
+from quietgrad.torch.call_layout import CallLayout
+from quietgrad.torch.clip_rules import ClipRule, FlatClip
+from quietgrad.torch.history import History, LoopCost, epsilon_of
+from quietgrad.torch.loop_processes import SharedSession, several
 from quietgrad.torch.rows import Owners, Rows, Sample, plain
+from quietgrad.torch.shards import Shards
 
-__all__ = ["OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
+__all__ = ["NO_PROMISE", "OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
+
+NO_PROMISE = 1e9  # ε of a loop that nobody limited: what it costs is told by PrivateLoop.epsilon
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ class OwnLoop(Releases):
     """
 
     stretches: tuple[tuple[int, int, float], ...]
-    clip: float
+    clip: float | Mapping[str, Any]
+    poisson: bool = True
+    """Whether batches are Poisson samples; else everybody is in one batch of each epoch, without amplification."""
 
     name: ClassVar[str] = "own-loop"
     private: ClassVar[bool] = True
@@ -67,14 +77,21 @@ class OwnLoop(Releases):
         """One slot per stretch."""
         return Schedule(
             tuple(
-                Slot(f"stretch-{k}", Poisson(batch_size / n_public), count, noise)
+                Slot(f"stretch-{k}", self._sampling(batch_size, n_public), count, noise)
                 for k, (count, batch_size, noise) in enumerate(self.stretches)
             )
         )
 
+    def _sampling(self, batch_size: int, n_public: int) -> Sampling:
+        if self.poisson:
+            return Poisson(batch_size / n_public)
+        cohorts = -(-n_public // batch_size)
+        return Turns(cohorts) if cohorts > 1 else FullBatch()
+
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""
-        return {"stretches": [list(stretch) for stretch in self.stretches], "clip": self.clip}
+        clip = {"clip": self.clip} if isinstance(self.clip, float | int) else dict(self.clip)
+        return {"stretches": [list(stretch) for stretch in self.stretches], **clip, "poisson": self.poisson}
 
 
 class PrivateLoop:
@@ -88,22 +105,36 @@ class PrivateLoop:
         plan: Plan,
         curator: CentralCurator,
         engine: PerExampleEngine,
-        clip: float,
+        rule: ClipRule,
         mean_reduced: bool,
+        history: History | None = None,
+        shards: Shards | None = None,
+        name: str = "",
     ) -> None:
         self.plan = plan
         self.engine = engine
-        self.clip = clip
+        self.rule = rule
         self.mean_reduced = mean_reduced
         self.is_private = not curator.seeded
         self.handed_out = 0  # samples that the loop has seen
-        self._session = curator.open(plan)
+        self.total = plan.schedule.releases  # samples it may see
+        self.partial = False  # whether more pieces of the sample follow: a step then waits for them
+        self.waiting = False  # whether one has
+        self.name = name or os.urandom(16).hex()
+        self.shards = shards
+        self.history = History() if history is None else history
+        self._session: Any = (
+            SharedSession(curator, plan, engine.module, engine.device) if several() else curator.open(plan)
+        )
+        self.history.add(self)
+        self.keep_promise()
         self._records = len(curator.records)
         self._people = curator.records.people if isinstance(curator.records, PeopleRecords) else None
         self._ahead: deque[Drawn] = deque()  # drawn for a loader that reads ahead, and not yet handed out
         self.sample = Sample()  # what is known of the rows last handed out
         self._now: Drawn | None = None  # the sample a step may use; None once it has been used
         self._pieces: list[_Piece] = []
+        self._engines: dict[str, PerExampleEngine] = {}  # by how the model is called
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     def __str__(self) -> str:
@@ -117,33 +148,49 @@ class PrivateLoop:
     def epsilon(self, delta: float | None = None) -> float:
         """ε of the samples handed out so far, at ``delta`` (default: the plan's); infinite if the loop was seeded.
 
-        A sample counts once the loop has it, stepped on or not: whether to skip it may have depended on it.
+        A sample counts once the loop has it, stepped on or not: whether to skip it may have depended on it. What
+        states that were loaded had cost counts too.
         """
-        from quietgrad.privacy.accounting import account
-
         if not self.is_private:
             return math.inf
-        event = self.event()
-        if event is None:
-            return 0.0
-        budget = self.plan.budget
-        assert budget is not None
-        return account(event, delta=budget.delta if delta is None else delta, relation=budget.relation)
-
-    def event(self) -> Event | None:
-        """What the samples handed out so far are accounted as; ``None`` before the first."""
-        if not self.handed_out:
-            return None
-        left, counts = self.handed_out, {}
-        for slot in self.plan.schedule.slots:
-            counts[slot.name] = min(left, slot.count)
-            left -= counts[slot.name]
-        return self.plan.event_of(counts)
+        assert self.plan.budget is not None
+        delta = self.plan.budget.delta if delta is None else delta
+        return epsilon_of([self.cost, *self.history.others(self)], delta)
 
     @property
-    def total(self) -> int:
-        """Samples the plan allows."""
-        return self.plan.schedule.releases
+    def cost(self) -> LoopCost:
+        """What the samples handed out so far are accounted as."""
+        assert self.plan.budget is not None
+        return LoopCost(
+            self.name, self.plan.schedule.slots, self.plan.noise_multiplier, self.plan.budget.relation,
+            self.is_private, self.handed_out, self.plan.unit,
+        )  # fmt: skip
+
+    def load_history(self, data: Any) -> None:
+        """A state of another loop comes into this one, and what it cost with it; the promise is still kept."""
+        self.history.load(data)
+        self.history.keep_promises()
+
+    def keep_promise(self) -> None:
+        """Plan no more samples than the budget affords after what states that were loaded had cost."""
+        budget = self.plan.budget
+        others = self.history.others(self)
+        if budget is None or budget.epsilon >= NO_PROMISE or not self.is_private or not others:
+            return
+
+        def fits(samples: int) -> bool:
+            try:
+                return epsilon_of([replace(self.cost, used=samples), *others], budget.delta) <= budget.epsilon
+            except UnprovableError:
+                return False
+
+        low, high = self.handed_out, self.total
+        if fits(high):
+            return
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        self.total = low
 
     def keys(self, number: int) -> RecordKeys:
         """Records of sample ``number``, drawn once, and the secrets they draw random numbers by."""
@@ -168,19 +215,32 @@ class PrivateLoop:
 
     def hand_out(self) -> int:
         """The next sample goes to the loop; returns how many records it has."""
+        if self.handed_out >= self.total:
+            raise BudgetError(self.refusal())
         count = len(self.keys(self.handed_out).indices)
+        self.history.handed_out(self.name, self.handed_out + 1)
         self._now = self._ahead.popleft()
-        self.sample = Sample()
+        self.sample, self.waiting = Sample(), False
         self.handed_out += 1
         # A forward pass nobody differentiated was an evaluation.
         self._pieces = [piece for piece in self._pieces if piece.has_gradient]
         return count
 
     def clear(self) -> None:
-        """Forget the outputs: ``zero_grad()``."""
-        self._pieces = []
+        """Forget the outputs: ``zero_grad()``. Those of a sample's earlier pieces wait for its step."""
+        if not self.waiting:
+            self._pieces = []
 
-    def forward(self, args: tuple[Tensor, ...], owners: Owners) -> Any:
+    def _engine(self, layout: CallLayout) -> PerExampleEngine:
+        """The engine of calls of this kind: each is tried on made-up examples for itself."""
+        found = self._engines.get(layout.name)
+        if found is None:
+            found = copy.copy(self.engine)
+            found._ways = {}
+            self._engines[layout.name] = found
+        return found
+
+    def forward(self, args: tuple[Tensor, ...], owners: Owners, layout: CallLayout) -> Any:
         """The module's output for some rows of the current sample, as leaves that are remembered for the step."""
         if self._now is None or owners.draw != self.handed_out - 1:
             raise BudgetError(
@@ -197,53 +257,61 @@ class PrivateLoop:
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         keys = self._keys(self._now).rows(owners.places.numpy())
-        recorded = self._recorded(args, keys)
-        with torch.no_grad():
-            output = outputs_of(self.engine, args, keys) if recorded is None else recorded.output
+        engine = self._engine(layout)
+        with layout.of(engine.module):
+            recorded = self._recorded(engine, args, keys)
+            with torch.no_grad():
+                output = outputs_of(engine, args, keys) if recorded is None else recorded.output
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
             if not value.is_floating_point():
                 return value
             if value.dim() < 1 or len(value) != len(keys.indices):
-                raise ValueError(
-                    f"the model returned shape {tuple(value.shape)} for a batch of examples: they must come first."
-                )
+                raise ValueError(_not_by_rows(value))
             leaves.append(value.detach().requires_grad_())
             return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
         state = _state(self._params().values(), tensors_of((args, output))) if recorded is not None else ()
-        self._pieces.append(_Piece(args, leaves, owners, keys, recorded, state))
+        self._pieces.append(_Piece(args, leaves, owners, keys, layout, recorded, state))
         return wrapped
 
-    def _recorded(self, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
+    def _recorded(
+        self, engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys
+    ) -> Recorded | None:
         """A forward pass that needs no second one for the step; of one piece of a sample, so that memory holds."""
-        if self._people is not None or not len(keys.indices):
+        if type(self.rule) is not FlatClip or self._people is not None or not len(keys.indices):
             return None
         if any(piece.recorded is not None for piece in self._pieces):
             return None
-        if not self.engine.planned:
-            _plan(self.engine, args)
-        return self.engine.record(args, keys)
+        if not engine.planned:
+            _plan(engine, args)
+        return engine.record(args, keys)
 
     def write_gradients(self) -> None:
         """Release the noisy clipped sum of the current sample and make it the parameters' gradients."""
         pieces = [piece for piece in self._pieces if piece.has_gradient]
         self._check(pieces)
         assert self._now is not None
+        self.waiting = False
         drawn, self._now, self._pieces = self._now, None, []
         theta = self.engine.flatten(self._params())
-        query = _FromOutputs(self, theta, pieces, self._persons(drawn))
-        total = self._session.release_drawn(drawn, query)
-        if self.handed_out == self.total:
+        multiplier = self._multiplier(drawn.slot)
+        query = _FromOutputs(self, theta, pieces, multiplier, self._persons(drawn))
+        total = torch.as_tensor(self._session.release_drawn(drawn, query))
+        if self.handed_out == self.plan.schedule.releases:
             self._session.close("steps")
+        expected = self._session.expected_batch(drawn.slot)
+        if self.rule.extra:
+            self.rule.learn(total[-self.rule.extra :], expected, multiplier)
+            total = total[: -self.rule.extra].to(theta)
         if self.mean_reduced:
             # By the public expected size: the size of the sample itself is private.
-            total = total / self._session.expected_batch(drawn.slot)
-        params = self._params()
+            total = total / expected
+        params = self._stepped()
         for name, value in self.engine.unflatten(total).items():
-            gradient = value.clone()
+            gradient = value.clone() if self.shards is None else self.shards.cut(name, value)
             params[name].grad = gradient
             self._released[params[name]] = (gradient, gradient._version)
 
@@ -251,8 +319,32 @@ class PrivateLoop:
         """End the loop. What it did not use stays spent: when it stopped may have depended on the data."""
         self._session.close("closed by the loop", data_dependent=True)
 
+    @property
+    def noise_multiplier(self) -> float:
+        """That of the next step, as declared."""
+        return self._multiplier(self._slot(min(self.handed_out, self.plan.schedule.releases - 1)))
+
+    @property
+    def expected_batch(self) -> float:
+        """The public size of the next sample."""
+        return float(
+            self._session.expected_batch(self._slot(min(self.handed_out, self.plan.schedule.releases - 1)))
+        )
+
+    def _multiplier(self, slot: str) -> float:
+        return self.plan.schedule[slot].multiplier(self.plan.noise_multiplier)
+
     def _params(self) -> dict[str, nn.Parameter]:
         return dict(self.engine.module.named_parameters())
+
+    def _stepped(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by the engine's names."""
+        return self._params() if self.shards is None else self.shards.params
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: what computes follows what is stepped."""
+        if self.shards is not None:
+            self.shards.gather()
 
     def _slot(self, number: int) -> str:
         for slot in self.plan.schedule.slots:
@@ -289,7 +381,7 @@ class PrivateLoop:
             )
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
-        for name, param in self._params().items():
+        for name, param in self._stepped().items():
             if param.grad is not None:
                 known = self._released.get(param)
                 if known is None or known[0] is not param.grad or known[1] != param.grad._version:
@@ -300,7 +392,8 @@ class PrivateLoop:
 
     def _refuse_other_parameters(self) -> None:
         """The engine trains the parameters it was made for, and no others would get a gradient."""
-        now = {name: param for name, param in self._params().items() if param.requires_grad}
+        trained = {name for name, param in self._stepped().items() if param.requires_grad}
+        now = {name: param for name, param in self._params().items() if name in trained}
         if list(now) != self.engine.names:
             changed = sorted(set(now) ^ set(self.engine.names))[0]
             raise BudgetError(
@@ -322,6 +415,7 @@ class _Piece:
     leaves: list[Tensor]
     owners: Owners
     keys: RecordKeys
+    layout: CallLayout
     recorded: Recorded | None = None
     state: tuple[int, ...] = ()  # of what the recording depends on: a change in place makes it another function's
 
@@ -334,36 +428,45 @@ class _FromOutputs:
     """Σ clip_C(∇fᵢ(θ)) from the gradients that arrived at the outputs."""
 
     def __init__(
-        self, loop: PrivateLoop, theta: Tensor, pieces: list[_Piece], persons: Persons | None = None
+        self,
+        loop: PrivateLoop,
+        theta: Tensor,
+        pieces: list[_Piece],
+        multiplier: float,
+        persons: Persons | None = None,
     ) -> None:
         self.loop = loop
         self.theta = theta
         self.pieces = pieces
+        self.multiplier = multiplier
         self.persons = persons
 
     @property
     def bound(self) -> float:
-        return self.loop.clip
+        return self.loop.rule.bound(self.multiplier)
 
     def dim(self, records: Any) -> int:
-        return self.loop.engine.dim
+        return self.loop.engine.dim + self.loop.rule.extra
 
-    def sum_into(self, objective: Any, batch: Batch, out: Tensor) -> None:
-        engine, rule = self.loop.engine, Rule.gradient(self.loop.clip)
+    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
+        out = torch.as_tensor(out)  # of an array: its own memory
         if self.persons is None:
-            added = [self._add_piece(engine, piece, rule, out) for piece in self.pieces]
+            added = [self._add_piece(piece, out) for piece in self.pieces]
             finite = all(added)
         else:
-            norms = list(self._people(engine, self.persons, rule, out))
+            norms = list(self._people(self.persons, out))
             finite = all(bool(each.isfinite().all()) for each in norms)
         if not finite:
             private_log.info("contributions of a release were not finite and counted as zero")
 
-    def _add_piece(self, engine: PerExampleEngine, piece: _Piece, rule: Rule, out: Tensor) -> bool:
-        grads = self._grads(piece)
-        if self._add_recorded(piece, grads, out):
-            return True
-        return bool(engine.add((self.theta,), piece.args, grads, rule, out, piece.keys).isfinite().all())
+    def _add_piece(self, piece: _Piece, out: Tensor) -> bool:
+        loop, grads = self.loop, self._grads(piece)
+        engine = loop._engine(piece.layout)
+        with piece.layout.of(engine.module):
+            if self._add_recorded(engine, piece, grads, out):
+                return True
+            norms = loop.rule.add(engine, self.theta, piece.args, grads, out, piece.keys, self.multiplier)
+        return bool(norms.isfinite().all())
 
     def _grads(self, piece: _Piece) -> tuple[Tensor, ...]:
         # A mean over the piece's examples is undone by its own length, whatever that is.
@@ -372,8 +475,11 @@ class _FromOutputs:
             torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
         )
 
-    def _people(self, engine: PerExampleEngine, persons: Persons, rule: Rule, out: Tensor) -> Iterator[Tensor]:
+    def _people(self, persons: Persons, out: Tensor) -> Iterator[Tensor]:
         """Everyone once: who is in one piece from that piece, others from all theirs before they are clipped."""
+        loop = self.loop
+        assert type(loop.rule) is FlatClip  # no other knows people
+        rule = Rule.gradient(loop.rule.clip)
         owners = [persons.owners[piece.owners.places.numpy()] for piece in self.pieces]
         everyone, counts = np.unique(np.concatenate([np.unique(own) for own in owners]), return_counts=True)
         several = everyone[counts > 1]
@@ -383,27 +489,33 @@ class _FromOutputs:
                 people, number = np.unique(own[rows], return_inverse=True)
                 whose = Persons(number.reshape(-1), persons.factors[people])
                 x, y, keys = self._rows(piece, rows)
-                yield engine.add((self.theta,), x, y, rule, out, keys, whose)
+                engine = loop._engine(piece.layout)
+                with piece.layout.of(engine.module):
+                    yield engine.add((self.theta,), x, y, rule, out, keys, whose)
         for person in several.tolist():
-            whole = engine.nothing(rule)
+            whole = loop.engine.nothing(rule)
             for piece, own in zip(self.pieces, owners, strict=True):
                 if len(rows := np.flatnonzero(own == person)):
                     x, y, keys = self._rows(piece, rows)
-                    engine.add_unclipped((self.theta,), x, y, rule, whole, keys)
-            yield engine.add_whole(whole, persons.factors[person], rule, out)
+                    engine = loop._engine(piece.layout)
+                    with piece.layout.of(engine.module):
+                        engine.add_unclipped((self.theta,), x, y, rule, whole, keys)
+            yield loop.engine.add_whole(whole, persons.factors[person], rule, out)
 
     def _rows(self, piece: _Piece, rows: Any) -> tuple[Any, Any, RecordKeys]:
         where = torch.from_numpy(rows)
         return select(piece.args, where), select(self._grads(piece), where), piece.keys.rows(rows)
 
-    def _add_recorded(self, piece: _Piece, grads: tuple[Tensor, ...], out: Tensor) -> bool:
+    def _add_recorded(
+        self, engine: PerExampleEngine, piece: _Piece, grads: tuple[Tensor, ...], out: Tensor
+    ) -> bool:
         recorded, piece.recorded = piece.recorded, None
         if recorded is None:
             return False
         loop = self.loop
         if piece.state != _state(loop._params().values(), tensors_of((piece.args, recorded.output))):
             return False
-        return loop.engine.add_recorded(recorded, grads, loop.clip, out)
+        return engine.add_recorded(recorded, grads, loop.rule.clip, out)
 
 
 def _state(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -414,7 +526,10 @@ def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordK
     """The module's output, drawn as the gradient will be; in passes of the engine's micro-batch."""
     count = len(keys.indices)
     if count == 0:
-        return engine.module(*args)
+        # Not every module takes no rows at all; of one that is nobody's no row is left.
+        with preserved():
+            nobody = engine.module(*(arg.new_zeros((1, *arg.shape[1:])) for arg in args))
+        return mapped(nobody, lambda tensor: tensor[:0])
     if not engine.planned:
         _plan(engine, args)
     way = engine.way(args, ())
@@ -440,14 +555,30 @@ def _plan(engine: PerExampleEngine, args: tuple[Tensor, ...]) -> None:
     with preserved(), torch.no_grad():
         refuse_changed_buffers(engine.module, run)
     for count, output in zip((3, 4), tried, strict=True):
-        if any(t.dim() < 1 or len(t) != count for t in tensors_of(output) if t.is_floating_point()):
-            raise ValueError("the model's outputs must have examples first (batch_first), one row per example.")
+        for value in tensors_of(output):
+            if value.is_floating_point() and (value.dim() < 1 or len(value) != count):
+                raise ValueError(_not_by_rows(value))
     engine.way(made, tuple(t for t in tensors_of(tried[1]) if t.is_floating_point()))
+
+
+def _not_by_rows(value: Tensor) -> str:
+    if value.dim() == 0:
+        return (
+            "the model returned one number for the whole batch, a loss or a statistic in which examples weigh each "
+            "other: leave the labels out of the call and make the loss of the outputs, example by example "
+            "(qt.causal_lm_loss for language models), or use DPTrainer."
+        )
+    return (
+        f"the model returned shape {tuple(value.shape)} for a batch of examples: its outputs must have examples "
+        "first (batch_first), one row per example."
+    )
 
 
 def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
     """⟨b_i, output_i⟩ for each example: its gradient in θ is that of the loss whose output gradients are b."""
     outputs = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    # Alone an example may come without its axis, if the module squeezes its output: all of it is its own.
+    outputs = [o.reshape(g.shape) if len(g) == 1 else o for o, g in zip(outputs, grads, strict=True)]
     products = [(o * g).reshape(len(o), -1).sum(1) for o, g in zip(outputs, grads, strict=True)]
     return torch.stack(products).sum(0)
 

@@ -28,6 +28,7 @@ class PoissonLoader:
 
     def __init__(self, loader: DataLoader[Any], loop: PrivateLoop, lengths: tuple[int, ...]) -> None:
         self.privacy = loop
+        self.original = loader
         self.dataset: Any = loader.dataset
         self._lengths = lengths  # batches of each epoch; the last one's for all that follow
         self._epoch = 0
@@ -44,6 +45,11 @@ class PoissonLoader:
             multiprocessing_context=loader.multiprocessing_context,
             **workers,
         )
+
+    @property
+    def batch_size(self) -> float:
+        """The public size of a sample, as declared; the size of a sample itself is private."""
+        return self.privacy.expected_batch
 
     def __len__(self) -> int:
         return self._lengths[min(self._epoch, len(self._lengths) - 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +10,17 @@ from torch import Tensor, nn
 
 from quietgrad.errors import BudgetError
 from quietgrad.objectives.networks.tape import mapped, tensors_of, with_parameters
+from quietgrad.torch.call_layout import CallLayout
 from quietgrad.torch.rows import Rows, owners_of, plain
 
 if TYPE_CHECKING:
     from quietgrad.torch.own_loop import PrivateLoop
 
 __all__ = ["PrivateModule"]
+
+
+_SPENT = "quietgrad"  # in the metadata of a state
+_CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 class PrivateModule(nn.Module):
@@ -25,23 +31,36 @@ class PrivateModule(nn.Module):
         self._module = module
         self._loop = loop
 
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self._module
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; recorded for the next step when training."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
-        if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
-            raise TypeError(
-                "a private model takes positional tensors only: model(x) or model(x1, x2), examples first. For a "
-                "model of dictionaries or keywords write a module around it that takes tensors."
+        # The second question is asked here and not in a function of its own: a compiler that cannot take this one
+        # runs it as it is, and compiles what it calls.
+        if torch.compiler.is_compiling() or callable(_CALLBACK()):
+            raise ValueError(
+                "torch.compile: a compiled model would follow no rows and fuse the layers whose inputs and "
+                "gradients are needed. Train with the private model as it is."
             )
-        owners = owners_of(args)
+        tensors = tuple(tensors_of((args, kwargs)))
+        if not tensors or not _known((args, kwargs)):
+            raise TypeError(
+                "a private model takes tensors, examples first, alone or in tuples, lists and dictionaries, beside "
+                "None, flags, numbers and texts: an object of another kind may hold records that nobody follows."
+            )
+        owners = owners_of(tensors)
         if isinstance(owners, str):
             raise BudgetError(
                 f"the private model was given {owners}: each row must be one record of the loader's batch, whole "
                 "or in pieces. Augment records in the data set or in the model, where their random numbers are "
                 "their own; wrap evaluations in model.eval() or torch.no_grad()."
             )
-        return self._loop.forward(plain(args), owners)
+        return self._loop.forward(plain(tensors), owners, CallLayout(args, kwargs))
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (torch.is_grad_enabled() and any(isinstance(t, Rows) for t in tensors_of((args, kwargs)))):
@@ -58,22 +77,43 @@ class PrivateModule(nn.Module):
             return getattr(super().__getattr__("_module"), name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state, under its own names."""
-        return self._module.state_dict(*args, **kwargs)
+        """The module's own state, under its own names, and in its metadata what it cost."""
+        state = self._module.state_dict(*args, **kwargs)
+        if not args and not kwargs.get("prefix") and kwargs.get("destination") is None:
+            metadata = getattr(state, "_metadata", None)  # a module with a state_dict of its own may have none
+            if metadata is not None:
+                metadata.setdefault("", {})[_SPENT] = json.dumps(self._loop.history.to_json())
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own state."""
+        """Load the module's own state; one of another private loop brings what it cost, which counts here too."""
         if kwargs.get("assign") or (len(args) > 2 and args[2]):
             raise ValueError(
                 "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
                 "the private loop would know: nothing would train. Load without assign."
             )
-        return self._module.load_state_dict(*args, **kwargs)
+        state = args[0] if args else kwargs.get("state_dict")
+        spent = (getattr(state, "_metadata", None) or {}).get("", {}).get(_SPENT)
+        if spent is not None:
+            self._loop.load_history(json.loads(spent))
+        loaded = self._module.load_state_dict(*args, **kwargs)
+        if self._loop.shards is not None:
+            self._loop.shards.scatter()
+        return loaded
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients and recorded outputs."""
         self._loop.clear()
         self._module.zero_grad(set_to_none)
+
+
+def _known(value: Any) -> bool:
+    """Whether all there is in a call can be seen."""
+    if type(value) in (tuple, list):
+        return all(_known(item) for item in value)
+    if type(value) is dict:
+        return all(_known(item) for item in value.values())
+    return value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device)
 
 
 def _not_trained_on(value: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ refused.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -222,7 +223,7 @@ def owners_of(values: tuple[Any, ...]) -> Owners | str:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, dict | UserDict):
         yield from _tensors(tuple(value.values()))
     elif isinstance(value, slice):
         yield from _tensors((value.start, value.stop, value.step))

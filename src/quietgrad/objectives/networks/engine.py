@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
 from quietgrad.objectives.networks.collector import Network, Piece
-from quietgrad.objectives.networks.contributions import Combination, Workspace, squares_of
+from quietgrad.objectives.networks.contributions import (
+    Combination,
+    Contribution,
+    Stored,
+    Workspace,
+    squares_of,
+)
 from quietgrad.objectives.networks.held_generators import refuse_held_generators
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
@@ -354,6 +360,72 @@ class PerExampleEngine:
             return False
         _add_pieces(pieces, _weighing(positive(Rule.gradient(clip)), mix, self.dtype)(norms), out)
         return True
+
+    @torch.no_grad()
+    def add_clipped_by_parameter(
+        self,
+        theta: Tensor,
+        x: Batch,
+        y: Batch,
+        clips: Sequence[float],
+        out: Tensor,
+        keys: RecordKeys | None = None,
+    ) -> Tensor:
+        """out += Σ over examples of each parameter's gradient, clipped to that parameter's own bound.
+
+        ``clips`` are in the order of ``names``, ``out`` is in float64. One record contributes at most √Σ C_p².
+        Returns the norms over all parameters; an example with a norm that is not finite counts as zero everywhere.
+        """
+        self._check(theta, None, out)
+        if len(clips) != len(self.names) or not all(clip > 0 for clip in clips):
+            raise ValueError(f"clips: must be {len(self.names)} numbers > 0, one for each trained parameter.")
+        examples = batch_length(x)
+        mix = Combination(gradient=True, change=False)
+        norms = theta.new_zeros(examples, dtype=torch.float64)
+        if examples == 0:
+            return norms
+        refuse_autocast(theta.device)
+        keys = keys or RecordKeys.of(None, np.arange(examples))
+        way = self.way(x, y)
+        bounds = torch.tensor(clips, dtype=torch.float64, device=theta.device)
+        for rows in keys.passes(self._pass_size(way, mix) or examples):
+            left = rows
+            while len(left):
+                where = torch.from_numpy(left).to(theta.device)
+                part = select(x, where), select(y, where)
+                pieces = self._by_parameter(way.pieces(theta, None, *part, mix, keys.rows(left)))
+                squares = torch.zeros((len(left), len(self.names)), dtype=torch.float64, device=theta.device)
+                for place, _, piece in pieces:
+                    squares[:, place] += piece.squared_norms()[:, 0]
+                norms[where] = squares.sum(1).sqrt()
+                finite = squares.sqrt().isfinite().all(1)
+                if finite.all():
+                    weights = torch.stack([
+                        clip_weights(column, float(bound), self.dtype)
+                        for column, bound in zip(squares.sqrt().unbind(1), bounds, strict=True)
+                    ], 1)  # fmt: skip
+                    for place, slot, piece in pieces:
+                        piece.add_weighted(weights[:, place : place + 1], out[slot])
+                    break
+                norms[where[~finite]] = torch.inf
+                left = left[finite.cpu().numpy()]  # 0 · inf is not 0: the sum is formed without them
+        return norms
+
+    def _by_parameter(self, pieces: list[Piece]) -> list[tuple[int, slice, Contribution]]:
+        """Contributions with the place of their parameter; vectors of the whole model are cut into parameters."""
+        places = {slot.start: (place, slot) for place, slot in enumerate(self._slices.values())}
+        found: list[tuple[int, slice, Contribution]] = []
+        for where, piece in pieces:
+            place, slot = places[where.start]
+            if slot == where:
+                found.append((place, slot, piece))
+                continue
+            assert isinstance(piece, Stored)
+            for place, slot in places.values():
+                if where.start <= slot.start and slot.stop <= where.stop:
+                    values = piece.values[..., slot.start - where.start : slot.stop - where.start]
+                    found.append((place, slot, Stored(values)))
+        return found
 
     @property
     def planned(self) -> bool:

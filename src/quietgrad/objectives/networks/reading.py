@@ -7,6 +7,7 @@ small chance, on few batches, or put them into another order, where no trial bef
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -242,7 +243,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """What a sample is made of, in order."""
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
         for item in value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -275,7 +275,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         value = value.values()
     elif _is_dataclass(value):
         value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
@@ -288,7 +288,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """The same structure, of the same types, with every tensor that :func:`tensors_of` finds changed."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         if type(value) is dict:
             return {key: mapped(item, change) for key, item in value.items()}
         filled = copy.copy(value)

@@ -1,0 +1,216 @@
+"""How a loop clips: over all parameters, each parameter for itself, or at a bound that follows the gradients.
+
+A rule knows the L2 bound of what one record adds to a release, adds the clipped contributions of some rows, and
+learns from what was released. A release may hold more than the gradient: the adaptive rule asks, in the same
+Gaussian release and for its price, how many records were not clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from quietgrad.objectives.base import Rule
+from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.randomness import RecordKeys
+
+__all__ = ["AdaptiveClip", "ClipRule", "FlatClip", "PerParameterClip", "clip_rule"]
+
+
+@dataclass
+class FlatClip:
+    """One bound C over all parameters.
+
+    >>> FlatClip(0.5).bound(1.1)
+    0.5
+    """
+
+    clip: float
+    extra: int = field(default=0, init=False)
+    """Numbers that a release holds besides the gradient."""
+
+    def bound(self, multiplier: float) -> float:
+        """The L2 norm of what one record adds to a release whose noise multiplier is ``multiplier``, at most."""
+        return self.clip
+
+    def add(
+        self, engine: PerExampleEngine, theta: Tensor, args: tuple[Tensor, ...], grads: tuple[Tensor, ...],
+        out: Tensor, keys: RecordKeys, multiplier: float,
+    ) -> Tensor:  # fmt: skip
+        """out += the rows' clipped contributions; returns their norms."""
+        return engine.add((theta,), args, grads, Rule.gradient(self.clip), out, keys)[:, 0]
+
+    def learn(self, released: Tensor, expected: float, multiplier: float) -> None:
+        """The extra numbers of a release, to go on from."""
+
+    def state(self) -> dict[str, Any]:
+        """What a rule has learnt from releases; most learn nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state` that came with what it cost."""
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return {"clip": self.clip}
+
+
+@dataclass
+class PerParameterClip(FlatClip):
+    """A bound for each parameter: together a record is bounded by √ΣC_p², which is what the noise is for.
+
+    >>> PerParameterClip((3.0, 4.0)).bound(1.0)
+    5.0
+    """
+
+    clip: tuple[float, ...]  # type: ignore[assignment]
+
+    def bound(self, multiplier: float) -> float:
+        """√ΣC_p²."""
+        return math.sqrt(math.fsum(clip**2 for clip in self.clip))
+
+    def add(
+        self, engine: PerExampleEngine, theta: Tensor, args: tuple[Tensor, ...], grads: tuple[Tensor, ...],
+        out: Tensor, keys: RecordKeys, multiplier: float,
+    ) -> Tensor:  # fmt: skip
+        """Each parameter's gradient is clipped to its own bound."""
+        return engine.add_clipped_by_parameter(theta, args, grads, self.clip, out, keys)
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return {"clip": list(self.clip), "clipping": "per_layer"}
+
+
+@dataclass
+class AdaptiveClip(FlatClip):
+    """A bound that follows a quantile of the gradient norms (Andrew et al. 2021), told by a noisy count.
+
+    With b_i = 1 if record i is not clipped, a release is Σ (clip_C(g_i), s·(b_i − ½)). One record adds a vector
+    of norm at most B = √(C² + s²/4), so noise z·B on every coordinate is one Gaussian release of multiplier z: it
+    is the plan's, and the count costs what it makes the gradient's noise grow. s is such that the count's noise
+    z·B/s is ``count_noise``: s = z·C/√(count_noise² − z²/4), which exists if count_noise > z/2. The share of
+    unclipped records is ½ + count/(expected batch), by the public size of a sample, and
+    C ← C·exp(−rate·(share − quantile)).
+
+    >>> import torch
+    >>> rule = AdaptiveClip(1.0, quantile=0.5, rate=0.2, lowest=0.1, highest=10.0, count_noise=5.0)
+    >>> scale = rule.scale(1.0)
+    >>> round(1.0 * rule.bound(1.0) / scale, 9)
+    5.0
+    >>> rule.learn(torch.tensor([0.5 * scale * 100]), 100.0, 1.0)  # nobody was clipped
+    >>> round(rule.clip, 4)
+    0.9048
+    """
+
+    quantile: float
+    rate: float
+    lowest: float
+    highest: float
+    count_noise: float
+    extra: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.quantile < 1.0:
+            raise ValueError(f"target_unclipped_quantile={self.quantile}: must be between 0 and 1.")
+        if not 0.0 < self.lowest <= self.clip <= self.highest < math.inf:
+            raise ValueError(
+                f"min_clipbound={self.lowest}, max_grad_norm={self.clip}, max_clipbound={self.highest}: must be in "
+                "this order, finite and > 0."
+            )
+        if not (0.0 < self.rate < math.inf and 0.0 < self.count_noise < math.inf):
+            raise ValueError("clipbound_learning_rate and unclipped_num_std must be finite numbers > 0.")
+
+    def scale(self, multiplier: float) -> float:
+        """s: what one record of difference in the count is in the release."""
+        rest = self.count_noise**2 - multiplier**2 / 4.0
+        if rest <= 0.0:
+            raise ValueError(
+                f"unclipped_num_std={self.count_noise:g}: must exceed half the noise multiplier {multiplier:.4g}, "
+                "or there is no noise left for the gradient. Use about a twentieth of the batch size."
+            )
+        return multiplier * self.clip / math.sqrt(rest)
+
+    def bound(self, multiplier: float) -> float:
+        """√(C² + s²/4)."""
+        return math.hypot(self.clip, self.scale(multiplier) / 2.0)
+
+    def add(
+        self, engine: PerExampleEngine, theta: Tensor, args: tuple[Tensor, ...], grads: tuple[Tensor, ...],
+        out: Tensor, keys: RecordKeys, multiplier: float,
+    ) -> Tensor:  # fmt: skip
+        """Clipped gradients, and behind them s·Σ(b_i − ½); who is not finite counts as clipped."""
+        norms = super().add(engine, theta, args, grads, out[:-1], keys, multiplier)
+        unclipped = int((norms <= self.clip).sum())
+        out[-1] += self.scale(multiplier) * (unclipped - 0.5 * len(norms))
+        return norms
+
+    def learn(self, released: Tensor, expected: float, multiplier: float) -> None:
+        """Move the bound by the noisy share of unclipped records."""
+        share = 0.5 + float(released[0]) / (self.scale(multiplier) * expected)
+        moved = self.clip * math.exp(min(max(-self.rate * (share - self.quantile), -50.0), 50.0))
+        self.clip = min(max(moved, self.lowest), self.highest)
+
+    def state(self) -> dict[str, Any]:
+        """Where the bound is."""
+        return {"clip": self.clip}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, within the limits of this rule."""
+        if isinstance(clip := state.get("clip"), float) and clip > 0.0:
+            self.clip = min(max(clip, self.lowest), self.highest)
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return {
+            "clip": self.clip, "clipping": "adaptive", "quantile": self.quantile, "rate": self.rate,
+            "lowest": self.lowest, "highest": self.highest, "count_noise": self.count_noise,
+        }  # fmt: skip
+
+
+ClipRule = FlatClip | PerParameterClip | AdaptiveClip
+
+
+def clip_rule(
+    clipping: str, max_grad_norm: float | Sequence[float], parameters: int, **settings: float
+) -> ClipRule:
+    """The rule that Opacus' ``clipping`` names; ``parameters`` are trained.
+
+    >>> clip_rule("per_layer", 2.0, 4).bound(1.0)
+    2.0
+    """
+    if clipping not in ("flat", "per_layer", "adaptive"):
+        raise ValueError(f"clipping={clipping!r}: must be 'flat', 'per_layer' or 'adaptive'.")
+    names = {
+        "target_unclipped_quantile": "quantile", "clipbound_learning_rate": "rate", "min_clipbound": "lowest",
+        "max_clipbound": "highest", "unclipped_num_std": "count_noise",
+    }  # fmt: skip
+    if (clipping != "adaptive" and settings) or not set(settings) <= set(names):
+        unknown = sorted(settings)[0] if clipping != "adaptive" else sorted(set(settings) - set(names))[0]
+        raise TypeError(f"{unknown}: not a setting of clipping={clipping!r}.")
+    several = isinstance(max_grad_norm, Iterable) and getattr(max_grad_norm, "ndim", 1) > 0
+    bounds = [float(each) for each in max_grad_norm] if several else [float(max_grad_norm)]  # type: ignore[union-attr,arg-type]
+    if not all(0.0 < each < math.inf for each in bounds):
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r}: must be a finite number > 0, or one for each parameter."
+        )
+    if clipping == "per_layer":
+        if not several:  # the same bound together, shared evenly
+            bounds = [bounds[0] / math.sqrt(parameters)] * parameters
+        if len(bounds) != parameters:
+            raise ValueError(
+                f"max_grad_norm has {len(bounds)} bounds: clipping='per_layer' needs one for each of the "
+                f"{parameters} trained parameters, in the order of module.named_parameters()."
+            )
+        return PerParameterClip(tuple(bounds))
+    if several:
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: clipping={clipping!r} has one bound; give a number.")
+    if clipping == "flat":
+        return FlatClip(bounds[0])
+    missing = sorted(set(names) - set(settings))
+    if missing:
+        raise TypeError(f"clipping='adaptive': {missing[0]} is missing.")
+    return AdaptiveClip(bounds[0], **{names[key]: float(value) for key, value in settings.items()})

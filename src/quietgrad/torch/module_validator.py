@@ -1,0 +1,109 @@
+"""``ModuleValidator``: which layers could not be made private, and close ones that could."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from quietgrad.objectives.networks.checks import refuse_mixing_layers, refuse_unusable_modules
+from quietgrad.objectives.networks.held_generators import refuse_held_generators
+
+__all__ = ["ModuleValidator"]
+
+
+class ModuleValidator:
+    """Opacus's checks of a module, by name. Recurrent layers and attention are fine here as they are.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU())
+    >>> ModuleValidator.is_valid(model), ModuleValidator.fix(model)[1].num_groups
+    (False, 24)
+    >>> ModuleValidator.is_valid(ModuleValidator.fix(model))
+    True
+    """
+
+    @staticmethod
+    def validate(module: nn.Module, *, strict: bool = False) -> list[Exception]:
+        """The reasons why the module could not be made private; with ``strict`` the first is raised.
+
+        What is seen on made-up examples only (mixing in a forward pass) comes with the first batch.
+        """
+        errors: list[Exception] = []
+        for check in (
+            refuse_unusable_modules,
+            _refuse_training_statistics,
+            lambda each: refuse_held_generators(each, "the model"),
+        ):
+            try:
+                check(module)
+            except ValueError as error:
+                errors.append(error)
+        if strict and errors:
+            raise errors[0]
+        return errors
+
+    @classmethod
+    def is_valid(cls, module: nn.Module) -> bool:
+        """Whether nothing is known that speaks against it."""
+        return not cls.validate(module)
+
+    @staticmethod
+    def fix(module: nn.Module) -> nn.Module:
+        """A copy in which batch normalisation is group normalisation, and instance norms keep no statistics.
+
+        A group norm takes the weight and the bias of the batch norm it is for; its statistics are those of each
+        example. Make the optimizer of the copy's parameters.
+        """
+        fixed = copy.deepcopy(module)
+        if (new := _replacement(fixed)) is not None:
+            return new
+        for parent in list(fixed.modules()):
+            for name, layer in list(parent.named_children()):
+                if (new := _replacement(layer)) is not None:
+                    setattr(parent, name, new)
+        return fixed
+
+    @classmethod
+    def fix_and_validate(cls, module: nn.Module) -> nn.Module:
+        """:meth:`fix`, and raise if that was not enough."""
+        fixed = cls.fix(module)
+        cls.validate(fixed, strict=True)
+        return fixed
+
+
+def _refuse_training_statistics(module: nn.Module) -> None:
+    """``refuse_mixing_layers``, in the mode that the module will be trained in."""
+    modes = {layer: layer.training for layer in module.modules()}
+    try:
+        if not module.training:
+            module.train()
+        refuse_mixing_layers(module)
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
+
+
+def _replacement(layer: nn.Module) -> nn.Module | None:
+    if isinstance(layer, nn.modules.batchnorm._LazyNormBase):
+        raise ValueError("a lazy norm has no shape yet: run the module once on an example first.")
+    if isinstance(layer, _BatchNorm):
+        channels = layer.num_features
+        new: nn.Module = nn.GroupNorm(_groups(channels), channels, eps=layer.eps, affine=layer.affine)
+        if layer.affine:
+            new.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+        found = next(layer.parameters(), None)
+        new.to(device=None if found is None else found.device, dtype=None if found is None else found.dtype)
+        for own, theirs in zip(new.parameters(), layer.parameters(), strict=True):
+            own.requires_grad_(theirs.requires_grad)
+        return new.train(layer.training)
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+        layer.track_running_stats = False
+        layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return None
+
+
+def _groups(channels: int) -> int:
+    """The most groups, at most 32, that divide the channels."""
+    return max(groups for groups in range(1, min(32, channels) + 1) if channels % groups == 0)

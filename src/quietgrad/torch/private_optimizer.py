@@ -1,0 +1,166 @@
+"""The optimizer of a private loop: the user's own object, whose steps use released gradients only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+from torch.optim import Optimizer, SparseAdam
+
+from quietgrad.errors import BudgetError, DataError
+
+if TYPE_CHECKING:
+    from quietgrad.torch.own_loop import PrivateLoop
+
+__all__ = ["PrivateOptimizer", "check_optimizer", "made_private", "refuse_stepped"]
+
+_SPENT = "quietgrad"  # the key of a state's record of its spending
+
+
+class PrivateOptimizer(Optimizer):
+    """What a private loop adds to an optimizer: it stays of its own class, and learning-rate schedulers work on it.
+
+    A state carries what it cost: ``load_state_dict`` into another private loop adds that up.
+    """
+
+    _loop: PrivateLoop
+    _step_hooks: list[Callable[[Any], None]]
+    _opt_called: bool
+
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """Release the noisy clipped sum of the sample, make it the gradient, and step."""
+        if closure is not None or options:
+            raise TypeError(
+                "optimizer.step(closure): a step may use its sample once; call step() without a closure."
+            )
+        loop, self._opt_called = self._loop, True
+        if loop.partial:  # a piece of the sample: the step comes with the last one
+            loop.waiting = True
+            return None
+        check_optimizer(self, loop._stepped().values())  # parameters may have joined since
+        loop.write_gradients()
+        for hook in self._step_hooks:
+            hook(self)
+        result = super().step()
+        loop.stepped()
+        return result
+
+    # Learning-rate schedulers wrap a step to see that it was called, and warn of one that they did not wrap; one
+    # wrapped before the loop was made private would be the public step.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients and recorded outputs; between the pieces of a sample nothing is forgotten."""
+        self._loop.clear()
+        super().zero_grad(set_to_none)
+
+    def attach_step_hook(self, hook: Callable[[Any], None]) -> None:
+        """Call ``hook(optimizer)`` when the gradients are released, before each step; what is spent is not its."""
+        self._step_hooks.append(hook)
+
+    @property
+    def original_optimizer(self) -> Optimizer:
+        """The optimizer itself."""
+        return self
+
+    @property
+    def noise_multiplier(self) -> float:
+        """That of the next step."""
+        return self._loop.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> NoReturn:
+        raise BudgetError(
+            "optimizer.noise_multiplier: the noise of a loop is declared beforehand, because noise that is chosen "
+            "on the way may follow what was seen, and no ε could be stated. Give make_private epochs and "
+            "noise_schedule=lambda epoch: …; it is accounted for."
+        )
+
+    @property
+    def max_grad_norm(self) -> Any:
+        """C of the next step; a list if every parameter has its own."""
+        clip = self._loop.rule.clip
+        return list(clip) if isinstance(clip, tuple) else clip
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> NoReturn:
+        raise BudgetError(
+            "optimizer.max_grad_norm: a bound that is set on the way may follow what was seen without noise. Give "
+            "make_private clipping='adaptive': its bound follows the gradients, and that is accounted for."
+        )
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The public size of a sample, which sums are divided by."""
+        return self._loop.expected_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, with what it cost."""
+        spent = {**self._loop.history.to_json(), **self._loop.rule.state()}
+        return {**super().state_dict(), _SPENT: json.dumps(spent)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state; what it cost counts here from now on."""
+        spent = state_dict.get(_SPENT)
+        if spent is None and state_dict["state"]:
+            raise BudgetError(
+                "load_state_dict: this optimizer state does not say what it cost: its averages may hold gradients "
+                "without noise, and the next step would release them. Load a state that a private optimizer saved, "
+                "or begin with a fresh one."
+            )
+        if spent is not None:
+            try:
+                record = json.loads(spent)
+            except (TypeError, ValueError):
+                raise DataError("load_state_dict: the state's record of its spending cannot be read.") from None
+            self._loop.load_history(record)
+            self._loop.rule.load_state(record)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _SPENT})
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a private optimizer cannot be copied or pickled: two would share one loop. Save its state_dict()."
+        )
+
+
+def made_private(optimizer: Optimizer, loop: PrivateLoop) -> Optimizer:
+    """The optimizer, the same object, from now on of ``loop``."""
+    known = type(optimizer)
+    if not isinstance(optimizer, PrivateOptimizer):
+        for name in ("step", "zero_grad"):  # a scheduler's or a profiler's wrapper around the public step
+            optimizer.__dict__.pop(name, None)
+        private: Any = type(f"Private{known.__name__}", (PrivateOptimizer, known), {})
+        optimizer.__class__ = private
+    assert isinstance(optimizer, PrivateOptimizer)
+    before = getattr(optimizer, "_loop", None)
+    if before is not None and before.history is not loop.history and optimizer.state:
+        loop.load_history(before.history.to_json())  # its averages are that loop's releases
+    optimizer._loop, optimizer._step_hooks = loop, []
+    return optimizer
+
+
+def refuse_stepped(optimizer: Optimizer) -> None:
+    """Raise BudgetError if ``optimizer`` holds averages of gradients that no private loop released."""
+    if optimizer.state and not isinstance(optimizer, PrivateOptimizer):
+        raise BudgetError(
+            "the optimizer has stepped before: its averages may hold gradients without noise, and the first step "
+            "would release them. Make a new one for the private loop."
+        )
+
+
+def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
+    if isinstance(optimizer, SparseAdam):
+        raise ValueError("SparseAdam takes sparse gradients only, and a noisy one is dense: use Adam instead.")
+    own = {id(param) for param in params}
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names", range(len(group["params"])))
+        for name, param in zip(names, group["params"], strict=True):
+            if id(param) not in own:
+                raise ValueError(
+                    f"the optimizer holds parameters of another module: {name!r} of its group {number}, of shape "
+                    f"{tuple(param.shape)}. Their gradients would not be private, and nothing was stepped. Make "
+                    "one module of all that is trained and give it to make_private."
+                )

@@ -1,0 +1,137 @@
+"""Hugging Face models in a private loop: keywords, dictionaries, empty samples, adapters that really move."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import quietgrad.torch as qt
+from quietgrad.errors import BudgetError, DataError
+
+transformers = pytest.importorskip("transformers", reason="needs quietgrad[hf]")
+pytest.importorskip("peft", reason="needs quietgrad[hf]")
+
+QUIET = 1e-7
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+class Words(Dataset[Any]):
+    """Sequences of tokens of different lengths."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rows = torch.Generator().manual_seed(index)
+        return {"input_ids": torch.randint(3, 30, (4 + index % 3,), generator=rows)}
+
+
+def encoded(records: list[dict[str, Tensor]]) -> Any:
+    """As a tokenizer's collator gives it."""
+    ids = nn.utils.rnn.pad_sequence([record["input_ids"] for record in records], batch_first=True)
+    labels = ids.masked_fill(ids == 0, -100)
+    return transformers.BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels})
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=30, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=8,
+        )
+    )  # fmt: skip
+
+
+def private(model: nn.Module, **settings: Any) -> Any:
+    known: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 6, "collate_fn": encoded}
+    settings = known | settings
+    loader: Any = DataLoader(Words(), batch_size=settings.pop("batch_size"), collate_fn=settings.pop("collate_fn"))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return qt.make_private(
+        module=model, optimizer=torch.optim.AdamW(trained, lr=0.01), data_loader=loader, **settings
+    )
+
+
+@pytest.mark.filterwarnings("ignore:seed=3")
+def test_keywords_give_the_clipped_gradients_of_autograd() -> None:
+    plain = llama()
+    model, optimizer, loader = private(plain, noise_multiplier=QUIET, max_grad_norm=0.3, seed=3, micro_batch=4)
+    batch = next(iter(loader))
+    assert isinstance(batch, transformers.BatchEncoding)
+    expected = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
+    for k in range(len(batch["input_ids"])):
+        one = {name: value.as_subclass(Tensor)[k : k + 1] for name, value in batch.items()}
+        labels = one.pop("labels")
+        alone: Any = qt.causal_lm_loss(plain(**one).logits, labels)
+        grads = torch.autograd.grad(alone, list(plain.parameters()))
+        weight = min(1.0, 0.3 / float(torch.cat([g.flatten() for g in grads]).norm()))
+        for name, grad in zip(expected, grads, strict=True):
+            expected[name] += weight * grad / 6
+    labels = batch.to("cpu").pop("labels")
+    output = model(**batch, inputs_embeds=None, use_cache=False)
+    assert isinstance(output, transformers.modeling_outputs.CausalLMOutputWithPast)
+    assert output["logits"] is output.logits
+    loss: Any = qt.causal_lm_loss(output.logits, labels)
+    loss.backward()
+    optimizer.step()
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, expected[name], rtol=2e-3, atol=1e-6)
+
+
+def test_empty_samples_step_and_another_call_is_tried_for_itself() -> None:
+    model, optimizer, loader = private(llama(), batch_size=1)
+    sizes = []
+    for number, batch in enumerate(loader):
+        if number % 2:
+            del batch["attention_mask"]
+        labels = batch.pop("labels")
+        sizes.append(len(labels))
+        loss: Any = qt.causal_lm_loss(model(**batch).logits, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 in sizes  # of 24 samples at rate 1/24 none is empty with probability 10⁻⁵
+    assert len(loader.privacy._engines) == 2
+
+
+def test_a_loss_of_the_whole_batch_and_unknown_objects_are_refused() -> None:
+    model, _, loader = private(llama())
+    batch = next(iter(loader))
+    with pytest.raises(ValueError, match="leave the labels out"):
+        model(**batch)
+    with pytest.raises(TypeError, match="nobody follows"):
+        model(input_ids=batch["input_ids"], past_key_values=object())
+    with pytest.raises(BudgetError, match="did not come from the private loader"):
+        model(input_ids=batch["input_ids"], attention_mask=torch.ones(len(batch["input_ids"]), 6))
+
+
+def test_a_collator_that_mixes_is_seen_in_a_batch_encoding() -> None:
+    def mixing(records: list[dict[str, Tensor]]) -> Any:
+        batch = encoded(records)
+        batch["weights"] = batch["input_ids"].float() / batch["input_ids"].float().mean()
+        return batch
+
+    with pytest.raises(DataError, match="depend on the other records"):
+        private(llama(), collate_fn=mixing)
+
+
+def test_a_trainer_moves_the_adapters_and_nothing_else() -> None:
+    """The example checks that itself; here that it says so, with the ε that was asked for."""
+    path = Path(__file__).parent.parent / "examples" / "lora_causal_lm.py"
+    told = runpy.run_path(str(path))["main"](
+        ["--records", "80", "--epochs", "1", "--batch-size", "20", "--public-steps", "2", "--epsilon", "3"]
+    )
+    assert 2.98 < told["epsilon"] <= 3.0
+    assert told["moved"] == 16
