@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, QuietgradError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after, refuse_weights
+from quietgrad.estimators.scans import is_scan, scan_if_one, scanned_classes, with_labels
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
@@ -31,10 +33,14 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     classes: Sequence[Any] | None
     class_weight: Mapping[Any, float] | None
 
-    def fit(self, X: Any, y: Any, **options: Any) -> Any:
-        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing."""
+    def fit(self, X: Any, y: Any = None, **options: Any) -> Any:
+        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing.
+
+        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
+        frame with the name of the target column as ``y``.
+        """
         refuse_weights(options)
-        X, y, declared = self._accept(X, y)
+        X, y, declared = self._accept(*scan_if_one(X, y))
         n, features = X.shape
         looks = () if declared is not None else (self._look(n),)
         method = self._method(n, features)
@@ -45,15 +51,15 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             self.classes_ = declared
             if self.classes is None:
                 notes = ("the classes are those that the type of y lists, which is taken as public",)
-            session = self._open(loss, (X, np.searchsorted(declared, y)), plan)
+            session = self._open(loss, with_labels(X, y, partial(known_codes, declared)), plan)
         else:
             self._loss(2, np.arange(2))  # settings are checked before anything is reserved
-            session = self._open(LabelSet(), (X, y), plan)
+            session = self._open(LabelSet(), X if is_scan(X) else (X, y), plan)
             self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
             notes = (f"{len(self.classes_)} classes were found privately; rarer labels count as the first",)
             try:
                 found = self._loss(two_or_more(self.classes_), self.classes_)
-                session.reread(found, (X, codes_of(self.classes_, y)))
+                session.reread(found, with_labels(X, y, partial(codes_of, self.classes_)))
             except (QuietgradError, ValueError):
                 refuse_after(session)
                 raise
@@ -64,12 +70,17 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
-        public = self.classes if self.classes is not None else public_labels(y)
-        if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
-            raise DataError("y: Complex data not supported; give labels.")
-        X, y = self._validated(X, y)
-        check_classification_targets(y)
-        declared = None if public is None else declared_classes(public, y)
+        if is_scan(X):
+            public = self.classes if self.classes is not None else scanned_classes(X)
+            X = self._scanned(X)
+            declared = None if public is None else declared_classes(public, ())
+        else:
+            public = self.classes if self.classes is not None else public_labels(y)
+            if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
+                raise DataError("y: Complex data not supported; give labels.")
+            X, y = self._validated(X, y)
+            check_classification_targets(y)
+            declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
         if declared is not None:
             self._loss(len(declared), declared)  # what no loss takes is refused before anybody pays
@@ -156,6 +167,15 @@ def codes_of(classes: Any, y: Any) -> Any:
     # A label too rare to be found counts as the first class: a public rule, the same for every record.
     codes[classes[codes] != y] = 0
     return codes
+
+
+def known_codes(classes: Any, y: Any) -> Any:
+    """The position of each label among declared ``classes``, which hold every label."""
+    if not np.isin(y, classes).all():
+        raise DataError(
+            "y: has a label that is not among the declared classes. Declare it, or remove such records."
+        )
+    return np.searchsorted(classes, y)
 
 
 def declared_classes(classes: Sequence[Any], y: Any) -> Any:

@@ -13,6 +13,7 @@ from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel, refuse_weights
+from quietgrad.estimators.scans import is_scan, scan_if_one, with_labels
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Huber, Squared
 from quietgrad.privacy.budget import Budget
@@ -24,10 +25,14 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     target_bounds: tuple[float, float] | None
     _regression = True
 
-    def fit(self, X: Any, y: Any, **options: Any) -> Any:
-        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing."""
+    def fit(self, X: Any, y: Any = None, **options: Any) -> Any:
+        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
+
+        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
+        frame with the name of the target column as ``y``.
+        """
         refuse_weights(options)
-        X, y, bounds = self._accept(X, y)
+        X, y, bounds = self._accept(*scan_if_one(X, y))
         n, features = X.shape
         method = self._method(n, features)
         looks_itself = isinstance(method, WhitenedGD) and method.look is not None
@@ -37,7 +42,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
                 raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
             scale = Frame(np.zeros(1), np.ones(1), bounds)
         plan = self._plan(n, features)
-        session = self._open(self._loss(), (X, y if scale is None else scale.targets(y)), plan)
+        session = self._open(self._loss(), with_labels(X, y, None if scale is None else scale.targets), plan)
         found = ("the range of the targets was found privately",) if bounds is None else ()
         weights, bias = self._train(session, method, found)
         self.coef_, self.intercept_ = weights[:, 0], float(bias[0])
@@ -51,6 +56,8 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""
+        if is_scan(X):
+            return self._scanned(X), y, self._target_bounds(X.shape[0])
         X, y = self._validated(X, y, y_numeric=True)
         return X, np.asarray(y, dtype=np.float64), self._target_bounds(X.shape[0])
 

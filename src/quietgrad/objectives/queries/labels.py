@@ -37,6 +37,10 @@ class LabelCounts:
 
     def count(self, batch: Batch) -> tuple[Labels, npt.NDArray[np.float64]]:
         """The labels of the batch and how often each occurs: secret."""
+        from quietgrad.objectives.tables.scanned import Scanned
+
+        if isinstance(batch.records, Scanned):
+            return batch.records.labels(batch.indices)
         labels = batch.records.labels
         values, counts = np.unique(labels if batch.indices is None else labels[batch.indices], return_counts=True)
         return values, counts.astype(np.float64)
@@ -76,12 +80,17 @@ class LabelSet:
     regularizer: Regularizer = field(default_factory=NoRegularizer)
     silent_batches: ClassVar[bool] = True
 
-    def prepare(self, data: Any) -> LabelRecords:
+    def prepare(self, data: Any) -> Any:
         """``(X, y)`` with raw labels; only ``y`` is looked at."""
-        X, y = data
         from quietgrad.objectives.tables.layout import lay_out
+        from quietgrad.objectives.tables.scanned import Laid, Scanned, Source
         from quietgrad.objectives.tables.table import Table
 
+        if isinstance(data, Source):
+            return Scanned(self, data, 1)
+        if isinstance(data, Laid):
+            return LabelRecords(np.asarray(data.y))
+        X, y = data
         return LabelRecords(np.asarray(y), (Table(lay_out(X), None),))
 
     def initial(self, records: Any) -> npt.NDArray[np.float64]:

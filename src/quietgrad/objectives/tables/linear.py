@@ -31,6 +31,15 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
+from quietgrad.objectives.tables.scanned import (
+    Laid,
+    Scanned,
+    Source,
+    hessian_sum,
+    loss_sum,
+    plain_sum,
+    rule_sum,
+)
 from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table
 
 Task = Literal["binary", "multiclass", "regression"]
@@ -137,14 +146,18 @@ class LinearObjective(BaseObjective, ABC):
     def _column(self) -> float:
         return float(self.intercept_scale) if self.intercept else 0.0
 
-    def prepare(self, data: Any) -> Table:
+    def prepare(self, data: Any) -> Table | Scanned:
         """Validate ``(X, y)``, or a table prepared before, and lay it out for this objective without copying it.
+
+        A :class:`~quietgrad.data.scanning.Scan` is read once, to refuse what cannot be used, and stays where it is.
 
         Raises:
             DataError: the data cannot be used; the message names the reason and no value.
         """
-        if isinstance(data, Table):
+        if isinstance(data, Table | Laid):
             X, y = data.X, data.y
+        elif isinstance(data, Source):
+            return Scanned(self, data, (data.features + bool(self._column)) * self.outputs)
         else:
             try:
                 X, y = data
@@ -197,6 +210,9 @@ class LinearObjective(BaseObjective, ABC):
     def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
+        if isinstance(records, Scanned):
+            records.add(rule_sum(points, rule), batch, out)
+            return
         params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
         if batch.indices is None:
             out += self._sum(records, params, previous, rule)
@@ -207,11 +223,18 @@ class LinearObjective(BaseObjective, ABC):
 
     def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; for losses of one score."""
+        if isinstance(batch.records, Scanned):
+            batch.records.add(hessian_sum(params, clip), batch, out)
+            return
         curvature.add_hessians(self, batch, params, clip, out)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(self, records: Table, params: Floats, previous: Floats, rule: Rule | None) -> Floats:
         """Σ over all records of the rule's contributions; without a rule, of the plain gradients."""
+        if isinstance(records, Scanned):
+            out = np.zeros(records.dim)
+            records.add(plain_sum(params), Batch(records, None), out)
+            return out
         at, other = lift(records, params), lift(records, previous) if rule is not None and rule.beta else None
         total = RowSum(records)
         assert records.y is not None
@@ -245,6 +268,10 @@ class LinearObjective(BaseObjective, ABC):
     @np.errstate(over="ignore", invalid="ignore")
     def _loss_total(self, batch: Batch, params: Floats, bound: float) -> float:
         records: Table = batch.records
+        if isinstance(records, Scanned):
+            out = np.zeros(1)
+            records.add(loss_sum(params, bound), batch, out)
+            return float(out[0])
         at = lift(records, params)
         total = 0.0
         assert records.y is not None
