@@ -112,7 +112,7 @@ class CentralSession:
         sampler = "scanning" if isinstance(self._records, Scanned) else "sampler"
         passes = [slot.sampling for slot in self._slots.values() if isinstance(slot.sampling, SinglePass)]
         # One store of unused records serves all single-pass slots of a plan.
-        self._fresh = getattr(passes[0], sampler)(n, SecureStream(key, "sample/fresh")) if passes else None
+        self._fresh: Any = getattr(passes[0], sampler)(n, SecureStream(key, "sample/fresh")) if passes else None
         self._samplers: dict[str, Sampler] = {
             name: getattr(slot.sampling, sampler)(n, SecureStream(key, f"sample/{name}"))
             for name, slot in self._slots.items()
@@ -190,7 +190,8 @@ class CentralSession:
         assert self._fresh is not None
         assert isinstance(sampling, SinglePass)
         self._fresh.skip_to(drawn.fresh)
-        return self._fresh.take(sampling.batch_size)
+        taken: npt.NDArray[np.int64] = self._fresh.take(sampling.batch_size)
+        return taken
 
     @_alone
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:

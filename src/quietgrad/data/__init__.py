@@ -41,9 +41,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "load", "scan", "Scan", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric", "Categorical",
-    "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven", "uneven_sizes",
-    "split_dirichlet",
+    "load", "scan", "Scan", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric",
+    "Categorical", "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven",
+    "uneven_sizes", "split_dirichlet",
 ]  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class RowLayout:
                 )
             if isinstance(wanted, Categorical) and not (plain or words):
                 raise DataError(
-                    f"{where}: column {column!r} is {shown(kind, most=40)}; declared categories need words or codes."
+                    f"{where}: column {column!r} is {shown(kind, most=40)}; its categories need words or codes."
                 )
 
     def rows(self, batch: Any) -> tuple[Array, Array]:

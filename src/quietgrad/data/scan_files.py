@@ -96,8 +96,8 @@ def _remote(sources: Sequence[str]) -> tuple[Any, list[str]]:
         system = fsspec.filesystem(sources[0].partition("://")[0])
     except (ImportError, ValueError):
         raise DataError(
-            f"{shown(sources[0])}: nothing installed knows this kind of address; install its fsspec package, or pass "
-            "filesystem=."
+            f"{shown(sources[0])}: nothing installed knows this kind of address; install its fsspec package, or "
+            "pass filesystem=."
         ) from None
     return _as_arrow(system), [str(system._strip_protocol(source)) for source in sources]
 

@@ -65,8 +65,8 @@ class FileUnit:
             # Its own message may quote a cell.
             self.check()
             raise DataError(
-                f"{shown(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds what the "
-                "schema does not say."
+                f"{shown(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds what "
+                "the schema does not say."
             ) from None
         self.check()
 
@@ -74,8 +74,8 @@ class FileUnit:
         """Raise unless the file is as it was when the scan was made."""
         if stamp_of(self.path, self.filesystem) != self.stamp:
             raise ChangedError(
-                f"{shown(self.path)}: the file changed since the scan was made. Nothing is released from a table that "
-                "changes under a run: let it rest, scan it again, and resume or start again."
+                f"{shown(self.path)}: the file changed since the scan was made. Nothing is released from a table "
+                "that changes under a run: let it rest, scan it again, and resume or start again."
             )
 
 

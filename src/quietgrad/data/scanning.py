@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,9 @@ import numpy as np
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.row_layout import Array, RowLayout
 from quietgrad.data.schema import Schema, read_schema
-from quietgrad.errors import DataError
+from quietgrad.errors import ChangedError, DataError
 from quietgrad.objectives.base import Reading
-from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged
+from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
 
 Value = TypeVar("Value")
 
@@ -49,14 +50,11 @@ class ScanParts:
 
     def raw(self, task: Task) -> Iterator[tuple[Array, Array]]:
         """(X, y) as the columns say, block by block."""
-        seen = 0
+        seen, watched, checksum = 0, hasattr(task.unit, "checksum"), 0
         for batch in _ahead(task.unit.batches(self.layout.read, self.rows)):
             if not batch.num_rows:
                 continue
-            if task.rows is None:
-                yield self.layout.rows(batch)
-                continue
-            if not self.layout.may_drop:
+            if task.rows is not None and not (watched or self.layout.may_drop):
                 wanted = _between(task.rows, seen, seen + batch.num_rows)
                 seen += batch.num_rows
                 if len(wanted):
@@ -64,10 +62,25 @@ class ScanParts:
                     yield np.ascontiguousarray(X), y
                 continue
             X, y = self.layout.rows(batch)
+            if watched:
+                checksum = checksum_of(X, y, checksum)
+            if task.rows is None:
+                yield X, y
+                continue
             wanted = _between(task.rows, seen, seen + len(X))
             seen += len(X)
             if len(wanted):
                 yield np.ascontiguousarray(X[wanted]), y[wanted]
+        if watched and task.unit.checksum not in (None, checksum):
+            raise ChangedError(
+                "frame: a partition has other content than when it was first read. Make the frame's computation "
+                "repeatable, or persist it; nothing is released from a table that changes under a run."
+            )
+
+
+def checksum_of(X: Array, y: Array, before: int) -> int:
+    """A checksum of rows in memory, going on from ``before``: not secret, and no proof against malice."""
+    return zlib.crc32(np.ascontiguousarray(y).tobytes(), zlib.crc32(np.ascontiguousarray(X.T).data, before))
 
 
 def _between(rows: Array, first: int, last: int) -> Array:
@@ -102,9 +115,7 @@ class Threads:
 
     def total(self, parts: ScanParts, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of all tasks, merged in their order whichever is done first."""
-        from threadpoolctl import ThreadpoolController
-
-        with ThreadpoolController().limit(limits=1), ThreadPoolExecutor(self.count) as pool:
+        with one_thread_each(), ThreadPoolExecutor(self.count) as pool:
             return merged(_in_order(pool, partial(work, parts), tasks, self.count + 1), merge)
 
 
@@ -130,6 +141,7 @@ class _Seen:
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     sizes: tuple[int, ...] | None = None
+    checksums: tuple[int, ...] | None = None
     digests: tuple[bytes, ...] | None = None
     passes: int = 0
 
@@ -139,7 +151,7 @@ class Scan:
     """A table that is never materialised; made by :func:`scan`."""
 
     layout: RowLayout
-    units: tuple[Any, ...]
+    pieces: tuple[Any, ...]
     runner: Any
     rows_at_once: int
     memory: int
@@ -184,6 +196,14 @@ class Scan:
     # --- the source of :mod:`quietgrad.objectives.tables.scanned` --------------------------------------------
 
     @property
+    def units(self) -> tuple[Any, ...]:
+        """The pieces; those that nothing else watches expect the content they had at first."""
+        known = self._seen.checksums
+        if known is None or not any(hasattr(piece, "expecting") for piece in self.pieces):
+            return self.pieces
+        return tuple(piece.expecting(value) for piece, value in zip(self.pieces, known, strict=True))
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each piece; read off the files' own records of them where there are any."""
         with self._seen.lock:
@@ -200,14 +220,15 @@ class Scan:
         return found
 
     def verify(self, reading: Reading) -> None:
-        """Read everything once: refuse gaps, infinities and what ``reading`` cannot use, and remember the content."""
+        """Read everything once: refuse gaps, infinities and what ``reading`` cannot use; remember the content."""
         tasks = [Task(unit, None) for unit in self.units]
         with self._seen.lock:
             first = self._seen.digests is None
             found = self.total(_Verification(reading, first, self.name), tasks, _join) or []
             if first:
-                self._seen.digests = tuple(digest for digest, _ in found)
-            sizes = tuple(rows for _, rows in found)
+                self._seen.digests = tuple(digest for digest, _, _ in found)
+                self._seen.checksums = tuple(checksum for _, _, checksum in found)
+            sizes = tuple(rows for _, rows, _ in found)
             if self._seen.sizes is None:
                 self._seen.sizes = sizes
             elif self._seen.sizes != sizes:
@@ -256,9 +277,9 @@ class _Verification:
     digest: bool
     name: str
 
-    def __call__(self, parts: ScanParts, task: Task) -> list[tuple[bytes, int]]:
+    def __call__(self, parts: Any, task: Task) -> list[tuple[bytes, int, int]]:
         columns = [hashlib.sha256() for _ in range(parts.layout.width)] if self.digest else []
-        rows = 0
+        rows, checksum, watched = 0, 0, hasattr(task.unit, "checksum")
         for X, y in parts.raw(task):
             if not np.isfinite(X).all():
                 raise DataError(
@@ -267,9 +288,10 @@ class _Verification:
                 )
             self.reading.prepare(Laid(X, y) if parts.turned is None else parts.turned(X, y))
             rows += len(X)
+            checksum = checksum_of(X, y, checksum) if watched else 0
             for place, column in enumerate(columns):
                 column.update(np.ascontiguousarray(X[:, place], dtype=np.float64).data)
-        return [(hashlib.sha256(b"".join(c.digest() for c in columns)).digest(), rows)]
+        return [(hashlib.sha256(b"".join(c.digest() for c in columns)).digest(), rows, checksum)]
 
 
 def scan(
@@ -379,7 +401,7 @@ def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int
     one = (rows * (2 * read + 3 * layout.width) * 8 + read * _PAGE) / 2**20
     if _SPARE + one > memory and layout.width > 1:
         raise DataError(
-            f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a time. "
-            "Allow that much, or scan fewer columns."
+            f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "
+            "time. Allow that much, or scan fewer columns."
         )
     return max(1, min(wanted, int((memory - _SPARE) / one)))

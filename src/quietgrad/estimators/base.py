@@ -214,7 +214,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         return session.objective.coefficients(result.params)
 
     def predict_to(self, scan: Any, path: Any) -> int:
-        """Write the predictions for a scan's records to a csv or parquet file, a block at a time; how many they are.
+        """Write the predictions for a scan's records to a csv or parquet file, block by block; how many they are.
 
         They are about people: only the file's owner may read it.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -54,15 +55,20 @@ def predict_to(model: Any, scan: Any, path: Any) -> int:
     """Write ``model``'s predictions for all records of ``scan``, block by block."""
     if not is_scan(scan):
         raise ValueError("predict_to: takes a scan; use predict for arrays.")
+    plain = nameless(model, scan)
+    return write_blocks(path, (_answers(plain, X) for X, _ in scan.blocks()))
+
+
+def nameless(model: Any, scan: Any) -> Any:
+    """The model for blocks of ``scan``, which carry no names: they are compared here, once."""
     known = list(getattr(model, "feature_names_in_", ()))
-    if scan.features != model.n_features_in_ or (known and known != list(scan.feature_names)):
+    if scan.features != getattr(model, "n_features_in_", scan.features) or (
+        known and known != list(scan.feature_names)
+    ):
         raise DataError(f"{scan.name}: has other columns than the table the model was fitted on.")
-    names = model.__dict__.pop("feature_names_in_", None)  # they were compared just now; blocks have none
-    try:
-        return write_blocks(path, (_answers(model, X) for X, _ in scan.blocks()))
-    finally:
-        if names is not None:
-            model.feature_names_in_ = names
+    plain = copy.copy(model)
+    plain.__dict__.pop("feature_names_in_", None)
+    return plain
 
 
 def _answers(model: Any, X: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Tabulation:
     silent_batches: ClassVar[bool] = False
 
     def prepare(self, data: Any) -> Any:
-        """(cells, weights) or (cells, weights, features of the people), weights ``None`` for ones; or a scan of them."""
+        """(cells, weights) or (cells, weights, features of the people), weights ``None`` for ones; or a scan."""
         from quietgrad.objectives.tables.scanned import Scanned, Source
 
         if isinstance(data, Source):

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ class LinearObjective(BaseObjective, ABC):
     def _column(self) -> float:
         return float(self.intercept_scale) if self.intercept else 0.0
 
-    def prepare(self, data: Any) -> Table | Scanned:
+    def prepare(self, data: Any) -> Table:
         """Validate ``(X, y)``, or a table prepared before, and lay it out for this objective without copying it.
 
         A :class:`~quietgrad.data.scanning.Scan` is read once, to refuse what cannot be used, and stays where it is.
@@ -157,7 +157,7 @@ class LinearObjective(BaseObjective, ABC):
         if isinstance(data, Table | Laid):
             X, y = data.X, data.y
         elif isinstance(data, Source):
-            return Scanned(self, data, (data.features + bool(self._column)) * self.outputs)
+            return cast(Table, Scanned(self, data, (data.features + bool(self._column)) * self.outputs))
         else:
             try:
                 X, y = data

@@ -1,17 +1,17 @@
 """A table that is never in memory: read in parts, each summed by the arithmetic of an ordinary table.
 
-A part is laid out as a :class:`~quietgrad.objectives.tables.table.Table`, the query adds it up as it would add up any
-table, and the parts' sums are added. A record is in one part, so what it contributes, and the bound on it, are those
-of the table: nothing is proved twice. Sums of parts are merged in a tree whose shape depends on the number of parts
-alone. One machine with any number of threads and a cluster with any number of workers then add the same numbers in
-the same order, and a run that is resumed finds its sums again bit for bit.
+A part is laid out as a :class:`~quietgrad.objectives.tables.table.Table`, the query adds it up as it would add up
+any table, and the parts' sums are added. A record is in one part, so what it contributes, and the bound on it, are
+those of the table: nothing is proved twice. Sums of parts are merged in a tree whose shape depends on the number
+of parts alone. One machine with any number of threads and a cluster with any number of workers then add the same
+numbers in the same order, and a run that is resumed finds its sums again bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -32,7 +32,7 @@ Merge = Callable[[Any, Any], Any]
 
 
 class Laid(NamedTuple):
-    """Rows of a part and their targets, checked when the table was first read: nothing is copied or checked again."""
+    """Rows of a part and their targets, checked when the table was first read."""
 
     X: Any
     y: Any
@@ -43,6 +43,9 @@ class Task(NamedTuple):
 
     unit: Any
     rows: Indices | None
+
+    def __repr__(self) -> str:
+        return f"Task({self.unit!r})"  # never the rows: who is in a sample is a secret
 
 
 class Parts(Protocol):
@@ -86,6 +89,21 @@ class Source(Protocol):
     def fingerprint(self) -> Iterator[bytes]:
         """The features' content, whatever the files are called."""
         ...
+
+
+@cache
+def _libraries() -> Any:
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()  # finding them takes longer than many a sum
+
+
+def one_thread_each() -> Any:
+    """A context in which BLAS keeps to the thread that calls it: parts are what is done at a time here.
+
+    It also fixes the order in which BLAS adds, which may depend on its number of threads.
+    """
+    return _libraries().limit(limits=1)
 
 
 def merged(values: Iterable[Value], merge: Merge) -> Value | None:
@@ -225,7 +243,7 @@ def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
     return {label: a.get(label, 0) + b.get(label, 0) for label in {**a, **b}}
 
 
-# --- what a linear objective asks of scanned records -----------------------------------------------------------------
+# --- what a linear objective asks of scanned records ------------------------------------------------------------
 
 
 def rule_sum(points: Sequence[Any], rule: Any) -> Callable[[Any, Batch, Any], None]:
