@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quietgrad.errors import DataError
 from quietgrad.files import read_json
 
@@ -32,6 +30,7 @@ class RunSpec:
     data: str | None = None
     test: str | None = None
     reading: dict[str, Any] = field(default_factory=dict)
+    scanning: dict[str, Any] = field(default_factory=dict)
     objective: str | None = None
     regularizer: str | None = None
     intercept: bool = True
@@ -106,16 +105,19 @@ class RunSpec:
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
             row_bound=bound,
             regression=data.task == "regression",
-            sparse=not isinstance(data.X, np.ndarray),
+            sparse=hasattr(data.X, "indptr"),
             inference=False,
         )
 
-    def load_data(self) -> Dataset:
-        """Read and check the data; nothing is reserved yet."""
+    def load_data(self) -> Any:
+        """Read and check the data, or open what is scanned; nothing is reserved yet."""
+        from quietgrad.cli.scans import open_scan, scans
         from quietgrad.data import demo_dataset, load
 
         if self.data is None:
             return demo_dataset()
+        if scans(self.data, self.scanning):
+            return open_scan(self.data, self.reading, self.scanning, self.test)
         return load(self.data, test=self.test, **self.reading)
 
     def ledger_in(self, folder: Path) -> Path | None:

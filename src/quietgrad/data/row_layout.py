@@ -81,7 +81,7 @@ class RowLayout:
     def rows(self, batch: Any) -> tuple[Array, Array]:
         """(X, y) of a record batch: X column-major, float32 or float64."""
         X = self._plain(batch) if self.schema is None else self._encoded(batch, self.schema)
-        y = np.zeros(len(X)) if self.target is None else self._targets(batch.column(self.target))
+        y = np.zeros(len(X)) if self.target is None else self.targets(batch.column(self.target))
         if self.may_drop:
             kept = np.isfinite(X).all(axis=1)
             X, y = X[kept], y[kept]
@@ -105,7 +105,8 @@ class RowLayout:
             at += kind.width
         return X
 
-    def _targets(self, values: Any) -> Array:
+    def targets(self, values: Any) -> Array:
+        """The target column as codes, numbers or the labels it holds."""
         import pyarrow as pa
 
         target = str(self.target)

@@ -23,31 +23,10 @@ from quietgrad.data.scan_units import (
 )
 from quietgrad.data.schema import Categorical, Schema
 from quietgrad.errors import DataError
+from quietgrad.files import table_kind
 from quietgrad.shown import shown
 
-_KINDS = {
-    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
-    ".csv": "csv", ".tsv": "csv",
-}  # fmt: skip
-_PACKED = (".gz", ".bz2", ".zst", ".lz4", ".xz")
 _LONGEST_HEADER = 1 << 22
-
-
-def kind_of(path: str) -> str | None:
-    """parquet, arrow or csv, by the suffix.
-
-    >>> kind_of("people/1.csv.gz"), kind_of("people/1.parquet"), kind_of("people/readme.md")
-    ('csv', 'parquet', None)
-    """
-    suffixes = [s for s in Path(path).suffixes if s not in _PACKED]
-    return _KINDS.get(suffixes[-1]) if suffixes else None
-
-
-def is_pattern(source: str) -> bool:
-    """Whether a text names many files, or files elsewhere: a pattern, a folder of tables, or an address."""
-    if "://" in source or glob.has_magic(source):
-        return True
-    return Path(source).is_dir() and any(kind_of(path.name) for path in Path(source).iterdir())
 
 
 def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]:
@@ -68,7 +47,7 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
 def _local(source: str) -> Iterator[str]:
     path = Path(source)
     if path.is_dir():
-        yield from (str(p.resolve()) for p in path.rglob("*") if p.is_file() and kind_of(p.name) and _told(p))
+        yield from (str(p.resolve()) for p in path.rglob("*") if p.is_file() and table_kind(p.name) and _told(p))
     elif path.is_file():
         yield str(path.resolve())
     elif glob.has_magic(source):
@@ -131,7 +110,7 @@ def _matching(system: Any, source: str) -> list[str]:
     paths = [info.path for info in inside if info.is_file]
     if pattern is not None:
         return [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
-    return [path for path in paths if kind_of(path)]
+    return [path for path in paths if table_kind(path)]
 
 
 def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> Any:
@@ -169,7 +148,7 @@ def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, i
     """The pieces of a file with their rows, ``None`` where only reading tells."""
     import pyarrow as pa
 
-    kind = kind_of(path)
+    kind = table_kind(path)
     if kind is None:
         raise DataError(f"{shown(path)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
     stamp = stamp_of(path, filesystem)
@@ -219,8 +198,9 @@ def _csv_kinds(layout: RowLayout) -> tuple[tuple[str, str], ...]:
     words = {} if schema is None else {c: "string" for c, k in schema.columns.items() if isinstance(k, Categorical)}
     kinds = {column: words.get(column, "float64") for column in layout.columns}
     if layout.target is not None:
-        numbers = layout.task == "regression" or (schema is not None and schema.label_bounds is not None)
-        kinds[layout.target] = "float64" if numbers else "string"
+        classes = layout.classes if schema is None else schema.classes
+        by_number = classes is None or all(isinstance(label, int | float) for label in classes)
+        kinds[layout.target] = "float64" if by_number else "string"
     return tuple(kinds.items())
 
 

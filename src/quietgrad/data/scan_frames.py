@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.data.row_layout import RowLayout
-from quietgrad.data.scan_files import cut, find_files, header_of, kind_of
+from quietgrad.data.scan_files import cut, find_files, header_of
 from quietgrad.data.scan_units import LEAST_ROWS, TableUnit, arrow_table, is_frame
 from quietgrad.errors import DataError
+from quietgrad.files import table_kind
 from quietgrad.shown import shown
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def _cut_files(
     if not many or not all(isinstance(one, str | os.PathLike) for one in many):
         raise DataError("scan: takes paths, an Arrow table, or a frame of polars, pandas or dask.")
     system, paths = find_files([os.fspath(one) for one in many], filesystem)
-    kinds = {kind_of(path) for path in paths}
+    kinds = {table_kind(path) for path in paths}
     if None in kinds:
-        odd = next(path for path in paths if kind_of(path) is None)
+        odd = next(path for path in paths if table_kind(path) is None)
         raise DataError(f"{shown(odd)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
     if len(kinds) > 1:
         raise DataError(f"{shown(many[0])}: holds files of several kinds ({', '.join(sorted(map(str, kinds)))}).")

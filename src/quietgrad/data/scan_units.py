@@ -11,7 +11,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,13 +98,23 @@ def open_file(path: str, filesystem: Any) -> Any:
     return pa.OSFile(path) if filesystem is None else filesystem.open_input_file(path)
 
 
-@lru_cache(maxsize=512)
+_FOOTERS: dict[tuple[str, str, Stamp], Any] = {}
+_MOST_FOOTERS = 256
+
+
 def parquet_facts(path: str, filesystem: Any, stamp: Stamp) -> Any:
     """A parquet file's footer, read once for a file that stays as it is."""
     import pyarrow.parquet as pq
 
-    with open_file(path, filesystem) as source:
-        return pq.read_metadata(source)
+    key = (path, "" if filesystem is None else filesystem.type_name, stamp)
+    if key not in _FOOTERS:
+        with open_file(path, filesystem) as source:
+            found = pq.read_metadata(source)
+        if len(_FOOTERS) >= _MOST_FOOTERS:
+            _FOOTERS.clear()
+        _FOOTERS[key] = found
+        return found
+    return _FOOTERS[key]
 
 
 def _parquet(unit: FileUnit, columns: list[str], rows: int) -> Iterator[Any]:

@@ -184,6 +184,11 @@ class Scan:
         return self.layout.columns if schema is None else schema.feature_names
 
     @property
+    def classes(self) -> tuple[object, ...] | None:
+        """The declared classes, whose codes the labels are; ``None`` if labels are as they were found."""
+        return self.layout.classes if self.layout.schema is None else self.layout.schema.classes
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Records and features."""
         return len(self), self.features
@@ -244,11 +249,25 @@ class Scan:
 
     def with_rows(self, turned: Callable[[Array, Array], Any]) -> Scan:
         """The same records, each block seen as ``turned(X, y)``: a public map of one record to one record."""
-        return replace(self, turned=turned)
+        return replace(self, turned=turned if self.turned is None else partial(_then, self.turned, turned))
+
+    def named(self) -> Scan:
+        """The same records with the names of their classes for labels, where the classes are declared."""
+        return self if self.classes is None else self.labelled(partial(np.take, np.asarray(self.classes)))
 
     def labelled(self, labels: Callable[[Array], Array]) -> Scan:
         """The same records with ``labels(y)`` for y."""
         return self.with_rows(partial(_labelled, labels))
+
+    def label_pair(self) -> tuple[int, int] | None:
+        """(0, 1) or (−1, 1) if the numbers in the target column are these and no others; reads that column only.
+
+        That a table has two classes and how they are written is taken as public, as when a file is loaded.
+        """
+        found = self.total(partial(_pairs, self.layout), [Task(unit, None) for unit in self.units], np.logical_and)
+        if found is None or not np.any(found):
+            return None
+        return (0, 1) if found[0] else (-1, 1)
 
     def blocks(self) -> Iterator[tuple[Array, Array]]:
         """(X, y) of all records in order, a block at a time: for predictions, which need no sum."""
@@ -257,12 +276,25 @@ class Scan:
             yield from parts.raw(Task(unit, None))
 
 
+def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array], Any], X: Array, y: Array) -> Any:
+    return second(*first(X, y))
+
+
 def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> Laid:
     return Laid(X, labels(y))
 
 
 def _join(a: list[Any], b: list[Any]) -> list[Any]:
     return a + b
+
+
+def _pairs(layout: RowLayout, parts: ScanParts, task: Task) -> Any:
+    found = np.array([True, True])
+    for batch in task.unit.batches([layout.target], parts.rows):
+        labels = layout.targets(batch.column(0))
+        for place, pair in enumerate(((0, 1), (-1, 1))):
+            found[place] &= labels.dtype.kind in "iufb" and bool(np.isin(labels, pair).all())
+    return found
 
 
 def _count_rows(parts: Any, task: Task) -> list[int]:
@@ -302,6 +334,7 @@ def scan(
     columns: Sequence[str] | None = None,
     classes: Sequence[object] | None = None,
     task: Kind | None = None,
+    labelled: bool = True,
     memory: int = 400,
     threads: int | None = None,
     filesystem: Any = None,
@@ -318,6 +351,7 @@ def scan(
             Without it every column must be numbers without gaps.
         columns: the features, where there is no schema; all columns but the target if not given.
         classes, task: what the targets are; an estimator knows itself.
+        labelled: whether there is a target; not where records are only predicted.
         memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all.
         threads: cores to use; all of this process's by default.
         filesystem: of pyarrow or fsspec, for paths that are not on this machine.
@@ -342,7 +376,7 @@ def scan(
         raise ValueError("columns, classes: the schema says them already.")
     if public is not None and target not in (None, public.label):
         raise ValueError(f"target={target!r}: the schema's label is {public.label!r}.")
-    asked = _Asked(target, public, columns, None if classes is None else tuple(classes), task)
+    asked = _Asked(target, public, columns, None if classes is None else tuple(classes), task, labelled)
     from quietgrad.data.scan_frames import cut_source
 
     layout, pieces, client, notes = cut_source(source, asked, filesystem, cluster)
@@ -371,6 +405,7 @@ class _Asked:
     columns: Sequence[str] | None
     classes: tuple[object, ...] | None
     task: Kind | None
+    labelled: bool
 
     def layout(self, header: Sequence[str], name: str) -> RowLayout:
         """The layout of a table with these columns."""
@@ -378,9 +413,12 @@ class _Asked:
             raise DataError(f"{name}: two columns have the same name.")
         if self.schema is not None:
             kind: Kind | None = "regression" if self.schema.classes is None else None
-            return RowLayout(name, tuple(self.schema.columns), self.schema.label, self.schema, None, kind)
+            label = self.schema.label if self.labelled else None
+            return RowLayout(name, tuple(self.schema.columns), label, self.schema, None, kind)
         if not header:
             raise DataError(f"{name}: has no columns.")
+        if not self.labelled:
+            return RowLayout(name, tuple(header if self.columns is None else self.columns), None)
         target = header[-1] if self.target is None else self.target
         if target not in header:
             raise DataError(f"{name}: no column {target!r}.")

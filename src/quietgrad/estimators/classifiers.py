@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, QuietgradError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after, refuse_weights
-from quietgrad.estimators.scans import is_scan, scan_if_one, scanned_classes, with_labels
+from quietgrad.estimators.scans import coder, is_scan, scan_if_one, with_labels
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
@@ -51,7 +50,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             self.classes_ = declared
             if self.classes is None:
                 notes = ("the classes are those that the type of y lists, which is taken as public",)
-            session = self._open(loss, with_labels(X, y, partial(known_codes, declared)), plan)
+            session = self._open(loss, with_labels(X, y, coder(X, declared, known_codes)), plan)
         else:
             self._loss(2, np.arange(2))  # settings are checked before anything is reserved
             session = self._open(LabelSet(), X if is_scan(X) else (X, y), plan)
@@ -59,7 +58,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             notes = (f"{len(self.classes_)} classes were found privately; rarer labels count as the first",)
             try:
                 found = self._loss(two_or_more(self.classes_), self.classes_)
-                session.reread(found, with_labels(X, y, partial(codes_of, self.classes_)))
+                session.reread(found, with_labels(X, y, coder(X, self.classes_, codes_of)))
             except (QuietgradError, ValueError):
                 refuse_after(session)
                 raise
@@ -71,7 +70,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
         if is_scan(X):
-            public = self.classes if self.classes is not None else scanned_classes(X)
+            public = self.classes if self.classes is not None else X.classes
             X = self._scanned(X)
             declared = None if public is None else declared_classes(public, ())
         else:

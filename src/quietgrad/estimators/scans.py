@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ def with_labels(X: Any, y: Any, labels: Callable[[Any], Any] | None) -> Any:
     return X, y if labels is None else labels(y)
 
 
-def scanned_classes(X: Any) -> Any:
-    """The classes that a scan's schema declares, as codes in their order; ``None`` if they are not public."""
-    declared = X.layout.classes if X.layout.schema is None else X.layout.schema.classes
-    return None if declared is None else list(range(len(declared)))
+def coder(X: Any, declared: Any, codes: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """How labels become positions among the ``declared`` classes: by ``codes``, or by a scan's own codes."""
+    if not is_scan(X) or X.classes is None:
+        return partial(codes, declared)
+    return partial(np.take, codes(declared, np.asarray(X.classes)))
 
 
 def bounds_of(X: Any) -> tuple[tuple[float, float], ...] | None:

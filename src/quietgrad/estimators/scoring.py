@@ -114,7 +114,7 @@ def private_score(
     budget = Budget(epsilon, delta, Relation.parse(relation))
     X, y = scan_if_one(X, y)
     if is_scan(X):
-        model, people = nameless(model, X), X
+        model, people = nameless(model, X), X.named()
     else:
         y = np.asarray(y)
         if y.ndim != 1 or not len(y):
