@@ -348,7 +348,7 @@ print(model.coef_.shape, table.passes)
 
 @pytest.mark.slow
 def test_a_folder_larger_than_the_memory_allowed(tmp_path: Path) -> None:
-    """The table takes 0.8 GB unpacked, the process may grow by 0.6 GB of addresses, arenas of libraries included."""
+    """The table takes 0.8 GB unpacked, the process may grow by 0.6 GB of addresses, libraries' arenas too."""
     rng = np.random.default_rng(0)
     columns = {f"x{j}": rng.integers(0, 3, 100_000).astype(np.float32) for j in range(40)}
     block = pa.table({**columns, "y": (columns["x0"] > 1).astype(np.int8)})

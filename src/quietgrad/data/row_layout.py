@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.data.dataset import Task, encode_labels
+from quietgrad.data.quick_csv import coded
 from quietgrad.data.schema import Categorical, Numeric, Schema
 from quietgrad.errors import DataError
 from quietgrad.shown import shown
@@ -128,8 +129,8 @@ class RowLayout:
         raw = np.array([str(word).strip() if isinstance(word, str) else str(word) for word in words], dtype=object)
         if all(isinstance(label, int | float) for label in classes):
             raw = np.array([float(word) if isinstance(word, bool) else word for word in words], dtype=object)
-        coded: Array = encode_labels(self.name, raw, None, classes)[0]
-        return coded[codes]
+        numbers: Array = encode_labels(self.name, raw, None, classes)[0]
+        return numbers[codes]
 
 
 def _numbers(values: Any, column: str) -> Array:
@@ -143,11 +144,8 @@ def _numbers(values: Any, column: str) -> Array:
 
 def _words(values: Any) -> tuple[list[Any], Array]:
     """The different values of a column that occur, and the code of each row's among them; a gap is ``None``."""
-    coded = values if hasattr(values, "dictionary") else values.dictionary_encode()
-    places = np.asarray(coded.indices.fill_null(len(coded.dictionary)).to_numpy(zero_copy_only=False), np.int64)
-    used, codes = np.unique(places, return_inverse=True)
-    known = [*coded.dictionary.to_pylist(), None]
-    return [known[place] for place in used], codes
+    found = coded(values)
+    return found.words, found.codes
 
 
 def _encode(kind: Numeric | Categorical, column: str, values: Any, missing: Sequence[str]) -> Array:

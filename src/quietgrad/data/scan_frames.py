@@ -48,7 +48,7 @@ def cut_source(
 def _cut_files(
     source: Any, asked: _Asked, filesystem: Any, runner: Any
 ) -> tuple[RowLayout, Pieces, Any, tuple[str, ...]]:
-    many = [source] if isinstance(source, str | os.PathLike) else list(source)
+    many = list(source) if isinstance(source, list | tuple) else [source]
     if not many or not all(isinstance(one, str | os.PathLike) for one in many):
         raise DataError("scan: takes paths, an Arrow table, or a frame of polars, pandas or dask.")
     system, paths = find_files([os.fspath(one) for one in many], filesystem)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quietgrad.data.quick_csv import line_blocks, read_block
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.shown import shown
 
@@ -144,34 +145,24 @@ def _arrow(unit: FileUnit, columns: list[str], rows: int) -> Iterator[Any]:
 
 def _csv(unit: FileUnit, columns: list[str], rows: int) -> Iterator[Any]:
     import pyarrow as pa
+    import pyarrow.csv as csv
 
     dialect = unit.dialect
     assert dialect is not None
-    for batch in csv_batches(unit.path, unit.filesystem, dialect, columns):
-        for start in range(0, batch.num_rows, rows):
-            yield batch.slice(start, rows)
-    del pa
-
-
-def csv_batches(path: str, filesystem: Any, dialect: CSVDialect, columns: Sequence[str]) -> Iterator[Any]:
-    """Record batches of a delimited file, every column of the declared type and no other."""
-    import pyarrow as pa
-    import pyarrow.csv as csv
-
-    source = _text_stream(path, filesystem)
-    read = csv.ReadOptions(
-        use_threads=False, block_size=1 << 22, column_names=list(dialect.names), skip_rows=int(dialect.header)
-    )
     parse = csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True)
     convert = csv.ConvertOptions(
-        column_types={name: getattr(pa, kind)() for name, kind in dialect.kinds},
+        column_types={name: getattr(pa, kind)() for name, kind in dialect.kinds if name in columns},
         include_columns=list(columns),
         null_values=list(dialect.missing),
         strings_can_be_null=False,
         check_utf8=True,
     )
-    with source, csv.open_csv(source, read, parse, convert) as reader:
-        yield from reader
+    first = dialect.header
+    with _text_stream(unit.path, unit.filesystem) as stream:
+        for block in line_blocks(stream, quoted=True):
+            lines = block.partition(b"\n")[2] if first else block
+            first = False
+            yield from read_block(lines, dialect.names, parse, convert).to_batches(max_chunksize=rows)
 
 
 def _text_stream(path: str, filesystem: Any) -> Any:
