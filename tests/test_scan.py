@@ -70,6 +70,8 @@ def test_every_sum_is_that_of_the_table(folder: Path, indices: Any) -> None:
         scanned.answer(query, Batch(scanned, indices), found)  # type: ignore[attr-defined]
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
     w = queries(D + 1)[0].params
+    certificates = [str(qg.certify(loss, w, data)) for data in ((X, y), scan(folder, target="y"))]
+    assert certificates[0] == certificates[1]
     assert loss.risk(scanned, w) == pytest.approx(loss.risk(table, w), rel=1e-12)
     np.testing.assert_allclose(loss.risk_gradient(scanned, w), loss.risk_gradient(table, w), rtol=1e-9)
 

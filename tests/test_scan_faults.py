@@ -17,7 +17,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.data.scanning import scan
 from quietgrad.errors import ChangedError, DataError
-from quietgrad.estimators import PrivateLogisticRegression
+from quietgrad.estimators import PrivateAdditiveClassifier, PrivateLogisticRegression, PrivateSearch
 from quietgrad.privacy.ledger import Ledger
 
 pa = pytest.importorskip("pyarrow")
@@ -201,6 +201,12 @@ def test_what_a_scan_is_not_for(tmp_path: Path) -> None:
         scan(tmp_path, schema=schema, columns=["a"])
     with pytest.raises(DataError, match="takes paths"):
         scan(17)
+    for model in (
+        PrivateAdditiveClassifier(),
+        PrivateSearch(PrivateLogisticRegression(classes=[0, 1]), {"regularization": [0.0]}),
+    ):
+        with pytest.raises(DataError, match="needs the table in memory"):
+            model.fit(seen, np.zeros(3000))
     with pytest.raises(DataError, match="samples its own records"):
         qg.minimize(
             qg.objectives.landscape("strict-saddle", d=4), seen, qg.PerturbedSGD(), budget=qg.Budget(1.0, 1e-5)

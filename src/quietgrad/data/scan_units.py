@@ -137,6 +137,8 @@ def _arrow(unit: FileUnit, columns: list[str], rows: int) -> Iterator[Any]:
     import pyarrow as pa
 
     with open_file(unit.path, unit.filesystem) as source, pa.ipc.open_file(source) as file:
+        wanted = pa.ipc.IpcReadOptions(included_fields=[file.schema.get_field_index(name) for name in columns])
+    with open_file(unit.path, unit.filesystem) as source, pa.ipc.open_file(source, options=wanted) as file:
         for group in unit.groups:
             batch = file.get_batch(group).select(columns)
             for start in range(0, batch.num_rows, rows):

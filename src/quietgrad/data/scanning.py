@@ -22,6 +22,7 @@ import numpy as np
 
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.row_layout import Array, RowLayout
+from quietgrad.data.scan_units import LEAST_ROWS
 from quietgrad.data.schema import Schema, read_schema
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.objectives.base import Reading
@@ -390,6 +391,12 @@ def scan(
     )
     if known is not None and not sum(known):
         raise DataError(f"{layout.name}: holds no rows.")
+    largest = max((size or 0 for unit, size in pieces if getattr(unit, "kind", "") == "arrow"), default=0)
+    if largest > LEAST_ROWS and largest * len(layout.read) * 8 > memory * 2**19:
+        raise DataError(
+            f"{layout.name}: holds record batches larger than memory={memory:g} allows, and Arrow files are read by "
+            "whole batches. Write smaller ones, or Parquet."
+        )
     if layout.may_drop:
         notes = (*notes, "rows with a missing entry left out")
     units = tuple(unit for unit, _ in pieces)
@@ -437,7 +444,7 @@ def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int
     read = len(layout.read)
     # Two batches read ahead, their rows laid out, a view of them by a frame; and a page of every column.
     one = (rows * (2 * read + 3 * layout.width) * 8 + read * _PAGE) / 2**20
-    if _SPARE + one > memory and layout.width > 1:
+    if _SPARE + one > memory:
         raise DataError(
             f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "
             "time. Allow that much, or scan fewer columns."

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.errors import DataError
+from quietgrad.estimators.scans import refuse_scan
 from quietgrad.objectives.tables.layout import lay_out
 
 
@@ -28,6 +29,7 @@ class Columns:
     @classmethod
     def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> Columns:
         """Read names and types; boolean and category columns declare their vocabularies."""
+        refuse_scan(X, "an additive model")
         named = hasattr(X, "columns")
         shape = np.shape(X)
         if len(shape) != 2 or not shape[1]:

@@ -20,6 +20,15 @@ def is_scan(X: Any) -> bool:
     return isinstance(X, Source)
 
 
+def refuse_scan(X: Any, what: str) -> None:
+    """Raise if records are a scan, where only a table in memory will do."""
+    if is_scan(X):
+        raise DataError(
+            f"X: is a scan, and {what} needs the table in memory; load it, or fit PrivateLogisticRegression, "
+            "PrivateSVC, PrivateHuberRegressor or PrivateLinearRegression, which scan."
+        )
+
+
 def scan_if_one(X: Any, y: Any) -> tuple[Any, Any]:
     """A frame that names its target column becomes a scan; everything else stays as it is."""
     if is_scan(X):

@@ -26,6 +26,7 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyWarning
+from quietgrad.estimators.scans import refuse_scan
 from quietgrad.objectives.queries.scores import MeanScore, Scoring
 from quietgrad.plans.price import price
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -102,6 +103,7 @@ class PrivateSearch(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> PrivateSearch:
         """Search, and keep the best round's model; its cost is reserved before the first round."""
+        refuse_scan(X, "a private search")
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         self._check()
         each = self._each()

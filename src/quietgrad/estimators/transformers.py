@@ -20,6 +20,7 @@ from quietgrad.curators.base import Session
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel
 from quietgrad.estimators.columns import Columns
+from quietgrad.estimators.scans import refuse_scan
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
 from quietgrad.objectives.tables.layout import refuse_text
@@ -110,6 +111,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
 
     def fit(self, X: Any, y: Any = None) -> Any:
         """Find the ranges that are not declared."""
+        refuse_scan(X, "a private scaler")
         refuse_text(X, "X")
         rows = validate_data(self, X, accept_sparse="csr", dtype=[np.float64, np.float32])
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
