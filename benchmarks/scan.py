@@ -202,11 +202,11 @@ def csv(folder: Path, rounds: int) -> dict[str, Any]:
 
 # --- the cost model -------------------------------------------------------------------------------------------
 
-SEEN = [(40_000, 10), (40_000, 60), (40_000, 160), (80_000, 30), (80_000, 100)]
-UNSEEN = [(60_000, 20), (60_000, 130), (120_000, 80), (100_000, 45)]
+SEEN = [(40_000, 10), (20_000, 60), (15_000, 160), (40_000, 30), (30_000, 100), (80_000, 15)]
+UNSEEN = [(30_000, 20), (15_000, 130), (40_000, 80), (60_000, 45)]
 
 
-def _measured(folder: Path, rows: int, columns: int) -> list[dict[str, float]]:
+def _measured(folder: Path, rows: int, columns: int, repeats: int) -> list[dict[str, float]]:
     """CPU seconds of a plain fit and of the default one, with how many passes of each kind they make."""
     import warnings
 
@@ -219,7 +219,7 @@ def _measured(folder: Path, rows: int, columns: int) -> list[dict[str, float]]:
     found = []
     for method in (qg.DPGD(steps=8, learning_rate=1.0), None):
         spent = []
-        for _ in range(3):
+        for _ in range(repeats):
             table = qg.data.scan(path, target="y", threads=1)
             model = PrivateLogisticRegression(
                 classes=[0, 1], algorithm=method, feature_bounds=None if method else bounds, inference=False
@@ -239,7 +239,7 @@ def _measured(folder: Path, rows: int, columns: int) -> list[dict[str, float]]:
     return found
 
 
-def cost(folder: Path) -> dict[str, Any]:
+def cost(folder: Path, repeats: int) -> dict[str, Any]:
     """Fit CPU seconds = fixed + passes·(a + rows·(b + c·columns)) + matrix passes·rows·e·columns², and test it."""
     from scipy.optimize import nnls
 
@@ -247,8 +247,8 @@ def cost(folder: Path) -> dict[str, Any]:
         n, d, k = run["rows"], run["columns"], run["passes"]
         return [1.0, k, k * n, k * n * d, run["matrix_passes"] * n * d * d]
 
-    seen = [run for rows, columns in SEEN for run in _measured(folder, rows, columns)]
-    unseen = [run for rows, columns in UNSEEN for run in _measured(folder, rows, columns)]
+    seen = [run for rows, columns in SEEN for run in _measured(folder, rows, columns, repeats)]
+    unseen = [run for rows, columns in UNSEEN for run in _measured(folder, rows, columns, repeats)]
     matrix, times = np.array([terms(run) for run in seen]), np.array([run["cpu_seconds"] for run in seen])
     weights, _ = nnls(matrix / times[:, None], np.ones(len(times)))  # relative errors
     for run in (*seen, *unseen):
@@ -284,7 +284,7 @@ def main() -> None:
             if what == "rate":
                 kept[what] = rate(folder, given.rows, given.columns, given.rounds)
             elif what == "cost":
-                kept[what] = cost(folder)
+                kept[what] = cost(folder, given.rounds)
                 COST_FILE.write_text(json.dumps(kept[what]["model"], indent=1) + "\n")
             else:
                 kept[what] = cluster(folder) if what == "cluster" else csv(folder, 5)

@@ -63,11 +63,12 @@ def queries(dim: int) -> list[Any]:
 def test_every_sum_is_that_of_the_table(folder: Path, indices: Any) -> None:
     X, y = rows()
     loss = qg.objectives.Logistic(intercept=True, row_bound=2.0, rows="clip")
-    table, scanned = loss.prepare((X, y)), loss.prepare(scan(folder, target="y"))
+    table = loss.prepare((X, y))
+    scanned: Any = loss.prepare(scan(folder, target="y"))
     for query in queries(D + 1):
         expected, found = np.zeros(query.dim(table)), np.zeros(query.dim(scanned))
         query.sum_into(loss, Batch(table, indices), expected)
-        scanned.answer(query, Batch(scanned, indices), found)  # type: ignore[attr-defined]
+        scanned.answer(query, Batch(scanned, indices), found)
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
     w = queries(D + 1)[0].params
     certificates = [str(qg.certify(loss, w, data)) for data in ((X, y), scan(folder, target="y"))]
@@ -102,7 +103,8 @@ def test_groups_of_a_power_of_two_are_branches_of_the_tree() -> None:
 
 def test_estimators_fit_a_scan_as_an_array(folder: Path) -> None:
     X, y = rows()
-    for options in ({"classes": [0, 1]}, {}):
+    declared: dict[str, Any] = {"classes": [0, 1]}
+    for options in (declared, {}):
         table = scan(folder, target="y")
         mine = PrivateLogisticRegression(epsilon=4.0, random_state=5, **options).fit(table)
         other = PrivateLogisticRegression(epsilon=4.0, random_state=5, **options).fit(X, y)
@@ -143,7 +145,7 @@ def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -
     """Its bound rests on n: summed by parts, of fewer records each, it would tell more than it was priced for."""
     X, y = rows()
     loss = qg.objectives.Logistic(regularizer=qg.objectives.L2(0.1), row_bound=1.0, rows="clip")
-    budget = qg.Budget(1.0, 1e-5, "replace-one")
+    budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
     method = qg.OutputPerturbation(steps=5)
     one = qg.minimize(loss, scan(folder, target="y"), method, budget=budget, seed=1)
     two = qg.minimize(loss, (X, y), method, budget=budget, seed=1)
@@ -178,7 +180,7 @@ def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> No
 
 def test_mini_batches_of_a_scan_train(folder: Path) -> None:
     loss = qg.objectives.Logistic(intercept=True)
-    budget = qg.Budget(3.0, 1e-5, "replace-one")
+    budget = qg.Budget(3.0, 1e-5, qg.Relation.REPLACE_ONE)
     for method in (
         qg.DPSGD(steps=12, batch_size=600, learning_rate=1.0),
         qg.DPSGD(steps=10, batch_size=600, sampling="fixed-size"),
@@ -200,7 +202,7 @@ def test_queries_about_pairs_of_records_refuse_samples_of_a_scan(folder: Path) -
         records.answer(query, Batch(records, np.arange(N)), np.zeros(query.dim(records)))
 
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "label": {"column": "rich", "classes": ["no", "yes"]},
     "columns": {
         "age": {"bounds": [0, 100], "fill": 40},
@@ -256,23 +258,20 @@ def test_a_schema_makes_the_same_numbers_of_a_scan_and_a_file(tmp_path: Path, ki
 
 
 def test_rows_with_gaps_are_left_out_where_the_schema_says_so(tmp_path: Path) -> None:
-    columns = schema_rows()
-    schema = {**SCHEMA, "drop_incomplete": True}
-    del schema["columns"]["age"]["fill"]  # type: ignore[attr-defined]
-    try:
-        pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=100)
-        seen, data = scan(tmp_path, schema=schema), qg.data.load(tmp_path / "a.parquet", schema=schema)
-        assert len(seen) == data.n < 500
-        loss = qg.objectives.Logistic()
-        records, table = loss.prepare(seen), loss.prepare((data.X, data.y))
-        for indices in (None, np.array([0, 3, len(table) - 1])):
-            out, expected = np.zeros(seen.features), np.zeros(seen.features)
-            query = Gradient(np.ones(seen.features), 1.0)
-            records.answer(query, Batch(records, indices), out)  # type: ignore[attr-defined]
-            query.sum_into(loss, Batch(table, indices), expected)
-            np.testing.assert_allclose(out, expected, rtol=1e-9)
-    finally:
-        schema["columns"]["age"]["fill"] = 40  # type: ignore[attr-defined]
+    columns: dict[str, Any] = {**SCHEMA["columns"], "age": {"bounds": [0, 100]}}
+    schema = {**SCHEMA, "columns": columns, "drop_incomplete": True}
+    pq.write_table(pa.table(schema_rows()), tmp_path / "a.parquet", row_group_size=100)
+    seen, data = scan(tmp_path, schema=schema), qg.data.load(tmp_path / "a.parquet", schema=schema)
+    assert len(seen) == data.n < 500
+    loss = qg.objectives.Logistic()
+    records: Any = loss.prepare(seen)
+    table = loss.prepare((data.X, data.y))
+    for indices in (None, np.array([0, 3, len(table) - 1])):
+        out, expected = np.zeros(seen.features), np.zeros(seen.features)
+        query = Gradient(np.ones(seen.features), 1.0)
+        records.answer(query, Batch(records, indices), out)
+        query.sum_into(loss, Batch(table, indices), expected)
+        np.testing.assert_allclose(out, expected, rtol=1e-9)
 
 
 def test_frames_are_scanned_without_a_copy() -> None:
@@ -325,7 +324,8 @@ def test_predictions_go_to_a_file(folder: Path, tmp_path: Path) -> None:
 
 def test_a_ledger_knows_the_same_table_again(folder: Path, tmp_path: Path) -> None:
     """By its content: renamed files are the same people, a changed cell is another table."""
-    ledger, options = tmp_path / "book" / "ledger.jsonl", {"epsilon": 1.0, "classes": [0, 1]}
+    ledger = tmp_path / "book" / "ledger.jsonl"
+    options: dict[str, Any] = {"epsilon": 1.0, "classes": [0, 1]}
     ledger.parent.mkdir()
     PrivateLogisticRegression(ledger=ledger, account="a", **options).fit(scan(folder, target="y"))
     (folder / "part0.parquet").rename(folder / "zart.parquet")

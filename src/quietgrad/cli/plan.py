@@ -86,9 +86,8 @@ def plan(
     if algorithm is None and columns is not None and not given:
         from quietgrad.algorithms.whitened_design import for_table
 
-        promise = budget(1.0 if epsilon is None else epsilon, delta, relation)
-        epsilon = promise.epsilon
-        method = for_table(n, columns, budget=promise, inference=False)
+        epsilon = 1.0 if epsilon is None else epsilon
+        method = for_table(n, columns, budget=budget(epsilon, delta, relation), inference=False)
     else:
         method = algorithm_from(algorithm or "dp-gd", flags, settings or ())
     if noise_multiplier is not None and epsilon is None:

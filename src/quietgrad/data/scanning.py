@@ -394,8 +394,8 @@ def scan(
     largest = max((size or 0 for unit, size in pieces if getattr(unit, "kind", "") == "arrow"), default=0)
     if largest > LEAST_ROWS and largest * len(layout.read) * 8 > memory * 2**19:
         raise DataError(
-            f"{layout.name}: holds record batches larger than memory={memory:g} allows, and Arrow files are read by "
-            "whole batches. Write smaller ones, or Parquet."
+            f"{layout.name}: holds record batches larger than memory={memory:g} allows, and Arrow files are read "
+            "by whole batches. Write smaller ones, or Parquet."
         )
     if layout.may_drop:
         notes = (*notes, "rows with a missing entry left out")

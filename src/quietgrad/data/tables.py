@@ -127,6 +127,7 @@ def parse_columns(content: bytes, names: Sequence[str], name: str = "csv") -> di
     try:
         for chunk in _column_chunks(rows, list(names), name):
             for column, values in chunk.items():
+                assert not isinstance(values, Coded)
                 out[column].extend(values)
     except (csv.Error, UnicodeDecodeError):
         raise DataError(f"{name}: not readable as comma-separated UTF-8 text.") from None
@@ -204,9 +205,9 @@ def _assemble(
     if schema is not None:
         task = "regression" if schema.classes is None else None
         classes = schema.classes
-    used, places = among(raw)
-    known_words = np.array(list(seen), dtype=object)[used]
-    y, kind_of_task, codes, class_names = encode_labels(name, known_words, task, classes)
+    occurring, places = among(raw)
+    words_seen = np.array(list(seen), dtype=object)[occurring]
+    y, kind_of_task, codes, class_names = encode_labels(name, words_seen, task, classes)
     y = y[places]
     bounds = schema.label_bounds if schema is not None else None
     if bounds is not None:
