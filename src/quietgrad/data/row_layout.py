@@ -81,8 +81,13 @@ class RowLayout:
 
     def rows(self, batch: Any) -> tuple[Array, Array]:
         """(X, y) of a record batch: X column-major, float32 or float64."""
-        X = self._plain(batch) if self.schema is None else self._encoded(batch, self.schema)
-        y = np.zeros(len(X)) if self.target is None else self.targets(batch.column(self.target))
+        import pyarrow as pa
+
+        try:
+            X = self._plain(batch) if self.schema is None else self._encoded(batch, self.schema)
+            y = np.zeros(len(X)) if self.target is None else self.targets(batch.column(self.target))
+        except pa.ArrowException:  # its message may quote a cell
+            raise DataError(f"{self.name}: has columns that cannot be made numbers.") from None
         if self.may_drop:
             kept = np.isfinite(X).all(axis=1)
             X, y = X[kept], y[kept]
@@ -92,8 +97,9 @@ class RowLayout:
         import pyarrow as pa
 
         chosen = batch.select(list(self.columns))
-        if any(pa.types.is_boolean(field.type) for field in chosen.schema):
-            columns = [c.cast(pa.uint8()) if pa.types.is_boolean(c.type) else c for c in chosen.columns]
+        wider = {pa.bool_(): pa.uint8(), pa.float16(): pa.float32()}
+        if any(field.type in wider for field in chosen.schema):
+            columns = [c.cast(wider[c.type]) if c.type in wider else c for c in chosen.columns]
             chosen = pa.RecordBatch.from_arrays(columns, names=list(self.columns))
         X: Array = chosen.to_tensor(null_to_nan=True, row_major=False).to_numpy()
         return X if X.dtype in (np.float32, np.float64) else X.astype(np.float64)
