@@ -277,7 +277,7 @@ def test_one_record_more_moves_no_other_across_the_split(monkeypatch: pytest.Mon
     seen: list[set[float]] = []
 
     class Watched(PrivateLogisticRegression):
-        def fit(self, X: Any, y: Any, **options: Any) -> Any:
+        def fit(self, X: Any, y: Any = None, **options: Any) -> Any:
             seen.append(set(X[:, 0]))
             return super().fit(X, y, **options)
 

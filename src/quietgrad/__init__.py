@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad import audit, objectives
+    from quietgrad import audit, data, objectives
     from quietgrad.algorithms.bassily_sgd import BassilySGD
     from quietgrad.algorithms.dp_adam import DPAdam
     from quietgrad.algorithms.dp_agd import DPAGD
@@ -76,7 +76,7 @@ _HOMES = {
     "WhitenedGD": "algorithms.whitened_gd",
     "WeightedAverage": "algorithms.weighted_average",
 }
-_MODULES = {"audit": "audit", "events": "privacy.events", "objectives": "objectives"}
+_MODULES = {"audit": "audit", "data": "data", "events": "privacy.events", "objectives": "objectives"}
 
 __all__ = [
     "Budget",
@@ -114,6 +114,7 @@ __all__ = [
     "WhitenedGD",
     "WeightedAverage",
     "audit",
+    "data",
     "events",
     "objectives",
     "__version__",

@@ -48,3 +48,11 @@ class TooNoisyWarning(UserWarning):
 
 class DataError(QuietgradError, ValueError):
     """The data cannot be used as they are; nothing was reserved and nothing was spent."""
+
+
+class ChangedError(QuietgradError, RuntimeError):
+    """A table changed while a run was reading it; the release was not made, and what was reserved stays so."""
+
+
+class ClusterError(QuietgradError, RuntimeError):
+    """A cluster could not be reached or gave up; the release was not made, and what was reserved stays so."""

@@ -156,3 +156,27 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_TABLES = {
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
+    ".csv": "csv", ".tsv": "csv",
+}  # fmt: skip
+_PACKED = (".gz", ".bz2", ".zst", ".lz4", ".xz")
+
+
+def table_kind(path: str) -> str | None:
+    """parquet, arrow or csv, by the suffix.
+
+    >>> table_kind("people/1.csv.gz"), table_kind("people/1.parquet"), table_kind("people/readme.md")
+    ('csv', 'parquet', None)
+    """
+    suffixes = [s for s in Path(path).suffixes if s not in _PACKED]
+    return _TABLES.get(suffixes[-1]) if suffixes else None
+
+
+def are_many(source: str) -> bool:
+    """Whether a text names many files, or files elsewhere: a pattern, a folder of tables, or an address."""
+    if "://" in source or any(mark in source for mark in "*?["):
+        return True
+    return Path(source).is_dir() and any(table_kind(path.name) for path in Path(source).rglob("*"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,22 +39,36 @@ def evaluate(
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
     import json
 
+    import numpy as np
+
     from quietgrad.cli.options import usage
     from quietgrad.cli.predict import people_for
+    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.scans import open_scan
     from quietgrad.errors import DataError
     from quietgrad.estimators.runs import from_run
     from quietgrad.estimators.scoring import private_score
+    from quietgrad.files import are_many
 
     model = from_run(folder)
     facts = model.result_.details["model"]
-    X, y, ids = people_for(folder, data, facts, person)
-    if ids is None and model.privacy_.unit == "person":
-        raise DataError(
-            f"{data}: has no column of people's ids, and the model was trained by person: name --person."
-        )
-    if y is None:
-        raise DataError(f"{data}: has no labels to score against.")
-    labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
+    ids = None
+    if are_many(data):
+        if person is not None or model.privacy_.unit == "person":
+            raise DataError(f"{data}: people are not known to scans; give one file, which is read whole.")
+        spec = RunSpec.load(folder)
+        X: Any = open_scan(data, {**spec.reading, "pair": facts["class_names"]}, spec.scanning).table
+        X, labels = X.named() if X.classes is None else X, None
+        model.classes_ = model.classes_ if X.classes is None else np.asarray(X.classes)
+    else:
+        X, y, ids = people_for(folder, data, facts, person)
+        if ids is None and model.privacy_.unit == "person":
+            raise DataError(
+                f"{data}: has no column of people's ids, and the model was trained by person: name --person."
+            )
+        if y is None:
+            raise DataError(f"{data}: has no labels to score against.")
+        labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
     book = folder / "evaluation-ledger.jsonl" if ledger is None else ledger
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     with usage():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.cli.scans import scan_scores
+
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
     from quietgrad.objectives.tables.frame import Frame
@@ -26,13 +28,13 @@ def evaluate(
     """
     metrics: dict[str, Any] = {}
     where: dict[str, str] = {}
-    if data.X_test is not None and data.y_test is not None:
+    if data.X_test is not None:
         scores = _scores(objective, params, (data.X_test, data.y_test), data.task, frame)
         metrics |= {f"test_{name}": value for name, value in scores.items()}
         where |= {f"test_{name}": HELD_OUT for name in scores}
     if train:
         scores = _scores(objective, params, (data.X, data.y), data.task, frame)
-        records = objective.prepare((data.X, data.y))
+        records = objective.prepare(getattr(data, "table", None) or (data.X, data.y))
         gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
         metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
         where |= {name: TRAINING for name in metrics if not name.startswith("test_")}
@@ -44,6 +46,8 @@ def _scores(
 ) -> dict[str, float]:
     if objective.rows == "refuse":  # the bound protects training records; others may be longer
         objective = dataclasses.replace(objective, row_bound=None)
+    if part[1] is None:
+        return scan_scores(objective, params, part[0], task, frame)
     X = part[0] if frame is None else frame.clipped(part[0])
     records = objective.prepare((X, part[1]))
     answers = objective.predict(records, params)

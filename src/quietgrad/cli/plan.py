@@ -22,11 +22,13 @@ from quietgrad.cli.options import (
     say,
     say_table,
     show_json,
+    show_rows,
     table_row,
     usage,
 )
 
 if TYPE_CHECKING:
+    from quietgrad.plans.passes import Expected
     from quietgrad.plans.schedule import Plan
 
 app = typer.Typer(add_completion=False)
@@ -36,11 +38,20 @@ app = typer.Typer(add_completion=False)
     epilog="Example: quietgrad plan dp-srm --n 32561 --steps 1500 --batch-size 100 --epsilon 1 --delta 1e-5"
 )
 def plan(
-    algorithm: Annotated[str, typer.Argument(help="Such as dp-srm, dp-sgd, dp-gd, dp-agd.")] = "dp-gd",
+    algorithm: Annotated[
+        str | None,
+        typer.Argument(help="Such as dp-srm, dp-sgd, dp-gd (the default), dp-agd; of a scan, the estimators' own."),
+    ] = None,
     n: Annotated[int | None, typer.Option("--n", help="Number of records (public).", show_default=False)] = None,
     people: Annotated[
         bool, typer.Option("--people", help="n counts people, each with any number of records.")
     ] = False,
+    rows: Annotated[
+        float | None,
+        typer.Option(help="Rows of a table to scan, such as 1e9: adds passes, bytes and time.", show_default=False),
+    ] = None,
+    columns: Annotated[int | None, typer.Option(help="Its feature columns.", show_default=False)] = None,
+    cluster: Annotated[str, typer.Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
     relation: RelationName = "add-remove",
@@ -61,6 +72,10 @@ def plan(
     if show_list:
         _list(as_json)
         return
+    if rows is not None:
+        n = whole(rows, "--rows") if n is None else n
+        if columns is None or columns < 1:
+            raise typer.BadParameter("it is missing: how many feature columns are there?", param_hint="--columns")
     if n is None:
         raise typer.BadParameter("it is missing: how many records are there?", param_hint="--n")
     from quietgrad.cli.settings import algorithm_from
@@ -70,20 +85,48 @@ def plan(
         "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip, "gamma": gamma,
         "sampling": sampling,
     }  # fmt: skip
-    method = algorithm_from(algorithm, flags, settings or ())
+    given = any(value is not None for value in flags.values()) or settings
+    if algorithm is None and columns is not None and not given:
+        from quietgrad.algorithms.whitened_design import for_table
+
+        epsilon = 1.0 if epsilon is None else epsilon
+        method = for_table(n, columns, budget=budget(epsilon, delta, relation), inference=False)
+    else:
+        method = algorithm_from(algorithm or "dp-gd", flags, settings or ())
     if noise_multiplier is not None and epsilon is None:
         epsilon = 1.0  # not used: the noise is fixed, and the ε printed is what it proves
     promise = budget(epsilon, delta, relation) if method.private else None
     with usage():
         unit = "person" if people else "record"
         the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier, unit=unit)
+    reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
         proof = None if promise is None else the_plan.proof.to_json()
-        show_json({**the_plan.to_json(), "proof": proof})
+        more = {} if reading is None else {"scan": reading.to_json()}
+        show_json({**the_plan.to_json(), "proof": proof, **more})
         return
+    if reading is not None:
+        show_rows(f"scanning {n:,} rows of {columns} columns on {cluster}", reading.lines())
     say(the_plan.explain())
     if the_plan.is_private:
         show_slots(the_plan)
+
+
+def whole(number: float, option: str) -> int:
+    """A count that may be written as 1e9."""
+    if not (number >= 1.0 and float(number).is_integer()):
+        raise typer.BadParameter(f"{number:g}: must be a whole number ≥ 1.", param_hint=option)
+    return int(number)
+
+
+def expected(the_plan: Plan, columns: int, cluster: str) -> Expected:
+    """What scanning the plan's table takes on ``MACHINESxCORES``."""
+    from quietgrad.plans.passes import expected_cost
+
+    machines, _, cores = cluster.partition("x")
+    if not (machines.isdigit() and cores.isdigit() and int(machines) and int(cores)):
+        raise typer.BadParameter(f"{cluster!r}: must be MACHINESxCORES, such as 64x8.", param_hint="--cluster")
+    return expected_cost(the_plan, columns, int(machines), int(cores))
 
 
 def show_slots(the_plan: Plan) -> None:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, say, show_json, writable
+from quietgrad.cli.options import Json, say, show_json, usage, writable
 from quietgrad.cli.runs import RUN_FILE, RunSpec, objective_from
-from quietgrad.files import write_atomically
+from quietgrad.files import are_many, write_atomically
 from quietgrad.shown import shown
 
 app = typer.Typer(add_completion=False)
@@ -29,13 +29,15 @@ def predict(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write here (.csv or .json) instead of printing.")
+        Path | None,
+        typer.Option("--output", "-o", help="Write here (.csv or .json; .csv or .parquet of a scan); else print."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
     import numpy as np
 
+    from quietgrad.cli.scans import predict_to
     from quietgrad.errors import DataError
     from quietgrad.objectives.tables.frame import Frame
     from quietgrad.training.result import load
@@ -45,8 +47,18 @@ def predict(
     if facts is None:
         raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
     objective = objective_from(facts)
-    X, y = records_for(folder, data, facts)
     frame = Frame.told(result.details)
+    if are_many(data):
+        if output is None:
+            raise typer.BadParameter("a scan's predictions go to a file: -o FILE.csv or FILE.parquet.")
+        table = scan_for(folder, data, facts)
+        with usage():
+            count = predict_to(objective, result.params, table, frame, facts["class_names"], writable(output))
+        say(f"{count} predictions written to {output}.", err=as_json)
+        if as_json:
+            show_json({"records": count, "scores": {}})
+        return
+    X, y = records_for(folder, data, facts)
     if frame is not None:
         X = frame.clipped(X)
     answers = objective.predict(X, result.params)
@@ -107,6 +119,20 @@ def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | Non
     if X.shape[1] != facts["features"]:
         raise DataError(f"{data}: has {X.shape[1]} features, the model was trained on {facts['features']}.")
     return (X if pictures is None else pictures.rows(X)), y, loaded.person
+
+
+def scan_for(folder: Path, data: str, facts: dict[str, Any]) -> Any:
+    """A scan of the files as the run's model takes them; labels, if they are there, are not looked at."""
+    from quietgrad.cli.scans import open_columns
+    from quietgrad.errors import DataError
+
+    if facts.get("pictures") is not None:
+        raise DataError(f"{data}: features of pictures are not made of scans; give one file, which is read whole.")
+    spec = RunSpec.load(folder) if (folder / RUN_FILE).exists() else RunSpec()
+    table = open_columns(data, spec, facts)
+    if table.features != facts["features"]:
+        raise DataError(f"{data}: has {table.features} features, the model was trained on {facts['features']}.")
+    return table
 
 
 def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | None = None) -> tuple[Any, Any]:
@@ -188,15 +214,15 @@ def _csv(columns: dict[str, list[Any]]) -> str:
 
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow([_cell(name) for name in columns])
-    rows.writerows([_cell(value) for value in row] for row in zip(*columns.values(), strict=True))
+    rows.writerow([cell(name) for name in columns])
+    rows.writerows([cell(value) for value in row] for row in zip(*columns.values(), strict=True))
     return text.getvalue()
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
     """Text that a spreadsheet would run as a formula is told to be text; class names come from a file.
 
-    >>> [_cell(value) for value in ("=HYPERLINK(1)", "-1", -1.5, "yes", "@x")]
+    >>> [cell(value) for value in ("=HYPERLINK(1)", "-1", -1.5, "yes", "@x")]
     ["'=HYPERLINK(1)", '-1', -1.5, 'yes', "'@x"]
     """
     if not isinstance(value, str):

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quietgrad.errors import DataError
 from quietgrad.files import read_json
 
@@ -34,6 +32,7 @@ class RunSpec:
     data: str | None = None
     test: str | None = None
     reading: dict[str, Any] = field(default_factory=dict)
+    scanning: dict[str, Any] = field(default_factory=dict)
     objective: str | None = None
     regularizer: str | None = None
     intercept: bool = True
@@ -131,15 +130,26 @@ class RunSpec:
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
             row_bound=bound,
             regression=data.task == "regression",
-            sparse=not isinstance(data.X, np.ndarray),
+            sparse=hasattr(data.X, "indptr"),
             inference=False,
         )
 
-    def load_data(self) -> Dataset:
-        """Read and check the data; nothing is reserved yet."""
+    def load_data(self) -> Any:
+        """Read and check the data, or open what is scanned; nothing is reserved yet."""
+        from quietgrad.cli.scans import open_scan, scans
         from quietgrad.data import demo_dataset, load
 
-        data = demo_dataset() if self.data is None else load(self.data, test=self.test, **self.reading)
+        if self.data is None:
+            data: Any = demo_dataset()
+        elif scans(self.data, self.scanning):
+            if self.reading.get("person") is not None or self.features is not None:
+                raise DataError(
+                    f"{self.data}: people and features of pictures are not known to scans; give one file, which is "
+                    "read whole."
+                )
+            return open_scan(self.data, self.reading, self.scanning, self.test)
+        else:
+            data = load(self.data, test=self.test, **self.reading)
         return data if self.features is None else _featured(data)
 
     def ledger_in(self, folder: Path) -> Path | None:

@@ -28,6 +28,7 @@ from quietgrad.cli.options import (
 )
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import FEATURES, RunSpec, objective_from
+from quietgrad.files import are_many
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -43,7 +44,10 @@ app = typer.Typer(add_completion=False)
 def train(
     data: Annotated[
         str | None,
-        typer.Argument(help="A LIBSVM, CSV, npz or parquet file, or a registered name; without it, the demo's."),
+        typer.Argument(
+            help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
+            "'people/*.parquet' is scanned and never loaded whole; without it, the demo's."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the model, result, ledger and report.")] = Path("runs/last"),
     epsilon: Epsilon = None,
@@ -80,7 +84,7 @@ def train(
     rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
     test: Annotated[Path | None, typer.Option(help="Held-out records in a file of the same kind.")] = None,
     schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
-    label: Annotated[str | None, typer.Option(help="Label column; else the last.")] = None,
+    label: Annotated[str | None, typer.Option("--label", "--target", help="Label column; else the last.")] = None,
     classes: Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")] = None,
     task: Annotated[str | None, typer.Option(help="binary, multiclass or regression.")] = None,
     n_features: Annotated[int | None, typer.Option(help="Public number of features (LIBSVM).")] = None,
@@ -106,6 +110,13 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a finished result in the folder.")
     ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")
+    ] = None,
+    memory: Annotated[
+        int | None, typer.Option(help="Scan the table within so many MB (400 for folders and patterns).")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Cores for a scan; all by default.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -118,8 +129,10 @@ def train(
         "n_features": n_features,
         "person": person,
     }
+    scanning = {"cluster": cluster, "memory": memory, "threads": threads}
     spec = RunSpec(
-        data=None if data is None else str(Path(data).resolve()) if Path(data).is_file() else data,
+        data=_place(data),
+        scanning={key: value for key, value in scanning.items() if value is not None},
         test=None if test is None else str(test.resolve()),
         reading={key: value for key, value in reading.items() if value is not None},
         objective=objective,
@@ -182,7 +195,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
         unit = "record" if people is None else "person"
         the_plan = plan(method, n=spec.n_public or count, budget=promise, unit=unit)
     spent = SpentSoFar(the_plan)
-    table = (data.X, data.y)
+    table = getattr(data, "table", None) or (data.X, data.y)
     kept: dict[str, Any] = {
         "ledger": spec.ledger_in(out),
         "account": spec.account,
@@ -257,6 +270,15 @@ def show(result: Result, out: Path, *, as_json: bool) -> None:
     if scores:
         rows.insert(1 + len(scores), ("", "(scores look at records without noise: they are data, not private)"))
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
+
+
+def _place(data: str | None) -> str | None:
+    """Where the data are, from wherever a run is resumed; names of registered sets stay as they are."""
+    if data is None or "://" in data:
+        return data
+    if Path(data).is_file() or are_many(data):
+        return str(Path(data).absolute())
+    return data
 
 
 def _check_folder(out: Path, *, overwrite: bool) -> None:

@@ -24,6 +24,7 @@ from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
 from quietgrad.objectives.people import told
 from quietgrad.objectives.queries.labels import LabelCounts
+from quietgrad.objectives.tables.scanned import Scanned
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream
@@ -109,11 +110,13 @@ class CentralSession:
 
     def _sample_from(self, key: bytes) -> None:
         n = len(self._records)
+        # Of a table that is not in memory no list of all its records is kept either.
+        sampler = "scanning" if isinstance(self._records, Scanned) else "sampler"
         passes = [slot.sampling for slot in self._slots.values() if isinstance(slot.sampling, SinglePass)]
         # One store of unused records serves all single-pass slots of a plan.
-        self._fresh = passes[0].sampler(n, SecureStream(key, "sample/fresh")) if passes else None
+        self._fresh: Any = getattr(passes[0], sampler)(n, SecureStream(key, "sample/fresh")) if passes else None
         self._samplers: dict[str, Sampler] = {
-            name: slot.sampling.sampler(n, SecureStream(key, f"sample/{name}"))
+            name: getattr(slot.sampling, sampler)(n, SecureStream(key, f"sample/{name}"))
             for name, slot in self._slots.items()
             if not isinstance(slot.sampling, SinglePass)
         }
@@ -189,7 +192,8 @@ class CentralSession:
         assert self._fresh is not None
         assert isinstance(sampling, SinglePass)
         self._fresh.skip_to(drawn.fresh)
-        return self._fresh.take(sampling.batch_size)
+        taken: npt.NDArray[np.int64] = self._fresh.take(sampling.batch_size)
+        return taken
 
     @_alone
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
@@ -371,6 +375,9 @@ class CentralSession:
         return float(score[0])
 
     def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
+        if isinstance(batch.records, Scanned):
+            batch.records.answer(query, batch, out)
+            return
         if self._compiled and batch.indices is not None:  # compiled sums never warn
             query.sum_into(self._reading, batch, out)
             return

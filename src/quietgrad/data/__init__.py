@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from quietgrad.data.demo import demo_dataset
     from quietgrad.data.loading import load
     from quietgrad.data.registry import REGISTRY
+    from quietgrad.data.scanning import Scan, scan
     from quietgrad.data.schema import Categorical, Numeric, Schema, read_schema
     from quietgrad.data.splits import split_dirichlet, split_even, split_uneven, uneven_sizes
     from quietgrad.data.store import fetch, find
 _HOMES = {
     "load": "loading",
+    "scan": "scanning",
+    "Scan": "scanning",
     "Dataset": "dataset",
     "demo_dataset": "demo",
     "fetch": "store",
@@ -38,9 +41,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "load", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric", "Categorical",
-    "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven", "uneven_sizes",
-    "split_dirichlet",
+    "load", "scan", "Scan", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric",
+    "Categorical", "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven",
+    "uneven_sizes", "split_dirichlet",
 ]  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def read_content(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({files.reason(error)}).") from None
     content = unpacked(raw, str(path))
-    if not content.strip():
+    if not content or content.isspace():
         raise DataError(f"{path}: the file is empty.")
     return content
 

@@ -209,6 +209,18 @@ def _column(name: str, spec: Mapping[str, Any]) -> Numeric | Categorical:
     raise DataError(f"schema: column {name!r} needs `bounds` (numeric) or `categories` (one-hot).")
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is a number, other than NaN.
+
+    >>> is_number("-999"), is_number("nan"), is_number("NA")
+    (True, False, False)
+    """
+    try:
+        return not np.isnan(float(text))
+    except ValueError:
+        return False
+
+
 def to_numbers(
     column: str, values: Sequence[Any] | npt.NDArray[Any], missing: Sequence[str] = ("",)
 ) -> npt.NDArray[np.float64]:
@@ -217,16 +229,18 @@ def to_numbers(
     >>> to_numbers("age", ["1", "", "2.5"])
     array([1. , nan, 2.5])
     """
+    absent = set(missing)
     try:
         numbers = np.asarray(values, dtype=np.float64)
-        if numbers.ndim == 1:
+        if numbers.ndim != 1:
+            raise DataError(f"column {column!r} holds lists, not numbers.")
+        # A number that stands for a gap is one in every row, not only beside cells that are no numbers.
+        if not any(is_number(word) for word in absent) or not isinstance(next(iter(values), None), str):
             return numbers
-        raise DataError(f"column {column!r} holds lists, not numbers.")
     except DataError:
         raise
     except (ValueError, TypeError, OverflowError):
         pass
-    absent = set(missing)
     try:
         texts = (str(v).strip() for v in values)
         return np.array([np.nan if t in absent or t == "None" else float(t) for t in texts], dtype=np.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,11 +16,12 @@ import numpy.typing as npt
 from quietgrad import files
 from quietgrad.data.containers import EXPANSION, budget
 from quietgrad.data.dataset import Dataset, Task, check, encode_labels
+from quietgrad.data.quick_csv import Coded, NotPlainError, among, by_word, coded, quick_chunks
 from quietgrad.data.schema import Schema, to_numbers
 from quietgrad.errors import DataError
 from quietgrad.shown import shown
 
-Columns: TypeAlias = dict[str, Sequence[Any] | npt.NDArray[Any]]
+Columns: TypeAlias = dict[str, "Sequence[Any] | npt.NDArray[Any] | Coded"]
 _CHUNK = 16384  # rows turned into numbers at a time: Python strings of a whole table would dwarf its numbers
 _CELLS = 1 << 20  # fewer rows at a time if they are long
 _LONGEST_LABEL = 1000  # characters
@@ -46,7 +48,7 @@ def parse_csv(
     if schema is not None:
         delimiter = schema.delimiter
     elif delimiter is None:
-        first = content.split(b"\n", 1)[0]
+        first = content[: content.find(b"\n") + 1 or len(content)]
         delimiter = max(",;\t", key=lambda mark: first.count(mark.encode()))
     try:
         rows = _rows(content, delimiter)
@@ -56,6 +58,12 @@ def parse_csv(
         header = list(schema.names) if schema is not None and schema.names else [h.strip() for h in next(rows, [])]
         if schema is None and header and all(_is_number(h) for h in header):
             raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
+        quick = quick_chunks(content, header, delimiter, schema, label)
+        if quick is not None:
+            try:
+                return _assemble(quick, header, schema, label, task, classes, name)
+            except NotPlainError:
+                pass  # what the quick reader cannot take, the strict one reads or refuses, saying why
         chunks = _column_chunks(rows, header, name)
         return _assemble(chunks, header, schema, label, task, classes, name, person)
     except csv.Error as error:
@@ -107,11 +115,7 @@ def _parquet_columns(batch: Any, header: Sequence[str]) -> Columns:
     out: Columns = {}
     for k, column in enumerate(header):
         values = batch.column(k)
-        if hasattr(values, "dictionary"):
-            words = [*values.dictionary.to_pylist(), None]
-            out[column] = [words[-1 if code is None else code] for code in values.indices.to_pylist()]
-        else:
-            out[column] = values.to_pylist()
+        out[column] = coded(values) if hasattr(values, "dictionary") else values.to_pylist()
     return out
 
 
@@ -126,6 +130,7 @@ def parse_columns(content: bytes, names: Sequence[str], name: str = "csv") -> di
     try:
         for chunk in _column_chunks(rows, list(names), name):
             for column, values in chunk.items():
+                assert not isinstance(values, Coded)
                 out[column].extend(values)
     except (csv.Error, UnicodeDecodeError):
         raise DataError(f"{name}: not readable as comma-separated UTF-8 text.") from None
@@ -176,19 +181,26 @@ def _assemble(
     if not features:
         raise DataError(f"{name}: there is no column besides the label {target!r}; is the delimiter another one?")
     parts: list[npt.NDArray[np.float64]] = []
-    labels: list[npt.NDArray[Any]] = []
+    labels: list[npt.NDArray[np.int64]] = []
     ids: list[Any] = []
-    seen: dict[str, str] = {}
+    seen: dict[str, int] = {}  # labels are few words: an array of text would give every row the longest one's room
     for columns in chunks:
         if schema is None:
-            block = np.column_stack([to_numbers(c, columns[c]) for c in features])
+            block = np.column_stack([by_word(columns[c], partial(to_numbers, c)) for c in features])
         else:
-            block = np.hstack([kind.encode(c, columns[c], schema.missing) for c, kind in schema.columns.items()])
-        words = [str(v).strip() for v in columns[target]]
+            block = np.hstack(
+                [
+                    by_word(columns[c], partial(kind.encode, c, missing=schema.missing))
+                    for c, kind in schema.columns.items()
+                ]
+            )
+        said = columns[target]
+        words = [str(v).strip() for v in (said.words if isinstance(said, Coded) else said)]
         if max(map(len, words), default=0) > _LONGEST_LABEL:
             raise DataError(f"{name}: a label has more than {_LONGEST_LABEL} characters; is {target!r} the label?")
-        # One object for equal words, and references: an array of text would give every row the longest word's room.
-        raw = np.array([seen.setdefault(word, word) for word in words], dtype=object)
+        raw = np.fromiter((seen.setdefault(word, len(seen)) for word in words), np.int64, len(words))
+        if isinstance(said, Coded):
+            raw = raw[said.codes]
         whose = [] if person is None else [v.strip() if isinstance(v, str) else v for v in columns[person]]
         if schema is not None and schema.drop_incomplete:
             complete = np.asarray(np.isfinite(block).all(axis=1))
@@ -203,7 +215,10 @@ def _assemble(
     if schema is not None:
         task = "regression" if schema.classes is None else None
         classes = schema.classes
-    y, kind_of_task, codes, class_names = encode_labels(name, raw, task, classes)
+    occurring, places = among(raw)
+    words_seen = np.array(list(seen), dtype=object)[occurring]
+    y, kind_of_task, codes, class_names = encode_labels(name, words_seen, task, classes)
+    y = y[places]
     bounds = schema.label_bounds if schema is not None else None
     if bounds is not None:
         y = np.clip(y.astype(np.float64), *bounds)

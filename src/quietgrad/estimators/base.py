@@ -25,6 +25,7 @@ from quietgrad.curators.account import Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, QuietgradError, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
+from quietgrad.estimators.scans import bounds_of, is_scan, predict_to
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.regularizers import L2
@@ -101,6 +102,16 @@ class PrivateLinearModel(Charged):
         self._is_sparse = not isinstance(checked, np.ndarray)
         return checked, y
 
+    def _scanned(self, X: Any) -> Any:
+        """A scan, with what is public of it; it is read when the fit's door is opened."""
+        if len(X) < 2:
+            raise DataError("X: one sample tells nothing that noise would not hide; give more records.")
+        self.n_features_in_ = X.features
+        self.feature_names_in_ = np.array(X.feature_names, dtype=object)
+        self._bounds = self._declared_bounds(None, X.features) if self.feature_bounds is not None else bounds_of(X)
+        self._is_sparse = False
+        return X
+
     def _declared_bounds(self, X: Any, features: int) -> tuple[Bounds | None, ...] | None:
         """One (low, high) per feature or ``None`` where it must be found; boolean columns count as declared."""
         given = self.feature_bounds
@@ -123,6 +134,8 @@ class PrivateLinearModel(Charged):
 
     def _features(self, X: Any) -> Any:
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
+        if is_scan(X):
+            raise DataError("X: is a scan, whose predictions may not fit in memory; use predict_to(scan, FILE).")
         X = without(X, getattr(self, "person_column_", None))
         X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         limits = self.feature_range_
@@ -226,6 +239,16 @@ class PrivateLinearModel(Charged):
         limits = result.details.get("feature_range")
         self.feature_range_ = None if limits is None else (np.array(limits[0]), np.array(limits[1]))
         return session.objective.coefficients(result.params)
+
+    def predict_to(self, scan: Any, path: Any) -> int:
+        """Write the predictions for a scan's records to a csv or parquet file, block by block; how many they are.
+
+        They are about people: only the file's owner may read it.
+        """
+        from sklearn.utils.validation import check_is_fitted
+
+        check_is_fitted(self)
+        return predict_to(self, scan, path)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, *, person: Any = None) -> Any:
         """Learn from further people, who must be in no earlier call; the models are averaged by numbers of records.

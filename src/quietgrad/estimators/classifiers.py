@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after, refuse_weights
+from quietgrad.estimators.scans import coder, is_scan, scan_if_one, with_labels
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
@@ -38,7 +39,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     def fit(
         self,
         X: Any,
-        y: Any,
+        y: Any = None,
         *,
         person: Any = None,
         combine: Combine = "mean",
@@ -47,6 +48,9 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     ) -> Any:
         """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing.
 
+        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
+        frame with the name of the target column as ``y``.
+
         Args:
             person: whom each record is about: one id per record, or the name of a column of a data frame, which is
                 then no feature. The promise is to people with all their records; without it, to single records.
@@ -54,6 +58,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             records_per_person: the most of a person's records that one release looks at.
         """
         refuse_weights(options)
+        X, y = scan_if_one(X, y)
         table, ids = named(X, person)
         X, y, declared = self._accept(table, y)
         whom = Whom.of(ids, X.shape[0], combine, records_per_person)
@@ -68,16 +73,18 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             if self.classes is None:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
             whom.check(method, loss)
-            session = self._open(whom.asks(loss), whom.of_data((X, np.searchsorted(declared, y))), plan)
+            data = with_labels(X, y, coder(X, declared, known_codes))
+            session = self._open(whom.asks(loss), whom.of_data(data), plan)
         else:
             whom.check(method, self._loss(2, np.arange(2)))  # settings are checked before anything is reserved
-            session = self._open(whom.asks(LabelSet()), whom.of_data((X, y)), plan)
+            session = self._open(whom.asks(LabelSet()), whom.of_data(X if is_scan(X) else (X, y)), plan)
             self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
             rare = f"{len(self.classes_)} classes were found privately; rarer labels count as the first"
             notes = (*notes, rare)
             try:
                 found = self._loss(two_or_more(self.classes_), self.classes_)
-                session.reread(whom.asks(found), whom.of_data((X, codes_of(self.classes_, y))))
+                data = with_labels(X, y, coder(X, self.classes_, codes_of))
+                session.reread(whom.asks(found), whom.of_data(data))
             except Exception as error:
                 refuse_after(session, error)
                 raise
@@ -89,12 +96,17 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
-        public = self.classes if self.classes is not None else public_labels(y)
-        if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
-            raise DataError("y: Complex data not supported; give labels.")
-        X, y = self._validated(X, y)
-        check_classification_targets(y)
-        declared = None if public is None else declared_classes(public, y)
+        if is_scan(X):
+            public = self.classes if self.classes is not None else X.classes
+            X = self._scanned(X)
+            declared = None if public is None else declared_classes(public, ())
+        else:
+            public = self.classes if self.classes is not None else public_labels(y)
+            if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
+                raise DataError("y: Complex data not supported; give labels.")
+            X, y = self._validated(X, y)
+            check_classification_targets(y)
+            declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
         if declared is not None:
             self._loss(len(declared), declared)  # what no loss takes is refused before anybody pays
@@ -181,6 +193,15 @@ def codes_of(classes: Any, y: Any) -> Any:
     # A label too rare to be found counts as the first class: a public rule, the same for every record.
     codes[classes[codes] != y] = 0
     return codes
+
+
+def known_codes(classes: Any, y: Any) -> Any:
+    """The position of each label among declared ``classes``, which hold every label."""
+    if not np.isin(y, classes).all():
+        raise DataError(
+            "y: has a label that is not among the declared classes. Declare it, or remove such records."
+        )
+    return np.searchsorted(classes, y)
 
 
 def declared_classes(classes: Sequence[Any], y: Any) -> Any:

@@ -11,6 +11,7 @@ from scipy import sparse
 from sklearn.utils.validation import validate_data
 
 from quietgrad.errors import DataError
+from quietgrad.estimators.scans import refuse_scan
 from quietgrad.objectives.tables.layout import lay_out, refuse_text
 
 
@@ -30,6 +31,7 @@ class Columns:
     @classmethod
     def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> Columns:
         """Read names and types; boolean and category columns declare their vocabularies."""
+        refuse_scan(X, "an additive model")
         named = hasattr(X, "columns")
         shape = np.shape(X)
         if len(shape) != 2 or not shape[1]:

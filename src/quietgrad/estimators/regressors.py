@@ -13,6 +13,7 @@ from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel, refuse_weights
+from quietgrad.estimators.scans import is_scan, scan_if_one, with_labels
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine
 from quietgrad.objectives.tables.frame import Frame
@@ -29,7 +30,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     def fit(
         self,
         X: Any,
-        y: Any,
+        y: Any = None,
         *,
         person: Any = None,
         combine: Combine = "mean",
@@ -38,6 +39,9 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     ) -> Any:
         """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
 
+        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
+        frame with the name of the target column as ``y``.
+
         Args:
             person: whom each record is about: one id per record, or the name of a column of a data frame, which is
                 then no feature. The promise is to people with all their records; without it, to single records.
@@ -45,6 +49,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
             records_per_person: the most of a person's records that one release looks at.
         """
         refuse_weights(options)
+        X, y = scan_if_one(X, y)
         table, ids = named(X, person)
         X, y, bounds = self._accept(table, y)
         whom = Whom.of(ids, X.shape[0], combine, records_per_person)
@@ -59,7 +64,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
             scale = Frame(np.zeros(1), np.ones(1), bounds)
         plan = self._plan(n, features, whom=whom)
         whom.check(method, self._loss())
-        data = whom.of_data((X, y if scale is None else scale.targets(y)))
+        data = whom.of_data(with_labels(X, y, None if scale is None else scale.targets))
         session = self._open(whom.asks(self._loss()), data, plan)
         found = ("the range of the targets was found privately",) if bounds is None else ()
         weights, bias = self._train(session, method, (*whom.notes, *found))
@@ -75,6 +80,8 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""
+        if is_scan(X):
+            return self._scanned(X), y, self._target_bounds(X.shape[0])
         X, y = self._validated(X, y, y_numeric=True)
         self._loss()  # what no loss takes is refused before anybody pays
         return X, np.asarray(y, dtype=np.float64), self._target_bounds(X.shape[0])

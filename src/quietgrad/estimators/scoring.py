@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from quietgrad.algorithms.tabulate import Tabulate
 from quietgrad.errors import DataError
+from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import People
 from quietgrad.objectives.queries.evaluation import Tabulation
@@ -82,7 +84,7 @@ def _plain(value: float) -> float | None:
 def private_score(
     model: Any,
     X: Any,
-    y: Any,
+    y: Any = None,
     *,
     epsilon: float = 0.3,
     delta: float = 1e-6,
@@ -100,7 +102,8 @@ def private_score(
     Args:
         model: a classifier with ``classes_`` and ``predict_proba`` (or ``decision_function``), or a regressor. It
             is taken as public: a model fitted without privacy must not be published either way.
-        X, y: the held-out people; if they are among those the model was fitted on, name the same account.
+        X, y: the held-out people, or a :class:`~quietgrad.data.scanning.Scan` of them; if they are among those the
+            model was fitted on, name the same account.
         epsilon, delta, relation, ledger, account, cap, n_public: as in the estimators.
         target_bounds: for a regressor without ``target_range_``, the public interval that targets lie in.
         person: one id per record, or the name of a column of ``X``: the promise is to people, and every number is
@@ -116,24 +119,52 @@ def private_score(
     (True, 0.5)
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
+    X, y = scan_if_one(X, y)
     X, ids = named(X, person)
-    y = np.asarray(y)
-    if y.ndim != 1 or not len(y):
-        raise DataError("y: must be one label or number per held-out record.")
-    if y.dtype.kind == "c":
-        raise DataError("y: Complex data not supported; give labels or real numbers.")
-    whom = Whom.of(ids, len(y), "mean", records_per_person)
-    public = n_public if n_public is not None and budget.relation is Relation.ADD_REMOVE else whom.count(len(y))
-    publish = _publisher(budget, ledger, account, cap, n_public, _features_of(X), whom.people)
+    if is_scan(X):
+        model, held = nameless(model, X), X.named()
+    else:
+        y = np.asarray(y)
+        if y.ndim != 1 or not len(y):
+            raise DataError("y: must be one label or number per held-out record.")
+        if y.dtype.kind == "c":
+            raise DataError("y: Complex data not supported; give labels or real numbers.")
+        held = _Held(X, y)
+    whom = Whom.of(ids, len(held), "mean", records_per_person)
+    count = whom.count(len(held))
+    public = n_public if n_public is not None and budget.relation is Relation.ADD_REMOVE else count
+    publish = _publisher(budget, ledger, account, cap, n_public, held, whom.people)
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
-        if not np.isin(y, classes).all():
-            raise DataError("y: has a label that the model does not know. Remove such records.")
-        codes = np.searchsorted(classes, y)
         if len(classes) == 2:
-            return _binary(model, X, codes, classes, publish, public)
-        return _multiclass(model, X, codes, classes, publish)
-    return _regression(model, X, y, target_bounds, publish, whom.count(len(y)))
+            return _binary(model, classes, publish, public)
+        return _multiclass(model, classes, publish)
+    return _regression(model, count, target_bounds, publish)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Held-out people in memory."""
+
+    X: Any
+    y: Any
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def with_rows(self, turned: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Any, ...]:
+        """What a tabulation takes: cells and weights, and the people by whom a ledger knows them again."""
+        cells, weights = turned(self.X, self.y)
+        if len(cells) != len(self.y):
+            raise DataError("X and y have different numbers of records.")
+        people = _features_of(self.X)
+        return (cells, weights) if people is None else (cells, weights, people)
+
+
+def _codes(classes: Any, y: Any) -> Any:
+    if not np.isin(y, classes).all():
+        raise DataError("y: has a label that the model does not know. Remove such records.")
+    return np.searchsorted(classes, y)
 
 
 @dataclass(frozen=True)
@@ -153,12 +184,12 @@ def _publisher(
     people: Any,
     person: People | None,
 ) -> Callable[..., _Released]:
-    def publish(cells: Any, size: int, groups: int, weights: Any = None) -> _Released:
+    def publish(places: Callable[[Any, Any], tuple[Any, Any]], size: int, groups: int) -> _Released:
         from quietgrad.training.minimizing import minimize
 
         result = minimize(
             Tabulation(),
-            (cells, weights) if people is None else (cells, weights, people),
+            people.with_rows(places),
             Tabulate(size, groups),
             budget=budget,
             ledger=ledger,
@@ -201,15 +232,17 @@ def bin_edges(n: int) -> Floats:
     return np.linspace(-reach, reach, bins - 1)
 
 
-def _binary(
-    model: Any, X: Any, codes: Any, classes: Any, publish: Callable[..., _Released], n_public: int
-) -> PrivateScore:
-    edges = bin_edges(n_public)  # never by the true number, which is private under add-remove
-    bins = len(edges) + 1
-    place = np.searchsorted(edges, _logits(model, X))
+def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
+    place, codes = np.searchsorted(edges, _logits(model, X)), _codes(classes, y)
     if len(place) != len(codes):
         raise DataError("X and y have different numbers of records.")
-    released = publish((place * 2 + codes)[:, None], 2 * bins, 1)
+    return (place * 2 + codes)[:, None], None
+
+
+def _binary(model: Any, classes: Any, publish: Callable[..., _Released], n_public: int) -> PrivateScore:
+    edges = bin_edges(n_public)  # never by the true number, which is private under add-remove
+    bins = len(edges) + 1
+    released = publish(partial(_binary_places, model, edges, classes), 2 * bins, 1)
     width = edges[1] - edges[0]
     middles = np.concatenate([[edges[0] - width], (edges[:-1] + edges[1:]) / 2, [edges[-1] + width]])
     probability = 1.0 / (1.0 + np.exp(-middles))
@@ -292,19 +325,24 @@ def _warnings(error: float) -> list[str]:
     return []
 
 
-def _multiclass(model: Any, X: Any, codes: Any, classes: Any, publish: Callable[..., _Released]) -> PrivateScore:
+def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
-    k, n = len(classes), len(codes)
-    chances = model_has_chances(model)
+    codes, k, chances = _codes(classes, y), len(classes), model_has_chances(model)
     scores = np.asarray(model.predict_proba(X) if chances else model.decision_function(X))
-    if len(scores) != n:
+    if len(scores) != len(codes):
         raise DataError("X and y have different numbers of records.")
-    predicted = scores.argmax(axis=1)
-    cells = [codes * k + predicted]
-    edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
+    cells = [codes * k + scores.argmax(axis=1)]
     if chances:
-        cells.append(k * k + np.searchsorted(edges, scores[np.arange(n), codes]))
-    released = publish(np.stack(cells, axis=1), k * k + (_CONFIDENCE_BINS if chances else 0), len(cells))
+        cells.append(k * k + np.searchsorted(edges, scores[np.arange(len(codes)), codes]))
+    return np.stack(cells, axis=1), None
+
+
+def _multiclass(model: Any, classes: Any, publish: Callable[..., _Released]) -> PrivateScore:
+    k, chances = len(classes), model_has_chances(model)
+    groups = 2 if chances else 1
+    edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
+    size = k * k + (_CONFIDENCE_BINS if chances else 0)
+    released = publish(partial(_class_places, model, edges, classes), size, groups)
     middles = np.exp(np.concatenate([[np.log(edges[0]) - 0.5], np.log(edges) + 0.5 * math.log(2) / 1.5]))
 
     def read(counts: Floats) -> Floats:
@@ -314,7 +352,7 @@ def _multiclass(model: Any, X: Any, codes: Any, classes: Any, publish: Callable[
         loss = -(tail @ np.log(np.minimum(middles, 1.0))) / total if chances else math.nan
         return np.array([np.trace(table) / total, loss])
 
-    value, error = read(released.counts), _errors(read, released, len(cells))
+    value, error = read(released.counts), _errors(read, released, groups)
     table = released.counts[: k * k].reshape(k, k)
     return PrivateScore(
         released.privacy,
@@ -327,10 +365,20 @@ def _multiclass(model: Any, X: Any, codes: Any, classes: Any, publish: Callable[
     )
 
 
+def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[Any, Any]:
+    """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
+    predicted = np.clip(np.asarray(model.predict(X), dtype=np.float64), low, high)
+    if len(predicted) != len(y):
+        raise DataError("X and y have different numbers of records.")
+    target = np.clip(numbers_of(y, "y"), low, high)
+    error, place = np.abs(predicted - target) / (high - low), (target - low) / (high - low)
+    sums = np.stack([error**2, error, place, place**2], axis=1)
+    return np.tile(np.arange(len(_SUMS)), (len(y), 1)), sums
+
+
 def _regression(
-    model: Any, X: Any, y: Any, bounds: tuple[float, float] | None, publish: Callable[..., _Released], count: int
+    model: Any, people: int, bounds: tuple[float, float] | None, publish: Callable[..., _Released]
 ) -> PrivateScore:
-    """Sums of (e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
     bounds = bounds if bounds is not None else getattr(model, "target_range_", None)
     if bounds is None:
         raise ValueError("target_bounds: declare the public (low, high) that the targets lie in.")
@@ -338,14 +386,8 @@ def _regression(
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError("target_bounds: must be (low, high) with low < high, both finite and public.")
     width = high - low
-    predicted = np.clip(np.asarray(model.predict(X), dtype=np.float64), low, high)
-    if len(predicted) != len(y):
-        raise DataError("X and y have different numbers of records.")
-    target = np.clip(numbers_of(y, "y"), low, high)
-    error, place = np.abs(predicted - target) / width, (target - low) / width
-    sums = np.stack([error**2, error, place, place**2], axis=1)
-    released = publish(np.tile(np.arange(len(_SUMS)), (len(y), 1)), len(_SUMS), len(_SUMS), sums)
-    n = released.n if released.n is not None else float(count)
+    released = publish(partial(_error_places, model, low, high), len(_SUMS), len(_SUMS))
+    n = released.n if released.n is not None else float(people)
 
     def read(counts: Floats) -> Floats:
         mean = counts / n

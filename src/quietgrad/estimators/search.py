@@ -29,6 +29,7 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
 from quietgrad.estimators.base import Charged
+from quietgrad.estimators.scans import refuse_scan
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine, People
 from quietgrad.objectives.queries.scores import MeanScore, Scoring
@@ -120,6 +121,7 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
 
         With ``person`` (one id per record, or the name of a column) people are held out with all their records.
         """
+        refuse_scan(X, "a private search")
         X, ids = named(X, person)
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         self._check()

@@ -19,6 +19,7 @@ from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.curators.base import Session
 from quietgrad.estimators.base import Charged, PrivateLinearModel
 from quietgrad.estimators.columns import Columns, checked_rows, read_table
+from quietgrad.estimators.scans import refuse_scan
 from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
@@ -110,6 +111,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
         """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
+        refuse_scan(X, "a private scaler")
         rows = self._checked(X, reset=True)
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         whom = Whom.of(person, rows.shape[0])

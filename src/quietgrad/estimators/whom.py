@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError
+from quietgrad.estimators.scans import is_scan
 from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People, check_combination
 from quietgrad.privacy.budget import Unit
 from quietgrad.training.minimizing import check_people, how_people_count
@@ -72,6 +73,8 @@ def named(X: Any, person: Any) -> tuple[Any, Any]:
     >>> list(X.columns), ids.tolist()
     (['age'], [7, 7])
     """
+    if person is not None and is_scan(X):
+        raise DataError("person: a scan knows rows, not people; load the table, or give one row per person.")
     if not isinstance(person, str):
         return X, person
     if not hasattr(X, "columns") or person not in list(X.columns):

@@ -61,6 +61,10 @@ class Sampling(ABC):
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """Return the sampler over ``n_records`` records that draws from ``stream``."""
 
+    def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler over ``n_records`` records that keeps no list of them: for tables beyond memory."""
+        return self.sampler(n_records, stream)
+
     @abstractmethod
     def describe(self) -> str:
         """Return one line for people."""
@@ -158,6 +162,12 @@ class Poisson(Sampling, kind="poisson"):
         if self.rate == 1.0:
             return _Everyone()
         return SubsetSampler(n_records, self.rate * n_records, stream, binomial_table(n_records, self.rate))
+
+    def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler that decides row by row, by a keyed function of the row's number."""
+        from quietgrad.sampling.scanning import PoissonScan
+
+        return _Everyone() if self.rate == 1.0 else PoissonScan(n_records, self.rate, stream)
 
     def keyed_sampler(self, record_ids: npt.ArrayLike, stream: SecureStream) -> KeyedSampler:
         """Return a sampler that decides by record id, so that any split of the records gives the same union.
@@ -264,6 +274,17 @@ class SinglePass(Sampling, kind="single-pass"):
             raise ValueError(f"{n_records} records: SinglePass was declared for n={self.n}. Declare the true n.")
         return SlotSampler(permuted_slots(self.n, stream), self.n, self.batch_size)
 
+    def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler whose records draw their slots each on its own, under either relation.
+
+        Under replace-one that is as sound as a permutation: a slot goes by the record's place, whatever it holds.
+        """
+        from quietgrad.sampling.scanning import SlotScan
+
+        if self.relation is Relation.REPLACE_ONE and n_records != self.n:
+            raise ValueError(f"{n_records} records: SinglePass was declared for n={self.n}. Declare the true n.")
+        return SlotScan(n_records, self.n, self.batch_size, stream)
+
     def participation(self, count: int) -> tuple[int, int]:
         """Return (1, ``count``): once."""
         return 1, count
@@ -325,6 +346,12 @@ class Turns(Sampling, kind="turns"):
         if self.relation is Relation.ADD_REMOVE:
             return self.by_id(np.arange(n_records), stream)
         return CohortSampler(permuted_slots(n_records, stream) % self.cohorts, self.cohorts)
+
+    def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler whose records draw their cohorts each on its own, under either relation."""
+        from quietgrad.sampling.scanning import CohortScan
+
+        return CohortScan(n_records, self.cohorts, stream)
 
     def by_id(self, record_ids: npt.ArrayLike, stream: SecureStream) -> Sampler:
         """Return the sampler over records named by ids: with one key, any split of them gives the same union."""

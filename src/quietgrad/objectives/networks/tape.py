@@ -194,8 +194,8 @@ class Recording:
     """A forward pass whose gradients are taken apart on the way back.
 
     `receive` gets every call of a kernel unit once its output gradient is known; calls of units without a kernel
-    after the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward pass
-    how often each unit was called. `drawing` is the context in which it draws random numbers, `meeting` the one in
+    after the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward
+    pass how often each unit was called. `drawing` is the context in which it draws random numbers, `meeting` that in
     which parameters meet examples outside of layers.
 
     Args:

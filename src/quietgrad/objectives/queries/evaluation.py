@@ -64,8 +64,12 @@ class Tabulation:
     regularizer: Regularizer = field(default_factory=NoRegularizer)
     silent_batches: ClassVar[bool] = False
 
-    def prepare(self, data: Any) -> Places:
-        """(cells, weights) or (cells, weights, features of the people), weights ``None`` for ones."""
+    def prepare(self, data: Any) -> Any:
+        """(cells, weights) or (cells, weights, features of the people), weights ``None`` for ones; or a scan."""
+        from quietgrad.objectives.tables.scanned import Scanned, Source
+
+        if isinstance(data, Source):
+            return Scanned(self, data, 1)
         cells, weights, *people = data
         cells = np.asarray(cells, dtype=np.int64)
         if cells.ndim != 2 or not len(cells):

@@ -40,7 +40,11 @@ class LabelCounts:
 
     def count(self, batch: Batch) -> tuple[Labels, npt.NDArray[np.float64]]:
         """The labels of the batch and how often each occurs: secret."""
+        from quietgrad.objectives.tables.scanned import Scanned
+
         records = batch.records
+        if isinstance(records, Scanned):
+            return records.labels(batch.indices)
         if isinstance(records, PeopleRecords):
             # Not a share of each of theirs: of many labels that nobody else has, one would pass by luck too often.
             rows: Any = records.rows
@@ -85,12 +89,17 @@ class LabelSet:
     regularizer: Regularizer = field(default_factory=NoRegularizer)
     silent_batches: ClassVar[bool] = False  # of a person with several records one is drawn
 
-    def prepare(self, data: Any) -> LabelRecords:
+    def prepare(self, data: Any) -> Any:
         """``(X, y)`` with raw labels; only ``y`` is looked at."""
-        X, y = data
         from quietgrad.objectives.tables.layout import lay_out
+        from quietgrad.objectives.tables.scanned import Laid, Scanned, Source
         from quietgrad.objectives.tables.table import Table
 
+        if isinstance(data, Source):
+            return Scanned(self, data, 1)
+        if isinstance(data, Laid):
+            return LabelRecords(np.asarray(data.y))
+        X, y = data
         return LabelRecords(np.asarray(y), (Table(lay_out(X), None),))
 
     def initial(self, records: Any) -> npt.NDArray[np.float64]:

@@ -6,7 +6,8 @@ plus the regulariser's part. At most one multiplication by the table and one by 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ def covers(objective: Objective) -> bool:
     return isinstance(objective, LinearObjective) and isinstance(objective.regularizer, Regularizer)
 
 
-def hessian_product(objective: LinearObjective, records: Table, params: Floats, vector: Floats) -> Floats:
+def hessian_product(objective: LinearObjective, records: Any, params: Floats, vector: Floats) -> Floats:
     """∇²F(θ)·v of the risk with its regulariser; not private.
 
     >>> from quietgrad.objectives import L2, Squared
@@ -34,12 +35,23 @@ def hessian_product(objective: LinearObjective, records: Table, params: Floats, 
     >>> hessian_product(squared, records, np.zeros(2), np.ones(2))
     array([1. , 2.5])
     """
+    total, everyone = np.zeros(records.dim), Batch(records, None)
+    if isinstance(records, Table):
+        _add_products(params, vector, objective, everyone, total)
+    else:  # a scan, part by part
+        records.add(partial(_add_products, params, vector), everyone, total)
+    out: Floats = total / len(records) + objective.regularizer.curvature(params) * vector
+    return out
+
+
+def _add_products(params: Floats, vector: Floats, objective: LinearObjective, batch: Batch, out: Floats) -> None:
+    """out += Σ ∇²fᵢ(θ)·v."""
+    records: Table = batch.records
     at, along, total = lift(records, params), lift(records, vector), RowSum(records)
     assert records.y is not None
     for block in blocks_of(records):
         total.add(block, objective.bends(at.scores(block), records.y[block.which], along.scores(block)))
-    out: Floats = total.result() / len(records) + objective.regularizer.curvature(params) * vector
-    return out
+    out += total.result()
 
 
 def add_hessians(

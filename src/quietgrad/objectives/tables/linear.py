@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,15 @@ from quietgrad.objectives.people import Groups
 from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.full_batch import PersonSum, RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
+from quietgrad.objectives.tables.scanned import (
+    Laid,
+    Scanned,
+    Source,
+    hessian_sum,
+    loss_sum,
+    plain_sum,
+    rule_sum,
+)
 from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table
 
 Task = Literal["binary", "multiclass", "regression"]
@@ -151,11 +160,15 @@ class LinearObjective(BaseObjective, ABC):
     def prepare(self, data: Any) -> Table:
         """Validate ``(X, y)``, or a table prepared before, and lay it out for this objective without copying it.
 
+        A :class:`~quietgrad.data.scanning.Scan` is read once, to refuse what cannot be used, and stays where it is.
+
         Raises:
             DataError: the data cannot be used; the message names the reason and no value.
         """
-        if isinstance(data, Table):
+        if isinstance(data, Table | Laid):
             X, y = data.X, data.y
+        elif isinstance(data, Source):
+            return cast(Table, Scanned(self, data, (data.features + bool(self._column)) * self.outputs))
         else:
             try:
                 X, y = data
@@ -208,6 +221,9 @@ class LinearObjective(BaseObjective, ABC):
     def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
+        if isinstance(records, Scanned):
+            records.add(rule_sum(points, rule), batch, out)
+            return
         params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
         if batch.indices is None or (self.gathered and not records.is_sparse):
             out += self._sum(records, params, previous, rule, batch.indices)
@@ -259,6 +275,9 @@ class LinearObjective(BaseObjective, ABC):
 
         ``shares`` are what rows count, by their positions.
         """
+        if isinstance(batch.records, Scanned):
+            batch.records.add(hessian_sum(params, clip), batch, out)
+            return
         curvature.add_hessians(self, batch, params, clip, out, shares)
 
     @np.errstate(over="ignore", invalid="ignore")
@@ -266,6 +285,10 @@ class LinearObjective(BaseObjective, ABC):
         self, records: Table, params: Floats, previous: Floats, rule: Rule | None, indices: Indices | None = None
     ) -> Floats:
         """Σ over all records, or those at ``indices``, of the rule's contributions or of the plain gradients."""
+        if isinstance(records, Scanned):
+            out = np.zeros(records.dim)
+            records.add(plain_sum(params), Batch(records, None), out)
+            return out
         if indices is not None and len(indices) and indices.min() < 0:  # numpy would count from the end
             raise IndexError("batch: an index lies outside the table")
         at, other = lift(records, params), lift(records, previous) if rule is not None and rule.beta else None
@@ -301,6 +324,10 @@ class LinearObjective(BaseObjective, ABC):
     @np.errstate(over="ignore", invalid="ignore")
     def _loss_total(self, batch: Batch, params: Floats, bound: float) -> float:
         records: Table = batch.records
+        if isinstance(records, Scanned):
+            out = np.zeros(1)
+            records.add(loss_sum(params, bound), batch, out)
+            return float(out[0])
         at = lift(records, params)
         total = 0.0
         assert records.y is not None

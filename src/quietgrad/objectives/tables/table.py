@@ -165,9 +165,10 @@ class Table:
         if indices is None and self.is_sparse:
             yield from self._sparse_blocks
             return
-        step = max(1, _BLOCK // self.features)
         convert = not self.is_sparse and self.X.dtype != np.float64
-        buffer = np.empty((min(step, count), self.features)) if convert else _NO_FLOATS
+        order: Any = "F" if convert and self.X.flags.f_contiguous else "C"  # a copy between orders is slow
+        step = max(1, _BLOCK // (4 if order == "F" else 1) // self.features)
+        buffer = np.empty((min(step, count), self.features), order=order) if convert else _NO_FLOATS
         for start in range(0, count, step):
             which = slice(start, min(start + step, count)) if indices is None else indices[start : start + step]
             block = self.X[which]

@@ -1,0 +1,213 @@
+"""Finding the files of a scan, and cutting them into pieces: by path, pattern, folder or address."""
+
+from __future__ import annotations
+
+import csv
+import fnmatch
+import glob
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from quietgrad.data.row_layout import RowLayout
+from quietgrad.data.scan_units import (
+    LEAST_ROWS,
+    CSVDialect,
+    FileUnit,
+    Stamp,
+    _text_stream,
+    open_file,
+    parquet_facts,
+    stamp_of,
+)
+from quietgrad.data.schema import Categorical, Schema
+from quietgrad.errors import DataError
+from quietgrad.files import table_kind
+from quietgrad.shown import shown
+
+_LONGEST_HEADER = 1 << 22
+
+
+def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]:
+    """The file system and the paths, sorted: the order of the rows is that of the names."""
+    if filesystem is None and any("://" in source for source in sources):
+        filesystem, sources = _remote(sources)
+    elif filesystem is not None:
+        filesystem = _as_arrow(filesystem)
+    found: list[str] = []
+    for source in sources:
+        found += _local(source) if filesystem is None else _matching(filesystem, source)
+    names = sorted(set(found))
+    if not names:
+        raise DataError(f"{shown(', '.join(sources))}: no table files there (parquet, arrow, feather or csv).")
+    return filesystem, names
+
+
+def _local(source: str) -> Iterator[str]:
+    path = Path(source)
+    if path.is_dir():
+        yield from (str(p.resolve()) for p in path.rglob("*") if p.is_file() and table_kind(p.name) and _told(p))
+    elif path.is_file():
+        yield str(path.resolve())
+    elif glob.has_magic(source):
+        yield from (str(Path(p).resolve()) for p in glob.glob(source, recursive=True) if Path(p).is_file())
+    else:
+        raise DataError(f"{shown(source)}: no such file.")
+
+
+def _told(path: Path) -> bool:
+    return not path.name.startswith((".", "_"))  # what engines leave beside their tables
+
+
+def _remote(sources: Sequence[str]) -> tuple[Any, list[str]]:
+    import pyarrow as pa
+    from pyarrow import fs
+
+    try:
+        system, _ = fs.FileSystem.from_uri(_root(sources[0]))
+        return system, [source.partition("://")[2] for source in sources]
+    except (pa.ArrowException, ValueError, OSError):
+        pass
+    try:
+        import fsspec
+
+        system = fsspec.filesystem(sources[0].partition("://")[0])
+    except (ImportError, ValueError):
+        raise DataError(
+            f"{shown(sources[0])}: nothing installed knows this kind of address; install its fsspec package, or "
+            "pass filesystem=."
+        ) from None
+    return _as_arrow(system), [str(system._strip_protocol(source)) for source in sources]
+
+
+def _root(source: str) -> str:
+    """The address up to the first pattern character."""
+    cut = min((source.index(mark) for mark in "*?[" if mark in source), default=len(source))
+    return source[:cut].rpartition("/")[0] if cut < len(source) else source
+
+
+def _as_arrow(system: Any) -> Any:
+    from pyarrow import fs
+
+    return system if isinstance(system, fs.FileSystem) else fs.PyFileSystem(fs.FSSpecHandler(system))
+
+
+def _matching(system: Any, source: str) -> list[str]:
+    from pyarrow import fs
+
+    if not glob.has_magic(source):
+        info = system.get_file_info(source)
+        if info.is_file:
+            return [source]
+        folder, pattern = source, None
+    else:
+        folder, pattern = _root(source), source
+    try:
+        inside = system.get_file_info(fs.FileSelector(folder, recursive=True))
+    except OSError:
+        raise DataError(f"{shown(source)}: no such file or folder.") from None
+    paths = [info.path for info in inside if info.is_file]
+    if pattern is not None:
+        return [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    return [path for path in paths if table_kind(path)]
+
+
+def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> Any:
+    """The Arrow schema of a file; of delimited text, the names alone, as the schema types them."""
+    import pyarrow as pa
+
+    try:
+        if kind == "csv":
+            return pa.schema([(name, pa.string()) for name in _csv_names(path, filesystem, schema)[0]])
+        if kind == "parquet":
+            stamp = stamp_of(path, filesystem)
+            assert stamp is not None
+            return parquet_facts(path, filesystem, stamp).schema.to_arrow_schema()
+        with open_file(path, filesystem) as source, pa.ipc.open_file(source) as file:
+            return file.schema
+    except (pa.ArrowException, OSError, EOFError):
+        raise DataError(f"{shown(path)}: cannot be read as {kind}; it may be cut short.") from None
+
+
+def _csv_names(path: str, filesystem: Any, schema: Schema | None) -> tuple[tuple[str, ...], str, bool]:
+    if schema is not None and schema.names:
+        return schema.names, schema.delimiter, False
+    with _text_stream(path, filesystem) as source:
+        start = source.read(_LONGEST_HEADER)
+    try:
+        line = start.split(b"\n", 1)[0].decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{shown(path)}: the file is not UTF-8 text; is it a CSV file?") from None
+    delimiter = schema.delimiter if schema is not None else max(",;\t", key=line.count)
+    row = next(csv.reader(io.StringIO(line), delimiter=delimiter, skipinitialspace=True), [])
+    return tuple(name.strip() for name in row), delimiter, True
+
+
+def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, int | None]]:
+    """The pieces of a file with their rows, ``None`` where only reading tells."""
+    import pyarrow as pa
+
+    kind = table_kind(path)
+    if kind is None:
+        raise DataError(f"{shown(path)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
+    stamp = stamp_of(path, filesystem)
+    if stamp is None:
+        raise DataError(f"{shown(path)}: no such file.")
+    layout.check_types(_typed(header_of(path, filesystem, kind, layout.schema), kind, layout), shown(path))
+    if kind == "csv":
+        return [(FileUnit(path, filesystem, kind, stamp, (), _dialect(path, filesystem, layout)), None)]
+    try:
+        sizes = _group_sizes(path, filesystem, kind, stamp)
+    except (pa.ArrowException, OSError):
+        raise DataError(f"{shown(path)}: cannot be read as {kind}; it may be cut short.") from None
+    units: list[tuple[FileUnit, int | None]] = []
+    groups: list[int] = []
+    rows = 0
+    for group, size in enumerate(sizes):
+        groups.append(group)
+        rows += size
+        if rows >= LEAST_ROWS or group == len(sizes) - 1:
+            units.append((FileUnit(path, filesystem, kind, stamp, tuple(groups)), rows))
+            groups, rows = [], 0
+    return units
+
+
+def _group_sizes(path: str, filesystem: Any, kind: str, stamp: Stamp) -> list[int]:
+    if kind == "parquet":
+        facts = parquet_facts(path, filesystem, stamp)
+        return [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+    import pyarrow as pa
+
+    one = pa.ipc.IpcReadOptions(included_fields=[0])
+    with open_file(path, filesystem) as source, pa.ipc.open_file(source, options=one) as file:
+        return [file.get_batch(group).num_rows for group in range(file.num_record_batches)]
+
+
+def _typed(kinds: Any, kind: str, layout: RowLayout) -> Any:
+    """Of delimited text, numbers wherever the layout wants them: what is none is refused as it is read."""
+    import pyarrow as pa
+
+    if kind != "csv":
+        return kinds
+    known = dict(_csv_kinds(layout))
+    return pa.schema([(name, getattr(pa, known.get(name, "string"))()) for name in kinds.names])
+
+
+def _csv_kinds(layout: RowLayout) -> tuple[tuple[str, str], ...]:
+    schema = layout.schema
+    words = {} if schema is None else {c: "string" for c, k in schema.columns.items() if isinstance(k, Categorical)}
+    kinds = {column: words.get(column, "float64") for column in layout.columns}
+    if layout.target is not None:
+        classes = layout.classes if schema is None else schema.classes
+        by_number = classes is None or all(isinstance(label, int | float) for label in classes)
+        kinds[layout.target] = "float64" if by_number else "string"
+    return tuple(kinds.items())
+
+
+def _dialect(path: str, filesystem: Any, layout: RowLayout) -> CSVDialect:
+    names, delimiter, header = _csv_names(path, filesystem, layout.schema)
+    if len(set(names)) != len(names):
+        raise DataError(f"{shown(path)}: the header names a column twice.")
+    missing = ("", "NA", "NaN", "nan") if layout.schema is None else layout.schema.missing
+    return CSVDialect(delimiter, names, header, missing, _csv_kinds(layout))

@@ -1,0 +1,452 @@
+"""`scan`: a table that stays where it is and is read again for every release, in bounded memory.
+
+What a full-batch private method needs of a table is a sum over its rows. So nothing is kept of the rows: pieces of
+files are read, laid out, summed and forgotten, the next while the last is summed, on as many cores as there are or
+on the workers of a cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quietgrad.data.dataset import Task as Kind
+from quietgrad.data.row_layout import Array, RowLayout
+from quietgrad.data.scan_units import LEAST_ROWS
+from quietgrad.data.schema import Schema, read_schema
+from quietgrad.errors import ChangedError, DataError
+from quietgrad.objectives.base import Reading
+from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
+
+Value = TypeVar("Value")
+
+_CELLS = 3 << 19  # numbers of a block: few enough to stay near the processor, many enough to ask for at once
+_MOST_ROWS = 16_000  # not a power of two, which would put all columns into the same lines of the cache
+_PAGE = 1 << 20  # bytes of a column that a parquet reader may hold unpacked
+_SPARE = 40  # MB: what libraries and results take, whatever the table
+
+
+@dataclass(frozen=True)
+class ScanParts:
+    """Reads the blocks of pieces; sent to threads and workers."""
+
+    layout: RowLayout
+    rows: int
+    turned: Callable[[Array, Array], Any] | None = None
+
+    def blocks(self, task: Task) -> Iterator[Any]:
+        """What an objective's ``prepare`` takes, block by block."""
+        for X, y in self.raw(task):
+            yield Laid(X, y) if self.turned is None else self.turned(X, y)
+
+    def raw(self, task: Task) -> Iterator[tuple[Array, Array]]:
+        """(X, y) as the columns say, block by block."""
+        seen, watched, checksum = 0, hasattr(task.unit, "checksum"), 0
+        for batch in _ahead(task.unit.batches(self.layout.read, self.rows)):
+            if not batch.num_rows:
+                continue
+            if task.rows is not None and not (watched or self.layout.may_drop):
+                wanted = _between(task.rows, seen, seen + batch.num_rows)
+                seen += batch.num_rows
+                if len(wanted):
+                    X, y = self.layout.rows(batch.take(_indices(wanted)))
+                    yield np.ascontiguousarray(X), y
+                continue
+            X, y = self.layout.rows(batch)
+            if watched:
+                checksum = checksum_of(X, y, checksum)
+            if task.rows is None:
+                yield X, y
+                continue
+            wanted = _between(task.rows, seen, seen + len(X))
+            seen += len(X)
+            if len(wanted):
+                yield np.ascontiguousarray(X[wanted]), y[wanted]
+        if watched and task.unit.checksum not in (None, checksum):
+            raise ChangedError(
+                "frame: a partition has other content than when it was first read. Make the frame's computation "
+                "repeatable, or persist it; nothing is released from a table that changes under a run."
+            )
+
+
+def checksum_of(X: Array, y: Array, before: int) -> int:
+    """A checksum of rows in memory, going on from ``before``: not secret, and no proof against malice."""
+    return zlib.crc32(np.ascontiguousarray(y).tobytes(), zlib.crc32(np.ascontiguousarray(X.T).data, before))
+
+
+def _between(rows: Array, first: int, last: int) -> Array:
+    a, b = np.searchsorted(rows, (first, last))
+    return np.asarray(rows[a:b] - first)
+
+
+def _indices(places: Array) -> Any:
+    import pyarrow as pa
+
+    return pa.array(places)
+
+
+def _ahead(values: Iterator[Value]) -> Iterator[Value]:
+    """The same values, the next one being made while the last one is used."""
+    done = object()
+    with ThreadPoolExecutor(1) as reader:
+        try:
+            waiting: Future[Any] = reader.submit(next, values, done)
+            while (value := waiting.result()) is not done:
+                waiting = reader.submit(next, values, done)
+                yield value
+        finally:
+            waiting.cancel()
+
+
+@dataclass
+class Threads:
+    """Does the work on this machine, ``count`` pieces at a time."""
+
+    count: int
+
+    def total(self, parts: ScanParts, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+        """``work`` of all tasks, merged in their order whichever is done first."""
+        with one_thread_each(), ThreadPoolExecutor(self.count) as pool:
+            return merged(_in_order(pool, partial(work, parts), tasks, self.count + 1), merge)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, work: Callable[[Task], Value], tasks: Iterable[Task], most: int
+) -> Iterator[Value]:
+    waiting: list[Future[Value]] = []
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) >= most:
+                yield waiting.pop(0).result()
+        while waiting:
+            yield waiting.pop(0).result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+@dataclass
+class _Seen:
+    """What the first reading told; shared by all views of one scan."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    sizes: tuple[int, ...] | None = None
+    checksums: tuple[int, ...] | None = None
+    digests: tuple[bytes, ...] | None = None
+    passes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """A table that is never materialised; made by :func:`scan`."""
+
+    layout: RowLayout
+    pieces: tuple[Any, ...]
+    runner: Any
+    rows_at_once: int
+    memory: int
+    notes: tuple[str, ...] = ()
+    turned: Callable[[Array, Array], Any] | None = None
+    _seen: _Seen = field(default_factory=_Seen, repr=False)
+
+    def __repr__(self) -> str:
+        return f"Scan({self.name!r}, features={self.features}, target={self.layout.target!r})"
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    # --- public facts, as of a loaded table -----------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What was scanned."""
+        return self.layout.name
+
+    @property
+    def features(self) -> int:
+        """Number of features."""
+        return self.layout.width
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the features."""
+        schema = self.layout.schema
+        return self.layout.columns if schema is None else schema.feature_names
+
+    @property
+    def classes(self) -> tuple[object, ...] | None:
+        """The declared classes, whose codes the labels are; ``None`` if labels are as they were found."""
+        return self.layout.classes if self.layout.schema is None else self.layout.schema.classes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Records and features."""
+        return len(self), self.features
+
+    @property
+    def passes(self) -> int:
+        """How often the table was gone through so far, for whole sums and for samples alike."""
+        return self._seen.passes
+
+    # --- the source of :mod:`quietgrad.objectives.tables.scanned` --------------------------------------------
+
+    @property
+    def units(self) -> tuple[Any, ...]:
+        """The pieces; those that nothing else watches expect the content they had at first."""
+        known = self._seen.checksums
+        if known is None or not any(hasattr(piece, "expecting") for piece in self.pieces):
+            return self.pieces
+        return tuple(piece.expecting(value) for piece, value in zip(self.pieces, known, strict=True))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each piece; read off the files' own records of them where there are any."""
+        with self._seen.lock:
+            if self._seen.sizes is None:
+                counted = self.total(_count_rows, [Task(unit, None) for unit in self.units], _join)
+                self._seen.sizes = tuple(counted or ())
+            return self._seen.sizes
+
+    def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+        """``work`` of every task, merged in a fixed order."""
+        self._seen.passes += 1
+        parts = ScanParts(self.layout, self.rows_at_once, self.turned)
+        found: Value | None = self.runner.total(parts, work, tasks, merge)
+        return found
+
+    def verify(self, reading: Reading) -> None:
+        """Read everything once: refuse gaps, infinities and what ``reading`` cannot use; remember the content."""
+        tasks = [Task(unit, None) for unit in self.units]
+        with self._seen.lock:
+            first = self._seen.digests is None
+            found = self.total(_Verification(reading, first, self.name), tasks, _join) or []
+            if first:
+                self._seen.digests = tuple(digest for digest, _, _ in found)
+                self._seen.checksums = tuple(checksum for _, _, checksum in found)
+            sizes = tuple(rows for _, rows, _ in found)
+            if self._seen.sizes is None:
+                self._seen.sizes = sizes
+            elif self._seen.sizes != sizes:
+                raise DataError(f"{self.name}: has other numbers of rows than its files say; they may be damaged.")
+
+    def fingerprint(self) -> Iterator[bytes]:
+        """The content of the features: the same whatever the files are called and in whatever order they come."""
+        assert self._seen.digests is not None
+        yield f"scan {self.features}".encode()
+        yield from sorted(self._seen.digests)
+
+    # --- views ----------------------------------------------------------------------------------------------
+
+    def with_rows(self, turned: Callable[[Array, Array], Any]) -> Scan:
+        """The same records, each block seen as ``turned(X, y)``: a public map of one record to one record."""
+        return replace(self, turned=turned if self.turned is None else partial(_then, self.turned, turned))
+
+    def named(self) -> Scan:
+        """The same records with the names of their classes for labels, where the classes are declared."""
+        return self if self.classes is None else self.labelled(partial(np.take, np.asarray(self.classes)))
+
+    def labelled(self, labels: Callable[[Array], Array]) -> Scan:
+        """The same records with ``labels(y)`` for y."""
+        return self.with_rows(partial(_labelled, labels))
+
+    def label_pair(self) -> tuple[int, int] | None:
+        """(0, 1) or (−1, 1) if the numbers in the target column are these and no others; reads that column only.
+
+        That a table has two classes and how they are written is taken as public, as when a file is loaded.
+        """
+        found = self.total(partial(_pairs, self.layout), [Task(unit, None) for unit in self.units], np.logical_and)
+        if found is None or not np.any(found):
+            return None
+        return (0, 1) if found[0] else (-1, 1)
+
+    def blocks(self) -> Iterator[tuple[Array, Array]]:
+        """(X, y) of all records in order, a block at a time: for predictions, which need no sum."""
+        parts = ScanParts(self.layout, self.rows_at_once, None)
+        for unit in self.units:
+            yield from parts.raw(Task(unit, None))
+
+
+def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array], Any], X: Array, y: Array) -> Any:
+    return second(*first(X, y))
+
+
+def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> Laid:
+    return Laid(X, labels(y))
+
+
+def _join(a: list[Any], b: list[Any]) -> list[Any]:
+    return a + b
+
+
+def _pairs(layout: RowLayout, parts: ScanParts, task: Task) -> Any:
+    found = np.array([True, True])
+    for batch in task.unit.batches([layout.target], parts.rows):
+        labels = layout.targets(batch.column(0))
+        for place, pair in enumerate(((0, 1), (-1, 1))):
+            found[place] &= labels.dtype.kind in "iufb" and bool(np.isin(labels, pair).all())
+    return found
+
+
+def _count_rows(parts: Any, task: Task) -> list[int]:
+    return [sum(len(X) for X, _ in parts.raw(task))]
+
+
+@dataclass(frozen=True)
+class _Verification:
+    """Checks a piece as an objective checks a table in memory, and digests its content by columns."""
+
+    reading: Any
+    digest: bool
+    name: str
+
+    def __call__(self, parts: Any, task: Task) -> list[tuple[bytes, int, int]]:
+        columns = [hashlib.sha256() for _ in range(parts.layout.width)] if self.digest else []
+        rows, checksum, watched = 0, 0, hasattr(task.unit, "checksum")
+        for X, y in parts.raw(task):
+            if not np.isfinite(X).all():
+                raise DataError(
+                    f"{self.name}: the features hold gaps, NaN or infinite values. Say in a schema what stands for "
+                    "a gap (`fill`), leave such rows out (`drop_incomplete`), or remove them first."
+                )
+            self.reading.prepare(Laid(X, y) if parts.turned is None else parts.turned(X, y))
+            rows += len(X)
+            checksum = checksum_of(X, y, checksum) if watched else 0
+            for place, column in enumerate(columns):
+                column.update(np.ascontiguousarray(X[:, place], dtype=np.float64).data)
+        return [(hashlib.sha256(b"".join(c.digest() for c in columns)).digest(), rows, checksum)]
+
+
+def scan(
+    source: Any,
+    *,
+    target: str | None = None,
+    schema: Schema | Mapping[str, Any] | str | Path | None = None,
+    columns: Sequence[str] | None = None,
+    classes: Sequence[object] | None = None,
+    task: Kind | None = None,
+    labelled: bool = True,
+    memory: int = 400,
+    threads: int | None = None,
+    filesystem: Any = None,
+    cluster: Any = None,
+) -> Scan:
+    """A table that is never materialised, for estimators, ``minimize`` and the command line in place of an array.
+
+    Args:
+        source: a path, a pattern such as ``"people/*.parquet"``, a folder, an address (``"s3://…"``), a list of
+            them, or a frame: an Arrow table, polars, pandas or dask. Files are Parquet, Arrow (Feather) or CSV,
+            compressed or not; rows are in the order of the files' names.
+        target: the column to predict; the last one if not given, or the schema's.
+        schema: a public schema (:mod:`quietgrad.data.schema`): types, bounds, categories, what stands for a gap.
+            Without it every column must be numbers without gaps.
+        columns: the features, where there is no schema; all columns but the target if not given.
+        classes, task: what the targets are; an estimator knows itself.
+        labelled: whether there is a target; not where records are only predicted.
+        memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all.
+        threads: cores to use; all of this process's by default.
+        filesystem: of pyarrow or fsspec, for paths that are not on this machine.
+        cluster: ``"local"``, the address of a Dask scheduler, or a Dask client: sums are made by its workers.
+
+    Raises:
+        DataError: a file is missing, damaged, or not what the schema or the other files say.
+
+    >>> import pyarrow as pa
+    >>> table = scan(pa.table({"x": [0.0, 1.0], "z": [1.0, 1.0], "y": [0, 1]}), target="y")
+    >>> table.shape, table.feature_names
+    ((2, 2), ('x', 'z'))
+    """
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise DataError("scan: needs pyarrow; pip install 'quietgrad[data]'.") from None
+    if not (isinstance(memory, int | float) and memory > 0):
+        raise ValueError(f"memory={memory!r}: must be a number of MB > 0.")
+    public = None if schema is None else read_schema(schema)
+    if public is not None and (columns is not None or classes is not None):
+        raise ValueError("columns, classes: the schema says them already.")
+    if public is not None and target not in (None, public.label):
+        raise ValueError(f"target={target!r}: the schema's label is {public.label!r}.")
+    asked = _Asked(target, public, columns, None if classes is None else tuple(classes), task, labelled)
+    from quietgrad.data.scan_frames import cut_source
+
+    layout, pieces, client, notes = cut_source(source, asked, filesystem, cluster)
+    rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
+    runner = client or Threads(_affordable(threads, memory, layout, rows))
+    sizes = [size for _, size in pieces]
+    known = (
+        None
+        if layout.may_drop or any(size is None for size in sizes)
+        else tuple(int(s) for s in sizes if s is not None)
+    )
+    if known is not None and not sum(known):
+        raise DataError(f"{layout.name}: holds no rows.")
+    largest = max((size or 0 for unit, size in pieces if getattr(unit, "kind", "") == "arrow"), default=0)
+    if largest > LEAST_ROWS and largest * len(layout.read) * 8 > memory * 2**19:
+        raise DataError(
+            f"{layout.name}: holds record batches larger than memory={memory:g} allows, and Arrow files are read "
+            "by whole batches. Write smaller ones, or Parquet."
+        )
+    if layout.may_drop:
+        notes = (*notes, "rows with a missing entry left out")
+    units = tuple(unit for unit, _ in pieces)
+    return Scan(layout, units, runner, rows, int(memory), notes, None, _Seen(sizes=known))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller said of the columns."""
+
+    target: str | None
+    schema: Schema | None
+    columns: Sequence[str] | None
+    classes: tuple[object, ...] | None
+    task: Kind | None
+    labelled: bool
+
+    def layout(self, header: Sequence[str], name: str) -> RowLayout:
+        """The layout of a table with these columns."""
+        if len(set(header)) != len(header):
+            raise DataError(f"{name}: two columns have the same name.")
+        if self.schema is not None:
+            kind: Kind | None = "regression" if self.schema.classes is None else None
+            label = self.schema.label if self.labelled else None
+            return RowLayout(name, tuple(self.schema.columns), label, self.schema, None, kind)
+        if not header:
+            raise DataError(f"{name}: has no columns.")
+        if not self.labelled:
+            return RowLayout(name, tuple(header if self.columns is None else self.columns), None)
+        target = header[-1] if self.target is None else self.target
+        if target not in header:
+            raise DataError(f"{name}: no column {target!r}.")
+        chosen = tuple(self.columns) if self.columns is not None else tuple(h for h in header if h != target)
+        if not chosen or target in chosen or len(set(chosen)) != len(chosen):
+            raise DataError(f"{name}: needs feature columns, each named once, besides the target {target!r}.")
+        return RowLayout(name, chosen, target, None, self.classes, self.task)
+
+
+def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int) -> int:
+    """How many pieces can be read and summed at a time within ``memory`` MB."""
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads!r}: must be ≥ 1.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    wanted = cores if threads is None else threads
+    read = len(layout.read)
+    # Two batches read ahead, their rows laid out, a view of them by a frame; and a page of every column.
+    one = (rows * (2 * read + 3 * layout.width) * 8 + read * _PAGE) / 2**20
+    if _SPARE + one > memory:
+        raise DataError(
+            f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "
+            "time. Allow that much, or scan fewer columns."
+        )
+    return max(1, min(wanted, int((memory - _SPARE) / one)))

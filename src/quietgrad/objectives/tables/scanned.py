@@ -1,0 +1,284 @@
+"""A table that is never in memory: read in parts, each summed by the arithmetic of an ordinary table.
+
+A part is laid out as a :class:`~quietgrad.objectives.tables.table.Table`, the query adds it up as it would add up
+any table, and the parts' sums are added. A record is in one part, so what it contributes, and the bound on it, are
+those of the table: nothing is proved twice. Sums of parts are merged in a tree whose shape depends on the number
+of parts alone. One machine with any number of threads and a cluster with any number of workers then add the same
+numbers in the same order, and a run that is resumed finds its sums again bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, Indices, Loss, Reading, _RuledQuery
+from quietgrad.objectives.queries.evaluation import CellSums
+from quietgrad.objectives.queries.second_order import PackedHessian
+from quietgrad.objectives.tables.features import _FeatureSum
+from quietgrad.objectives.tables.frame import Framed
+from quietgrad.objectives.tables.information import WhitenedInformation
+from quietgrad.objectives.tables.ranges import Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces
+from quietgrad.objectives.tables.whitening import RowNormHistogram, SecondMomentMatrix, WhitenedGradient
+
+Value = TypeVar("Value")
+Merge = Callable[[Any, Any], Any]
+
+
+class Laid(NamedTuple):
+    """Rows of a part and their targets, checked when the table was first read."""
+
+    X: Any
+    y: Any
+
+
+class Task(NamedTuple):
+    """A piece of the source, and which of its rows (in increasing order; ``None``: all)."""
+
+    unit: Any
+    rows: Indices | None
+
+    def __repr__(self) -> str:
+        return f"Task({self.unit!r})"  # never the rows: who is in a sample is a secret
+
+
+class Parts(Protocol):
+    """Reads parts; small, frozen, and sent to wherever the data lie."""
+
+    def blocks(self, task: Task) -> Iterator[Any]:
+        """What ``prepare`` takes, a few MB at a time."""
+        ...
+
+
+Work = Callable[[Parts, Task], Value]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where parts come from; :class:`quietgrad.data.scanning.Scan` is one."""
+
+    @property
+    def features(self) -> int:
+        """Number of features."""
+        ...
+
+    @property
+    def units(self) -> Sequence[Any]:
+        """Pieces that can be read on their own."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Rows of each piece."""
+        ...
+
+    def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+        """``work`` of every task, merged by :func:`merged`; ``None`` if there is none."""
+        ...
+
+    def verify(self, reading: Reading) -> None:
+        """Read everything once and refuse what ``reading`` cannot use, before anything is reserved."""
+        ...
+
+    def fingerprint(self) -> Iterator[bytes]:
+        """The features' content, whatever the files are called."""
+        ...
+
+
+@cache
+def _libraries() -> Any:
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()  # finding them takes longer than many a sum
+
+
+def one_thread_each() -> Any:
+    """A context in which BLAS keeps to the thread that calls it: parts are what is done at a time here.
+
+    It also fixes the order in which BLAS adds, which may depend on its number of threads.
+    """
+    return _libraries().limit(limits=1)
+
+
+def merged(values: Iterable[Value], merge: Merge) -> Value | None:
+    """Merge in pairs, pairs of pairs and so on, in order, holding no more than log₂ of the values.
+
+    >>> merged(["a", "b", "c", "d", "e"], lambda x, y: f"({x}{y})")
+    '(((ab)(cd))e)'
+    """
+    waiting: list[tuple[int, Any]] = []
+    for value in values:
+        height, found = 0, value
+        while waiting and waiting[-1][0] == height:
+            found = merge(waiting.pop()[1], found)
+            height += 1
+        waiting.append((height, found))
+    if not waiting:
+        return None
+    result = waiting.pop()[1]
+    while waiting:
+        result = merge(waiting.pop()[1], result)
+    return result  # type: ignore[no-any-return]
+
+
+_ADDITIVE = (
+    _RuledQuery, Loss, PackedHessian, CellSums, _FeatureSum, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
+    WhitenedInformation, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
+)  # fmt: skip
+
+
+def is_additive(query: Any) -> bool:
+    """Whether the query of a table is the sum of the queries of its parts.
+
+    A query must be known to be so: summed by parts, one whose bound rests on the number of records (a whole fit, of
+    which a part has fewer) would tell more of a record than it was priced for.
+    """
+    while isinstance(query, Framed):
+        query = query.query
+    return isinstance(query, _ADDITIVE)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The sum of one part, as work that can be sent elsewhere."""
+
+    reading: Any
+    summand: Callable[[Any, Batch, Any], None]
+    shape: tuple[int, ...]
+    key: bytes | None
+
+    def __call__(self, parts: Parts, task: Task) -> npt.NDArray[np.float64]:
+        out = np.zeros(self.shape)
+        # A warning about an overflow would tell that there is a record that causes it.
+        with np.errstate(all="ignore"):
+            for data in parts.blocks(task):
+                records = self.reading.prepare(data)
+                # Queries about pairs of records refuse samples: a sample of a part must still look like one.
+                chosen = None if task.rows is None else np.arange(len(records))
+                self.summand(self.reading, Batch(records, chosen, self.key), out)
+        return out
+
+
+def _add(a: Any, b: Any) -> Any:
+    a += b
+    return a
+
+
+class Scanned:
+    """Records of a source, as an objective reads them; see :class:`quietgrad.objectives.base.Records`."""
+
+    is_scanned: ClassVar[bool] = True
+
+    def __init__(self, reading: Any, source: Source, dim: int) -> None:
+        self.reading, self.source, self.dim = reading, source, dim
+        self.features = source.features
+        self.row_bound = getattr(reading, "row_bound", None)
+        source.verify(reading)
+        self._ends = np.cumsum(np.asarray(source.sizes, dtype=np.int64))
+        if not len(self):
+            raise DataError("X: has no records.")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def contents(self) -> Iterator[bytes]:
+        """The source's content."""
+        yield from self.source.fingerprint()
+
+    def fingerprint_parts(self) -> Iterator[bytes]:
+        """The source's content: a ledger knows the table by it."""
+        yield from self.source.fingerprint()
+
+    def answer(self, query: Any, batch: Batch, out: Any) -> None:
+        """out += what ``query`` sums to, part by part."""
+        if is_additive(query):
+            self.add(query.sum_into, batch, out)
+        else:  # it asks the objective for sums, and the objective asks here
+            query.sum_into(self.reading, batch, out)
+
+    def add(self, summand: Callable[[Any, Batch, Any], None], batch: Batch, out: Any) -> None:
+        """out += Σ over the parts of what ``summand(reading, batch, out)`` adds."""
+        work = _Sum(self.reading, summand, out.shape, batch.key)
+        total = self.source.total(work, self.tasks(batch.indices), _add)
+        if total is not None:
+            out += total
+
+    def labels(self, indices: Indices | None) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+        """Labels and how often each occurs: secret."""
+        counts = self.source.total(_count_labels, self.tasks(indices), _join_counts) or {}
+        found = np.array(sorted(counts))
+        return found, np.array([counts[label] for label in found.tolist()], dtype=np.float64)
+
+    def tasks(self, indices: Indices | None) -> list[Task]:
+        """The pieces to read, with the rows asked for."""
+        units = self.source.units
+        if indices is None:
+            return [Task(unit, None) for unit in units]
+        order = np.sort(indices)
+        if len(order) and (order[0] < 0 or order[-1] >= len(self)):
+            raise IndexError("batch: an index lies outside the table")
+        cuts = np.searchsorted(order, self._ends)
+        starts = np.concatenate([[0], cuts[:-1]])
+        firsts = np.concatenate([[0], self._ends[:-1]])
+        return [
+            Task(unit, order[a:b] - first)
+            for unit, a, b, first in zip(units, starts, cuts, firsts, strict=True)
+            if b > a
+        ]
+
+
+def _count_labels(parts: Parts, task: Task) -> dict[Any, int]:
+    counts: dict[Any, int] = {}
+    for data in parts.blocks(task):
+        values, sizes = np.unique(np.asarray(data[1]), return_counts=True)
+        counts = _join_counts(counts, dict(zip(values.tolist(), sizes.tolist(), strict=True)))
+    return counts
+
+
+def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
+    return {label: a.get(label, 0) + b.get(label, 0) for label in {**a, **b}}
+
+
+# --- what a linear objective asks of scanned records ------------------------------------------------------------
+
+
+def rule_sum(points: Sequence[Any], rule: Any) -> Callable[[Any, Batch, Any], None]:
+    """The summand of ``objective.add`` with these points and this rule."""
+    return partial(_rule_sum, tuple(points), rule)
+
+
+def _rule_sum(points: Any, rule: Any, objective: Any, batch: Batch, out: Any) -> None:
+    objective.add(batch, points, rule, out)
+
+
+def plain_sum(params: Any) -> Callable[[Any, Batch, Any], None]:
+    """The summand Σ ∇fᵢ(θ), not clipped."""
+    return partial(_plain_sum, params)
+
+
+def _plain_sum(params: Any, objective: Any, batch: Batch, out: Any) -> None:
+    out += objective._sum(batch.records, params, params, None)
+
+
+def loss_sum(params: Any, bound: float) -> Callable[[Any, Batch, Any], None]:
+    """The summand Σ min(fᵢ(θ), bound)."""
+    return partial(_loss_sum, params, bound)
+
+
+def _loss_sum(params: Any, bound: float, objective: Any, batch: Batch, out: Any) -> None:
+    out += objective._loss_total(batch, params, bound)
+
+
+def hessian_sum(params: Any, clip: float) -> Callable[[Any, Batch, Any], None]:
+    """The summand Σ ∇²fᵢ(θ), each shortened."""
+    return partial(_hessian_sum, params, clip)
+
+
+def _hessian_sum(params: Any, clip: float, objective: Any, batch: Batch, out: Any) -> None:
+    objective.add_hessians(batch, params, clip, out)

@@ -1,0 +1,150 @@
+"""The same scan on the workers of a Dask cluster of separate processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quietgrad as qg
+from quietgrad.data.scanning import scan
+from quietgrad.errors import ChangedError, ClusterError, DataError
+from quietgrad.estimators import PrivateLogisticRegression
+from quietgrad.objectives.base import Batch, Gradient
+from quietgrad.objectives.tables.scanned import Task
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+distributed = pytest.importorskip("distributed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:random_state=5"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # sockets of workers that are killed here
+    pytest.mark.filterwarnings("ignore:.*:pandas.errors.PandasChangeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+N, D = 4000, 4
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", "src")
+        with (
+            distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
+            ) as cluster,
+            distributed.Client(cluster, set_as_default=False) as client,
+        ):
+            yield client
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("people")
+    rng = np.random.default_rng(0)
+    for k in range(5):
+        X = rng.standard_normal((N // 5, D))
+        columns = {f"x{j}": X[:, j] for j in range(D)}
+        pq.write_table(pa.table({**columns, "y": (X[:, 0] > 0).astype(int)}), where / f"{k}.parquet")
+    return where
+
+
+def total(table: Any, indices: Any = None) -> Any:
+    loss = qg.objectives.Logistic(intercept=True)
+    records: Any = loss.prepare(table)
+    out = np.zeros(D + 1)
+    records.answer(Gradient(np.linspace(-1, 1, D + 1), 0.8), Batch(records, indices), out)
+    return out
+
+
+def test_sums_are_those_of_this_machine_bit_for_bit(client: Any, folder: Path) -> None:
+    for indices in (None, np.array([3, 1, 3999, 800, 799])):
+        mine, theirs = (total(scan(folder, target="y", cluster=c), indices) for c in (None, client))
+        assert (mine == theirs).all()
+
+
+def test_a_fit_costs_and_gives_the_same(client: Any, folder: Path) -> None:
+    fits = [
+        PrivateLogisticRegression(epsilon=4.0, random_state=5).fit(scan(folder, target="y", cluster=c))
+        for c in (None, client)
+    ]
+    np.testing.assert_allclose(fits[0].coef_, fits[1].coef_, rtol=1e-9)
+    assert fits[0].privacy_.epsilon == fits[1].privacy_.epsilon
+
+
+def test_frames_of_dask(client: Any, folder: Path) -> None:
+    frames = pytest.importorskip("dask.dataframe")
+    frame = frames.read_parquet(str(folder))
+    expected = total(scan(folder, target="y"))
+    np.testing.assert_allclose(total(scan(frame, target="y", cluster=client)), expected, rtol=1e-12)
+    np.testing.assert_allclose(total(scan(frame, target="y")), expected, rtol=1e-12)
+    model = PrivateLogisticRegression(epsilon=4.0, classes=[0, 1], random_state=5)
+    found = model.fit(frame, "y").coef_.copy()
+    np.testing.assert_allclose(found, model.fit(scan(folder, target="y")).coef_, rtol=1e-9)
+
+
+def _drifting(part: Any) -> Any:
+    return part.assign(x0=part["x0"] + np.random.default_rng().standard_normal())
+
+
+def test_a_frame_that_comes_out_otherwise_is_refused(client: Any, folder: Path) -> None:
+    frames = pytest.importorskip("dask.dataframe")
+    frame = frames.read_parquet(str(folder))
+    moving = frame.map_partitions(_drifting, meta=frame._meta)
+    with pytest.raises(ChangedError, match="other content than when it was first read"):
+        total(scan(moving, target="y", cluster=client))
+
+
+def test_what_a_worker_refuses_is_said_here(client: Any, folder: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1.0, np.nan], "y": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="gaps, NaN or infinite"):
+        qg.objectives.Logistic().prepare(scan(tmp_path, target="y", cluster=client))
+
+
+class _KillsOnce:
+    """A summand whose first caller is killed with −9, as by a machine that runs out of memory."""
+
+    def __init__(self, mark: Path, always: bool = False) -> None:
+        self.mark, self.always = str(mark), always
+
+    def __call__(self, objective: Any, batch: Batch, out: Any) -> None:
+        if self.always or not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        out += len(batch.records)
+
+
+def test_a_killed_worker_costs_its_pieces_only(client: Any, folder: Path, tmp_path: Path) -> None:
+    records: Any = qg.objectives.Logistic().prepare(scan(folder, target="y", cluster=client))
+    out = np.zeros(1)
+    records.add(_KillsOnce(tmp_path / "killed"), Batch(records, None), out)
+    assert (tmp_path / "killed").exists()
+    assert out[0] == N  # every piece once, none twice
+
+
+def test_nobody_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quietgrad.cluster.dask_runner._PATIENCE", 0.5)
+    ledger = tmp_path / "ledger.jsonl"
+    with pytest.raises(ClusterError, match=r"tcp://127\.0\.0\.1:9: no Dask scheduler answers"):
+        scan(folder, target="y", cluster="tcp://127.0.0.1:9")
+    with pytest.raises(ValueError, match="must be 'local', an address"):
+        scan(folder, target="y", cluster="somewhere")
+    assert not ledger.exists()
+
+
+def test_who_is_in_a_sample_is_not_printed() -> None:
+    task = Task("piece", np.array([4711]))
+    assert "4711" not in repr(task)
+    assert "4711" not in str(task)
+
+
+def test_a_piece_that_takes_every_worker_down_ends_the_release(client: Any, folder: Path, tmp_path: Path) -> None:
+    records: Any = qg.objectives.Logistic().prepare(scan(folder, target="y", cluster=client))
+    with pytest.raises(ClusterError, match="took its worker down"):
+        records.add(_KillsOnce(tmp_path / "killed", always=True), Batch(records, None), np.zeros(1))
