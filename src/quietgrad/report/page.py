@@ -12,12 +12,12 @@ from typing import Any
 
 from quietgrad import __version__
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.files import read_json, write_atomically
+from quietgrad.files import write_atomically
 from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
 from quietgrad.report.charts import Series, line_chart
 from quietgrad.shown import shown
 from quietgrad.training.result import Result, load
-from quietgrad.training.verification import problems_of, refuted
+from quietgrad.training.verification import ledger_of, problems_of, refuted
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -104,7 +104,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in ``folders``, each statement proved again and held against its options and its ledger."""
     runs = []
     for k, (name, folder, result) in enumerate(_named(folders)):
-        ledger = _ledger_of(folder)
+        ledger = ledger_of(folder)
         with _shown_or_refused(str(folder)):
             problems = problems_of(result, folder, ledger)
             if problems:
@@ -157,15 +157,6 @@ def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:
         (text if plain.count(text) == 1 else f"{text} ({folder.name})", folder, result)
         for text, (folder, result) in zip(plain, results, strict=True)
     ]
-
-
-def _ledger_of(folder: Path) -> Path | None:
-    """The ledger the run was paid from: the one its options name, else the folder's own."""
-    try:
-        named = read_json(folder / "run.json")["ledger"]
-    except (OSError, ValueError, KeyError, TypeError):
-        named = None
-    return Path(named) if isinstance(named, str) and "\0" not in named else folder / "ledger.jsonl"
 
 
 def _charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
