@@ -82,7 +82,12 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
     for name in names:
         if name not in registered and name not in RELEASES and not Path(name).is_dir():
             known = ", ".join([*registered, *RELEASES])
-            raise typer.BadParameter(f"{name!r}: must be a folder of a run, or one of {known}.", param_hint="WHAT")
+            from quietgrad.shown import did_you_mean
+
+            near = did_you_mean(name, [*registered, *RELEASES])
+            raise typer.BadParameter(
+                f"{name!r}: must be a folder of a run, or one of {known}.{near}", param_hint="WHAT"
+            )
     for name in names:
         if name in RELEASES:
             yield from RELEASES[name].reports(runs)

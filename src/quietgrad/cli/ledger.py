@@ -12,7 +12,7 @@ from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.privacy.events import Event
-    from quietgrad.privacy.ledger import Ledger
+    from quietgrad.privacy.ledger import Ledger, VerifyReport
     from quietgrad.privacy.spending import Book
 
 app = typer.Typer(
@@ -72,12 +72,7 @@ def verify(
     if as_json:
         show_json({"file": str(file), **vars(report)})
     else:
-        for problem in report.problems:
-            say(f"{file}: {problem}", err=True)
-        if report.ok:
-            say(f"{file}: whole; {report.entries} entries, accounts: {', '.join(report.accounts) or 'none'}.")
-        if report.torn_tail:
-            say("It ends in an append that never finished; it paid for nothing and will be put aside.")
+        say(f"{file}: {_in_one_sentence(report)}", err=not report.ok)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -122,6 +117,15 @@ def adopt(
     ledger = _existing(file)
     ledger.adopt(reason=reason)
     say(f"{file}: adopted with {len(ledger.entries())} entries.")
+
+
+def _in_one_sentence(report: VerifyReport) -> str:
+    if not report.ok:
+        more = len(report.problems) - 1
+        return report.problems[0] + (f" ({more} more with --json.)" if more else "")
+    accounts = ", ".join(report.accounts) or "none"
+    torn = "; an append that never finished ends it, and paid for nothing" if report.torn_tail else ""
+    return f"whole; {report.entries} entries, accounts: {accounts}{torn}."
 
 
 def _existing(file: Path) -> Ledger:
