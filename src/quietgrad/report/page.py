@@ -13,8 +13,16 @@ from typing import Any
 from quietgrad import __version__
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.files import write_atomically
-from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
+from quietgrad.report.certificate import (
+    ASSUMPTIONS,
+    NOT_COVERED,
+    AuditResult,
+    Certificate,
+    audit_of,
+    certify_run,
+)
 from quietgrad.report.charts import Series, line_chart
+from quietgrad.report.repeating import command_of
 from quietgrad.shown import shown
 from quietgrad.training.result import Result, load
 from quietgrad.training.verification import ledger_of, problems_of, refuted
@@ -46,6 +54,8 @@ class Run:
     anchor: str
     result: Result
     certificate: Certificate
+    command: str | None = None
+    audit: AuditResult | None = None
 
     @property
     def metrics(self) -> list[tuple[str, str, bool]]:
@@ -109,16 +119,15 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             problems = problems_of(result, folder, ledger)
             if problems:
                 result = replace(result, privacy=refuted(result.privacy, *problems))
-            runs.append(Run(name, f"run-{k + 1}", result, certify_run(result, ledger)))
+            certificate, audit = certify_run(result, ledger), audit_of(folder, result.privacy)
+            runs.append(Run(name, f"run-{k + 1}", result, certificate, command_of(folder), audit))
     return runs
 
 
 def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
     """The page about the runs in ``folders`` as text."""
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise QuietgradError("reports need jinja2; install it with `pip install 'quietgrad[report]'`.") from None
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     runs = read_runs(folders) if runs is None else runs
     environment = Environment(
         loader=PackageLoader("quietgrad.report", "."),
