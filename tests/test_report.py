@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quietgrad as qg
+from quietgrad.charts import Series, line_chart, log_ticks, nice_ticks
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.privacy.accounting import delta_of
 from quietgrad.privacy.events import gaussian
 from quietgrad.report.certificate import certify_run, detection
-from quietgrad.report.charts import Series, line_chart, log_ticks, nice_ticks
 from quietgrad.report.page import render
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -29,6 +29,10 @@ def show(
     file: File,
     account: Annotated[str | None, typer.Option(help="Only this account.")] = None,
     delta: Annotated[float | None, typer.Option(help="State ε at this δ; else the cap's or newest run's.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw what is spent and left to this .svg, .png or .pdf.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what every account has spent and on which runs; open reservations count in full."""
@@ -48,6 +52,12 @@ def show(
         )
     names = book.accounts() if account is None else (book.name(account),)
     rows = [_account_row(ledger, book, name, delta) for name in names]
+    if plot is not None:
+        from quietgrad.charts import Bars
+        from quietgrad.report.figures import save_chart
+
+        spent = [(r["account"], r["epsilon"], r["cap"] and r["cap"]["epsilon"]) for r in rows if r["epsilon"]]
+        save_chart(plot, Bars("Budget by account", spent, "ε"))
     if as_json:
         show_json({"file": str(file), "accounts": rows})
     elif rows:
