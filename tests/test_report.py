@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quietgrad as qg
+from quietgrad.charts import Series, line_chart, log_ticks, nice_ticks
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.privacy.accounting import delta_of
 from quietgrad.privacy.events import gaussian
 from quietgrad.report.certificate import certify_run, detection
-from quietgrad.report.charts import Series, line_chart, log_ticks, nice_ticks
 from quietgrad.report.page import render
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -198,12 +199,62 @@ def test_no_result_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "no result here" in capsys.readouterr().err
 
 
-def test_missing_jinja_is_one_sentence(
-    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    assert main(["report", str(runs[0])]) == 1
-    assert "pip install 'quietgrad[report]'" in capsys.readouterr().err
+def test_the_noise_stated_is_that_of_each_release(tmp_path: Path) -> None:
+    """Beside each other and in a certificate: σ/C of a slot, its relative or fixed noise included."""
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(400, 3))
+    budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
+    method = qg.WhitenedGD(steps=4, row_bound=2.0)
+    result = qg.minimize(qg.objectives.Logistic(), (rows, (rows[:, 0] > 0) * 1.0), method, budget=budget)
+    plan = qg.plan(method, n=400, budget=budget)
+    expected = [f"{slot.multiplier(plan.noise_multiplier):.4g}" for slot in plan.schedule.slots]
+    assert [row.multiplier for row in certify_run(result, None).releases] == expected
+    assert f"{result.privacy.noise_multiplier:.4g}" not in expected
+    for name in ("a", "b"):
+        result.save(tmp_path / name)
+    said = words(read(render([tmp_path / "a", tmp_path / "b"])))
+    assert " · ".join(dict.fromkeys(expected)) in said
+    assert "moves what is released by at most 2 C" in said  # a count's record contributes more than its C
+    assert "contributes" not in said
+    assert "2C (L2)" in plan.explain()
+
+
+def test_a_look_with_its_own_noise_is_stated_with_it() -> None:
+    from quietgrad.plans.schedule import Slot
+    from quietgrad.sampling import FullBatch
+
+    look = Slot("look", FullBatch(), fixed=7.5)
+    budget = qg.Budget(1.0, 1e-5)
+    rows = (np.ones((100, 2)), np.ones(100))
+    result = qg.minimize(qg.objectives.Logistic(), rows, qg.DPGD(steps=2), budget=budget)
+    details = {**result.details, "slots": [look.to_json(), *result.details["slots"]]}
+    privacy = replace(result.privacy, releases={"look": 1, **result.privacy.releases})
+    first, *_ = certify_run(replace(result, details=details, privacy=privacy), None).releases
+    assert first.multiplier == "7.5"
+
+
+def test_how_to_repeat_it_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    secret = tmp_path / "ward 7"
+    secret.mkdir()
+    np.savez(secret / "rows.npz", X=np.eye(20)[:, :3], y=np.arange(20) % 2)
+    args = ["--epsilon", "1", "--algorithm", "dp-gd", "--steps", "3", "--set", "momentum=0.5", "--row-bound", "1"]
+    assert main(["train", str(secret / "rows.npz"), "--out", str(tmp_path / "run"), "--quiet", *args]) == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    command = "quietgrad train rows.npz --row-bound 1 --algorithm dp-gd --epsilon 1 --delta 1e-05"
+    assert f"{command} --relation add-remove --steps 3 --set momentum=0.5" in text
+    assert "ward 7" not in text
+
+
+def test_an_audit_of_the_run_is_on_its_page(runs: list[Path]) -> None:
+    assert "none was made of this run" in words(read(render(runs[1:2])))
+    assert main(["audit", str(runs[1]), "--runs", "4000"]) == 0
+    assert "attacked, and it stood" in words(read(render(runs[1:2])))
+    audit = json.loads((runs[1] / "audit.json").read_text())
+    (runs[1] / "audit.json").write_text(json.dumps({**audit, "epsilon_claimed": 3.0}))  # of another claim
+    assert "none was made of this run" in words(read(render(runs[1:2])))
+    (runs[1] / "audit.json").write_text("[" * 9999)
+    assert "none was made of this run" in words(read(render(runs[1:2])))
 
 
 @pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quietgrad.shown import shown
+from quietgrad.shown import did_you_mean, shown
 
 Readers = Mapping[Any, Callable[[Any], Any]]
 """For types that are themselves made from settings: what reads one from a text or a table."""
@@ -55,7 +55,8 @@ def build(
     for key, given in settings.items():
         field = key.strip().replace("-", "_")
         if field not in known:
-            raise ValueError(f"{name} has no setting {field!r}; it has {', '.join(known)}.")
+            near = did_you_mean(field, known)
+            raise ValueError(f"{name} has no setting {field!r}; it has {', '.join(known)}.{near}")
         if field in values:
             raise ValueError(f"{name}: {field!r} is set twice.")
         values[field] = read(field, given, known[field], readers)

@@ -9,6 +9,7 @@ through here, and so does the text of every error that quietgrad raises.
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 MOST = 4000  # characters: nobody reads more, and a message of megabytes hides the others
 
@@ -37,6 +38,18 @@ def shown_lines(text: object) -> str:
     'a\\n\\\\x1b[2Jb\\n'
     """
     return "\n".join(shown(line) for line in str(text).split("\n"))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question to put behind an error about a name that is nearly one of ``known``; else nothing.
+
+    >>> did_you_mean("dp-srn", ["dp-srm", "dp-sgd"]), did_you_mean("x", ["dp-srm"])
+    (" Did you mean 'dp-srm'?", '')
+    """
+    from difflib import get_close_matches
+
+    near = get_close_matches(name.lower(), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _visible(character: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from quietgrad import settings
 from quietgrad.algorithms.examples import ATTACKED, EXAMPLES, Example
+from quietgrad.shown import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def entry(name: str) -> Entry:
     'DPSRM'
     """
     if name not in ALGORITHMS:
-        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(sorted(ALGORITHMS))}.")
+        near = did_you_mean(name, ALGORITHMS)
+        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(sorted(ALGORITHMS))}.{near}")
     return ALGORITHMS[name]
 
 

@@ -24,12 +24,16 @@ COMMANDS: dict[str, str] = {
     "account": "ε of a described run",
     "calibrate": "noise, steps or batch size for a budget",
     "ledger": "what was spent, by account; check the file; set caps",
-    "keys": "secret keys that wait for their runs: list them, destroy them",
+    "keys": "secret keys: those that wait for their runs, and new ones to sign with",
     "report": "one self-contained page: curves, comparison, privacy certificate",
+    "frontier": "accuracy against ε, with what the search itself costs",
+    "certificate": "a run's claim as a file that others can check, signed if you like",
+    "verify": "prove a certificate again, by two accountants",
     "audit": "empirical lower bounds on ε against what is claimed",
     "federate": "many parties who do not trust each other",
     "reproduce": "a paper's table or figure beside ours",
     "data": "registered data sets: list, fetch, find",
+    "completion": "make a shell complete commands, options and names",
 }
 """Command and one line of help. A command is offered when ``cli/NAME.py`` exists; its ``app`` is a typer app."""
 
@@ -99,11 +103,11 @@ def _refuse(name: str, error: Exception) -> int:
     if hasattr(error, "format_message"):  # the argument parser's own errors carry their exit code
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", f"quietgrad {name}")
-        text = " ".join(str(error.format_message()).split())
+        text = _here(" ".join(str(error.format_message()).split()))
         print(shown(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)"), file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, QuietgradError | ValueError):
-        text = str(error)
+        text = _here(str(error))
     elif isinstance(error, OSError) and error.strerror:
         from quietgrad.files import reason
 
@@ -112,6 +116,12 @@ def _refuse(name: str, error: Exception) -> int:
         text = f"{type(error).__name__}: {error} (run again with --debug to see where.)"
     print(shown(f"quietgrad {name}: {' '.join(text.split())}"), file=sys.stderr)
     return 1
+
+
+def _here(text: str) -> str:
+    from quietgrad.cli.vocabulary import in_flags
+
+    return in_flags(text)
 
 
 def _unknown(name: str) -> int:

@@ -56,9 +56,12 @@ def account(
                       relation=relation, accountant=accountant).epsilon)
             for t in milestones(steps)
         ]  # fmt: skip
-        from quietgrad.report.figures import save_epsilon_plot
+        from quietgrad.charts import Lines, Series
+        from quietgrad.report.figures import save_chart
 
-        save_epsilon_plot(writable(plot), curve, delta=delta, relation=relation)
+        title = f"ε = {proof.epsilon:.4g} after {steps} releases"
+        label = f"ε at δ = {delta:g} ({proof.relation})"
+        save_chart(writable(plot), Lines(title, (Series("ε", curve),), "releases", label, zero=True))
         answer |= {"plot": str(plot), "curve": curve}
     if as_json:
         show_json(answer)

@@ -82,13 +82,20 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
     for name in names:
         if name not in registered and name not in RELEASES and not Path(name).is_dir():
             known = ", ".join([*registered, *RELEASES])
-            raise typer.BadParameter(f"{name!r}: must be a folder of a run, or one of {known}.", param_hint="WHAT")
+            from quietgrad.shown import did_you_mean
+
+            near = did_you_mean(name, [*registered, *RELEASES])
+            raise typer.BadParameter(
+                f"{name!r}: must be a folder of a run, or one of {known}.{near}", param_hint="WHAT"
+            )
     for name in names:
         if name in RELEASES:
             yield from RELEASES[name].reports(runs)
             continue
         if name not in registered:
-            yield audit_folder(Path(name), runs)
+            report = audit_folder(Path(name), runs)
+            _keep(report, Path(name))
+            yield report
             continue
         for attack in attacks_on(name):
             for curator in CURATORS:
@@ -106,6 +113,14 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
                     raise typer.BadParameter(str(error)) from None
                 holder = "" if curator == "central" else f", {curator}"
                 yield replace(report, algorithm=f"{name}: {attack.label}{holder}")
+
+
+def _keep(report: AuditReport, folder: Path) -> None:
+    """Leave what was found beside the run, where its page shows it."""
+    from quietgrad.files import write_atomically
+    from quietgrad.report.certificate import AUDIT_FILE
+
+    write_atomically(folder / AUDIT_FILE, (json.dumps(report.to_json(), indent=2, default=str) + "\n").encode())
 
 
 def audit_folder(folder: Path, runs: int) -> AuditReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -66,6 +67,21 @@ def destroy(
         show_json({"destroyed": sorted(chosen)})
     else:
         say(f"{len(chosen)} key{'' if len(chosen) == 1 else 's'} destroyed.")
+
+
+@app.command(epilog="Example: quietgrad keys generate signer.key")
+def generate(
+    file: Annotated[Path, typer.Argument(help="Where the key goes; its public half goes beside it, as .pub.")],
+    as_json: Json = False,
+) -> None:
+    """Make an Ed25519 key that signs certificates, readable by you alone; it never replaces a file."""
+    from quietgrad.certificates import new_key
+
+    public = new_key(file)
+    if as_json:
+        show_json({"key": str(file), "public": f"{file}.pub", "public_key": public})
+    else:
+        say(f"key: {file} (keep it), public half: {file}.pub (give it away)\npublic key: {public}")
 
 
 def reminder() -> str | None:

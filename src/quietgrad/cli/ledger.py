@@ -12,7 +12,7 @@ from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.privacy.events import Event
-    from quietgrad.privacy.ledger import Ledger
+    from quietgrad.privacy.ledger import Ledger, VerifyReport
     from quietgrad.privacy.spending import Book
 
 app = typer.Typer(
@@ -29,6 +29,10 @@ def show(
     file: File,
     account: Annotated[str | None, typer.Option(help="Only this account.")] = None,
     delta: Annotated[float | None, typer.Option(help="State ε at this δ; else the cap's or newest run's.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw what is spent and left to this .svg, .png or .pdf.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what every account has spent and on which runs; open reservations count in full."""
@@ -48,6 +52,12 @@ def show(
         )
     names = book.accounts() if account is None else (book.name(account),)
     rows = [_account_row(ledger, book, name, delta) for name in names]
+    if plot is not None:
+        from quietgrad.charts import Bars
+        from quietgrad.report.figures import save_chart
+
+        spent = [(r["account"], r["epsilon"], r["cap"] and r["cap"]["epsilon"]) for r in rows if r["epsilon"]]
+        save_chart(plot, Bars("Budget by account", spent, "ε"))
     if as_json:
         show_json({"file": str(file), "accounts": rows})
     elif rows:
@@ -72,12 +82,7 @@ def verify(
     if as_json:
         show_json({"file": str(file), **vars(report)})
     else:
-        for problem in report.problems:
-            say(f"{file}: {problem}", err=True)
-        if report.ok:
-            say(f"{file}: whole; {report.entries} entries, accounts: {', '.join(report.accounts) or 'none'}.")
-        if report.torn_tail:
-            say("It ends in an append that never finished; it paid for nothing and will be put aside.")
+        say(f"{file}: {_in_one_sentence(report)}", err=not report.ok)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -124,6 +129,15 @@ def adopt(
     ledger = _existing(file)
     ledger.adopt(reason=reason)
     say(f"{file}: adopted with {len(ledger.entries())} entries.")
+
+
+def _in_one_sentence(report: VerifyReport) -> str:
+    if not report.ok:
+        more = len(report.problems) - 1
+        return report.problems[0] + (f" ({more} more with --json.)" if more else "")
+    accounts = ", ".join(report.accounts) or "none"
+    torn = "; an append that never finished ends it, and paid for nothing" if report.torn_tail else ""
+    return f"whole; {report.entries} entries, accounts: {accounts}{torn}."
 
 
 def _existing(file: Path) -> Ledger:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quietgrad.cli.options import Json, say, show_json
+
+if TYPE_CHECKING:
+    from quietgrad.report.page import Run
 
 app = typer.Typer(add_completion=False)
 
@@ -19,6 +22,10 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The page; else report.html in the first folder.")
     ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Also write each chart as a picture into this folder.", show_default=False)
+    ] = None,
+    picture: Annotated[str, typer.Option(help="Of what kind: svg, png or pdf.")] = "svg",
     as_json: Json = False,
 ) -> None:
     """Write curves, a comparison of the runs and their privacy certificates as one HTML file.
@@ -27,18 +34,34 @@ def report(
     """
     from quietgrad.report.page import read_runs, write_report
 
+    if picture not in ("svg", "png", "pdf"):
+        raise typer.BadParameter(f"{picture!r}: must be svg, png or pdf.", param_hint="--picture")
     runs = read_runs(folders)
     target = write_report(folders, output or folders[0] / "report.html", runs)
+    drawn = [] if figures is None else _pictures(runs, figures, picture)
     refuted = {str(folder): run.result.privacy.refuted for folder, run in zip(folders, runs, strict=True)}
     if as_json:
         said = {folder: list(why) for folder, why in refuted.items() if why}
-        show_json({"report": str(target), "runs": [str(folder) for folder in folders], "refuted": said})
+        told = {"report": str(target), "runs": [str(folder) for folder in folders], "refuted": said}
+        show_json({**told, "figures": [str(file) for file in drawn]})
     else:
         say(f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
+        for file in drawn:
+            say(f"picture: {file}")
         for folder, reasons in refuted.items():
             for why in reasons:
                 say(f"{folder}: {why}", err=True)
     raise typer.Exit(1 if any(refuted.values()) else 0)
+
+
+def _pictures(runs: Sequence[Run], folder: Path, kind: str) -> list[Path]:
+    from quietgrad.report.figures import save_chart
+    from quietgrad.report.page import charts_of
+
+    return [
+        save_chart(folder / f"{chart.title.lower().replace(' ', '-')}.{kind}", chart)
+        for chart, _ in charts_of(runs)
+    ]
 
 
 def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:

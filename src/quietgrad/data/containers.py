@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import hashlib
 import lzma
 import zlib
@@ -43,6 +44,8 @@ def read_content(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({files.reason(error)}).") from None
     content = unpacked(raw, str(path))
+    if content is raw and path.suffix in (".gz", ".bz2", ".xz") and not _is_text(raw[:4096]):
+        raise DataError(_DAMAGED.format(path))  # a plain file under such a name is common, bytes of neither are not
     if not content or content.isspace():
         raise DataError(f"{path}: the file is empty.")
     return content
@@ -64,7 +67,20 @@ def unpacked(raw: bytes, where: str) -> bytes:
     except (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{where}: the compressed file is cut short or damaged. Fetch or copy it again.") from None
+        raise DataError(_DAMAGED.format(where)) from None
+
+
+_DAMAGED = "{}: the compressed file is cut short or damaged. Fetch or copy it again."
+
+
+def _is_text(start: bytes) -> bool:
+    """Whether bytes could begin a table: UTF-8 (a character may be cut at the end) without controls.
+
+    >>> _is_text("größe".encode()[:4]), _is_text(bytes([31, 7, 200, 9]))
+    (True, False)
+    """
+    words = codecs.getincrementaldecoder("utf-8")("replace").decode(start)
+    return not any(character == "\ufffd" or (character < " " and character not in "\t\r\n") for character in words)
 
 
 def _unpack(raw: bytes, kind: Any, most: int, where: str) -> bytes:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.shown import did_you_mean
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -120,6 +121,18 @@ def check_trainable(data: Dataset) -> Dataset:
     return data
 
 
+def check_task(task: str | None) -> None:
+    """Refuse a task that is none, before anything is read.
+
+    >>> check_task("foo")
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: task='foo': must be binary, multiclass or regression.
+    """
+    if task is not None and task not in get_args(Task):
+        near = did_you_mean(task, get_args(Task))
+        raise DataError(f"task={task!r}: must be binary, multiclass or regression.{near}")
+
+
 def encode_labels(
     name: str,
     raw: npt.NDArray[Any],
@@ -132,6 +145,7 @@ def encode_labels(
     >>> encode_labels("toy", np.array([-1.0, 1.0, -1.0]))
     (array([0, 1, 0]), 'binary', (0, 1), ('-1', '1'))
     """
+    check_task(task)
     if task == "regression":
         return _numbers(name, raw), "regression", None, None
     if classes is None:

@@ -12,7 +12,7 @@ import numpy as np
 from quietgrad import files
 from quietgrad.data.arrays import parse_npz
 from quietgrad.data.containers import read_content
-from quietgrad.data.dataset import Dataset, Task, check, check_trainable, encode_labels, normalized
+from quietgrad.data.dataset import Dataset, Task, check, check_task, check_trainable, encode_labels, normalized
 from quietgrad.data.libsvm import parse_libsvm
 from quietgrad.data.registry import entry
 from quietgrad.data.schema import Schema, read_schema
@@ -56,6 +56,7 @@ def load(
     >>> data.X.shape, data.X_test.shape, data.row_bound
     ((456, 30), (113, 30), 1.0)
     """
+    check_task(task)
     path = Path(source)
     if path.exists() and not path.is_dir():  # a folder may well be called like a registered set
         files.check_regular(path)

@@ -9,7 +9,11 @@ _NEIGHBOURS = {
     Relation.ADD_REMOVE: "adding or removing one record",
     Relation.REPLACE_ONE: "replacing one record by any other",
 }
-_SENSITIVITY = {Relation.ADD_REMOVE: "C", Relation.REPLACE_ONE: "2C"}
+# Not "a record contributes at most C": counts and moments of fixed length have a C of their own under replace-one.
+_MOVES = {
+    Relation.ADD_REMOVE: "a record more or less moves it by at most C (L2)",
+    Relation.REPLACE_ONE: "a record replaced moves it by at most 2C (L2)",
+}
 
 
 def explain(plan: Plan) -> str:
@@ -44,10 +48,7 @@ def _records(plan: Plan) -> str:
 
 def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
     times = f"up to {slot.count}×" if slot.law else f"{slot.count}×"
-    text = (
-        f"{times} {slot.name!r}: {slot.mechanism.what} over {slot.sampling.describe()}; "
-        f"one record contributes at most C, sensitivity {_SENSITIVITY[relation]}; "
-    )
+    text = f"{times} {slot.name!r}: {slot.mechanism.what} over {slot.sampling.describe()}; {_MOVES[relation]}; "
     if plan.schedule.composition == "filter":
         return text + "noise chosen per release within one zCDP filter"
     text += slot.mechanism.describe(slot.multiplier(plan.noise_multiplier))

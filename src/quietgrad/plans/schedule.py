@@ -290,6 +290,26 @@ class Plan:
             "event": None if self.budget is None else self.event.to_json(),
         }
 
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: each kind of release, and what all of them cost."""
+        from quietgrad.charts import in_a_notebook
+
+        rows: list[tuple[str, object]] = [
+            (
+                f"{slot.count} × {slot.name}",
+                f"{slot.sampling.describe()}; noise σ = {slot.multiplier(self.noise_multiplier):.4g} C",
+            )
+            for slot in self.schedule.slots
+        ]
+        if self.budget is None:
+            rows.append(("privacy", "NOT PRIVATE: no noise is added"))
+        else:
+            rows.append(
+                ("cost", f"ε = {self.proof.epsilon:.4g} at δ = {self.budget.delta:g} ({self.budget.relation})")
+            )
+            rows.append(("proved by", self.proof.accountant))
+        return in_a_notebook(f"{self.algorithm} on {self.n_public} records", rows)
+
     def explain(self) -> str:
         """Say for people what will be released, what each release reveals, and which proof prices it."""
         from quietgrad.plans.explain import explain

@@ -254,6 +254,26 @@ class Ledger:
             accounts=book.accounts(),
         )
 
+    def _repr_html_(self) -> str:
+        """What each account has spent, in a notebook; at its cap's δ and relation, else its newest run's."""
+        from quietgrad.charts import Bars, in_a_notebook
+
+        book = self.book()
+        rows: list[tuple[str, object]] = []
+        bars = []
+        for name in book.accounts():
+            cap, held = book.cap(name), book.of(name)
+            promise = cap or held[-1].reservation
+            try:
+                epsilon = self.spent(name, delta=promise.delta, relation=promise.relation).epsilon
+            except UnprovableError:
+                rows.append((name, "no common ε can be proved"))
+                continue
+            bars.append((name, epsilon, None if cap is None else cap.epsilon))
+            left = "" if cap is None else f" of {cap.epsilon:.4g}"
+            rows.append((name, f"ε = {epsilon:.4g}{left} at δ = {promise.delta:g} ({promise.relation})"))
+        return in_a_notebook(f"Ledger {self.path.name}", rows, (Bars("Budget by account", bars, "ε"),))
+
     def _book(self, entries: Sequence[Entry]) -> Book:
         """For writers: fold what is new since the last call, or everything if the past is not the same."""
         last = self._folded.last

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quietgrad.files import read_json
+from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.mechanisms import from_json as mechanism_from
@@ -21,6 +23,13 @@ RELATION_WORDS = {
     "The number of records itself is protected, unless it was declared public.",
     Relation.REPLACE_ONE: "Two data sets are neighbours if they have the same number of records and differ in the "
     "content of a single one. The number of records is public.",
+}
+AUDIT_FILE = "audit.json"
+UNIT_WORDS = {
+    Relation.ADD_REMOVE: "C is the unit of each release: one record more or less moves what is released by "
+    "at most C, in L2 norm, before noise",
+    Relation.REPLACE_ONE: "C is the unit of each release: one record replaced by any other moves what is released "
+    "by at most 2 C, in L2 norm, before noise",
 }
 _ACCOUNTANTS = {
     "gaussian-exact": "exact composition of Gaussian releases (nothing is lost)",
@@ -61,6 +70,18 @@ class Release:
     amplification: str
     sensitivity: str
     noise: str
+    multiplier: str
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What ``quietgrad audit RUN`` found and left in the run's folder."""
+
+    epsilon_lower: float
+    epsilon_claimed: float
+    confidence: float
+    runs: int
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +123,16 @@ class Certificate:
     def whom(self) -> str:
         """What an attacker learns little about."""
         return "one person's record" if self.privacy.unit is Unit.RECORD else "one person, with all their records"
+
+    @property
+    def unit_words(self) -> str:
+        """What C means, which is not the same under the two relations."""
+        return "" if self.privacy.relation is None else UNIT_WORDS[self.privacy.relation]
+
+    @property
+    def multipliers(self) -> str:
+        """σ/C of each kind of release, as the table below lists them."""
+        return " · ".join(dict.fromkeys(row.multiplier for row in self.releases))
 
     @property
     def accountant_words(self) -> str:
@@ -154,6 +185,23 @@ def certify_run(result: Result, ledger: Path | None) -> Certificate:
     return Certificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
 
 
+def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
+    """What an audit left in the folder of a run, if it is of this claim."""
+    try:
+        found = read_json(folder / AUDIT_FILE)
+        audit = AuditResult(
+            float(found["epsilon_lower"]),
+            float(found["epsilon_claimed"]),
+            float(found["confidence"]),
+            int(found["runs"]),
+            str(found["verdict"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    same = privacy.epsilon is not None and math.isclose(audit.epsilon_claimed, privacy.epsilon, rel_tol=1e-3)
+    return audit if same and audit.verdict in ("pass", "violation", "vacuous") else None
+
+
 def _releases(result: Result) -> tuple[Release, ...]:
     privacy = result.privacy
     factor = None if privacy.relation is None else sensitivity_factor(privacy.relation)
@@ -162,12 +210,13 @@ def _releases(result: Result) -> tuple[Release, ...]:
     rows = []
     for name, made in privacy.releases.items():
         slot = slots.get(name, {})
-        noise = "none"
+        noise, multiplier = "none", "0"
         if privacy.epsilon is not None:
-            scale = privacy.noise_multiplier * slot.get("noise", 1.0)
+            scale = Slot.from_json(slot).multiplier(privacy.noise_multiplier) if slot else privacy.noise_multiplier
             mechanism = mechanism_from(slot.get("mechanism", "gaussian"))
             filtered = result.details.get("composition") == "filter"
             noise = "chosen per release" if filtered else mechanism.stated(scale)
+            multiplier = "varies" if filtered else f"{scale:.4g}"
         sampling = slot.get("sampling", {})
         rows.append(
             Release(
@@ -178,6 +227,7 @@ def _releases(result: Result) -> tuple[Release, ...]:
                 amplification=privacy.unit.in_words(_amplification(sampling)),
                 sensitivity=sensitivity,
                 noise=noise,
+                multiplier=multiplier,
             )
         )
     return tuple(rows)

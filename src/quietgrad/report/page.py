@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad import __version__
+from quietgrad.charts import Bars, Chart, Intervals, Lines, Series
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.files import read_json, write_atomically
-from quietgrad.report.certificate import NOT_COVERED, Certificate, assumptions, certify_run
-from quietgrad.report.charts import Series, line_chart
+from quietgrad.files import write_atomically
+from quietgrad.report.certificate import (
+    NOT_COVERED,
+    AuditResult,
+    Certificate,
+    assumptions,
+    audit_of,
+    certify_run,
+)
+from quietgrad.report.repeating import command_of
 from quietgrad.shown import shown
 from quietgrad.training.result import Result, load
-from quietgrad.training.verification import problems_of, refuted
+from quietgrad.training.verification import ledger_of, problems_of, refuted
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -28,7 +36,7 @@ _METRICS = {
     "train_rmse": "training RMSE",
     "gradient_norm": "gradient norm",
 }
-
+_MOST_COEFFICIENTS = 20
 
 _SECOND_ORDER = {
     "escapes": "saddles left",
@@ -46,6 +54,8 @@ class Run:
     anchor: str
     result: Result
     certificate: Certificate
+    command: str | None = None
+    audit: AuditResult | None = None
 
     @property
     def metrics(self) -> list[tuple[str, str, bool]]:
@@ -104,21 +114,20 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in ``folders``, each statement proved again and held against its options and its ledger."""
     runs = []
     for k, (name, folder, result) in enumerate(_named(folders)):
-        ledger = _ledger_of(folder)
+        ledger = ledger_of(folder)
         with _shown_or_refused(str(folder)):
             problems = problems_of(result, folder, ledger)
             if problems:
                 result = replace(result, privacy=refuted(result.privacy, *problems))
-            runs.append(Run(name, f"run-{k + 1}", result, certify_run(result, ledger)))
+            certificate, audit = certify_run(result, ledger), audit_of(folder, result.privacy)
+            runs.append(Run(name, f"run-{k + 1}", result, certificate, command_of(folder), audit))
     return runs
 
 
 def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
     """The page about the runs in ``folders`` as text."""
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise QuietgradError("reports need jinja2; install it with `pip install 'quietgrad[report]'`.") from None
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     runs = read_runs(folders) if runs is None else runs
     environment = Environment(
         loader=PackageLoader("quietgrad.report", "."),
@@ -133,7 +142,7 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
         return environment.get_template("page.html.j2").render(
             runs=runs,
             metrics=_compared(runs),
-            charts=_charts(runs),
+            charts=[(chart.title, chart.svg(), caption) for chart, caption in charts_of(runs)],
             promises=_promises(runs),
             assumptions=assumptions(run.result.privacy for run in runs),
             not_covered=NOT_COVERED,
@@ -159,17 +168,8 @@ def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:
     ]
 
 
-def _ledger_of(folder: Path) -> Path | None:
-    """The ledger the run was paid from: the one its options name, else the folder's own."""
-    try:
-        named = read_json(folder / "run.json")["ledger"]
-    except (OSError, ValueError, KeyError, TypeError):
-        named = None
-    return Path(named) if isinstance(named, str) and "\0" not in named else folder / "ledger.jsonl"
-
-
-def _charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """(title, drawing, caption) of each chart that has something to show."""
+def charts_of(runs: Sequence[Run]) -> list[tuple[Chart, str]]:
+    """Each chart that has something to show, and its caption."""
     spent = [
         Series(run.name, [(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))])
         for run in runs
@@ -179,34 +179,63 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
         for run in runs
     ]
     (spent, releases), (norms, steps) = _on_one_axis(spent, "releases"), _on_one_axis(norms, "steps")
-    candidates = [
+    candidates: list[tuple[Chart, str]] = [
         (
-            "Privacy spent",
-            line_chart("Privacy spent", spent, x_label=releases, y_label="ε", zero=True),
+            Lines("Privacy spent", spent, releases, "ε", zero=True),
             "ε proved after so many releases, at each run's δ and relation.",
         ),
         (
-            "Size of the gradient estimate",
-            line_chart("Gradient estimate", norms, x_label=steps, y_label="norm of the estimate", log_y=True),
+            Lines("Size of the gradient estimate", norms, steps, "norm of the estimate", log_y=True),
             "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
         ),
+        *_second_order_charts(runs),
+        (_accounts_chart(runs), "ε that all runs of an account have spent, and its cap if it has one."),
+        (_coefficients_chart(runs), "95 % intervals that cover sampling and privacy noise; the largest of them."),
     ]
-    return [chart for chart in (*candidates, *_second_order_charts(runs)) if chart[1]]
+    return [(chart, caption) for chart, caption in candidates if chart.svg()]
 
 
-def _second_order_charts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+def _second_order_charts(runs: Sequence[Run]) -> list[tuple[Chart, str]]:
     """Path, escapes and drift of runs that leave saddles; public numbers, like all of the history."""
     said = {
         "moved": ("Path", "distance from the start", "How far the iterate is from where the run began."),
         "escapes": ("Saddles left", "escapes", "Points of small gradient that an attempt moved away from."),
         "drift": ("Drift", "drift", "Σ‖step‖² since the last full query; at its limit SPIDER asks in full again."),
     }
-    charts = []
+    charts: list[tuple[Chart, str]] = []
     for key, (title, label, caption) in said.items():
         lines = [Series(run.name, [(r["step"], r[key]) for r in run.result.history if key in r]) for run in runs]
         lines, steps = _on_one_axis(lines, "steps")
-        charts.append((title, line_chart(title, lines, x_label=steps, y_label=label, zero=True), caption))
+        charts.append((Lines(title, lines, steps, label, zero=True), caption))
     return charts
+
+
+def _accounts_chart(runs: Sequence[Run]) -> Bars:
+    totals = {run.certificate.account.account: run.certificate.account for run in runs if run.certificate.account}
+    rows = [(name, total.epsilon, total.cap) for name, total in totals.items() if total.epsilon is not None]
+    return Bars("Budget of the account", rows, "ε")
+
+
+def _coefficients_chart(runs: Sequence[Run]) -> Intervals:
+    """The coefficients of one run that bought standard errors, those farthest from zero for their error first."""
+    nothing = Intervals("Coefficients", (), "coefficient")
+    result = runs[0].result
+    covariance = result.details.get("coefficient_covariance")
+    if len(runs) != 1 or covariance is None or result.details.get("target_range") is not None:
+        return nothing
+    variances = [float(row[k]) for k, row in enumerate(covariance)]
+    if len(variances) != len(result.params) or any(not variance > 0.0 for variance in variances):
+        return nothing
+    facts = result.details.get("model", {})
+    names = list(facts.get("feature_names") or [f"x{k}" for k in range(len(variances))])
+    names = [*names, "(intercept)"][: len(variances)]
+    errors = [math.sqrt(variance) for variance in variances]
+    rows = [
+        (str(name), float(value), float(value) - 1.96 * error, float(value) + 1.96 * error, abs(value) / error)
+        for name, value, error in zip(names, result.params, errors, strict=True)
+    ]
+    rows.sort(key=lambda row: -row[4])
+    return Intervals("Coefficients", [row[:4] for row in rows[:_MOST_COEFFICIENTS]], "coefficient")
 
 
 def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:

@@ -277,9 +277,7 @@ class PrivateLoop:
         self._pieces.append(_Piece(args, leaves, owners, keys, layout, recorded, state))
         return wrapped
 
-    def _recorded(
-        self, engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys
-    ) -> Recorded | None:
+    def _recorded(self, engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
         """A forward pass that needs no second one for the step; of one piece of a sample, so that memory holds."""
         if type(self.rule) is not FlatClip or self._people is not None or not len(keys.indices):
             return None

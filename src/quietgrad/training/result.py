@@ -98,6 +98,25 @@ class Privacy:
         """What contradicts the statement, if it was read from a file that does not prove it."""
         return tuple(note for note in self.notes if note.startswith(f"{REFUTED}: "))
 
+    def facts(self) -> list[tuple[str, object]]:
+        """What is proved, to whom and by whom, as rows of a table."""
+        rows: list[tuple[str, object]] = [("privacy", str(self))]
+        if self.epsilon is not None:
+            rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]
+            rows += [
+                ("proved by", self.accountant),
+                ("adversary", self.adversary),
+                ("account", self.account or "–"),
+            ]
+        releases = ", ".join(f"{made} × {name}" for name, made in self.releases.items())
+        return [*rows, ("released", releases), *(("note", note) for note in self.notes)]
+
+    def _repr_html_(self) -> str:
+        """The statement in a notebook."""
+        from quietgrad.charts import in_a_notebook
+
+        return in_a_notebook("Privacy", self.facts())
+
     def __str__(self) -> str:
         if self.refuted:
             return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
@@ -143,6 +162,24 @@ class Result:
     def samples_used(self) -> int:
         """Fresh records consumed (single-pass oracles)."""
         return int(self.details.get("samples_used", 0))
+
+    def _repr_html_(self) -> str:
+        """The result in a notebook: what is promised, and the public curves of the run."""
+        from quietgrad.charts import Lines, Series, in_a_notebook
+
+        curve = [(0.0, 0.0), *((float(p[0]), float(p[1])) for p in self.details.get("epsilon_curve", ()))]
+        norms = [(r["step"], r["estimate_norm"]) for r in self.history if "estimate_norm" in r]
+        charts = (
+            Lines("Privacy spent", (Series("ε", curve if len(curve) > 2 else ()),), "releases", "ε", zero=True),
+            Lines("Gradient estimate", (Series("norm", norms),), "steps", "norm of the estimate", log_y=True),
+        )
+        rows: list[tuple[str, object]] = [
+            ("parameters", len(self.params)),
+            ("records (public number)", self.n_public),
+            ("stopped by", self.stopped_by),
+            *self.privacy.facts(),
+        ]
+        return in_a_notebook(self.algorithm, rows, charts)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the parameters, as JSON values (schema version 1)."""

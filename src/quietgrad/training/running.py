@@ -70,6 +70,7 @@ def run(
             },
             **({} if saver is None else {"run": saver.name}),
             "composition": session.plan.schedule.composition,
+            "rounds": session.plan.schedule.rounds,
             "slots": slots,
         },
     )

@@ -9,7 +9,7 @@ options and the whole ledger alike is not caught here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from quietgrad.curators.account import EPOCH
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_json
 from quietgrad.privacy.events import PerParty, composed
+from quietgrad.privacy.spending import Held
 from quietgrad.training.result import REFUTED, Privacy, Result
 
 _SLACK = 1e-6  # relative: the accountants' own numerics on another machine
@@ -40,7 +41,7 @@ def contradiction(privacy: Privacy) -> str | None:
         return "it is called private and states no ε" if privacy.is_private else None
     if privacy.events is None or privacy.delta is None or privacy.relation is None:
         return "an ε is stated without the releases, the δ or the relation it was proved for"
-    if _size(privacy.events.to_json()) > _MOST_EVENTS:
+    if event_size(privacy.events.to_json()) > _MOST_EVENTS:
         return f"more than {_MOST_EVENTS} different releases are listed, which are not proved again here"
     from quietgrad.privacy.accounting import prove
 
@@ -120,29 +121,46 @@ def _against_ledger(result: Result, file: Path | None) -> list[str]:
         held = list(Ledger(file).book().held.values())
     except (LedgerError, DataError) as error:
         return [f"its ledger is cut or altered: {error}"]
-    run = result.details.get("run")
+    said_by = "said_by" in result.details
+    return unpaid(privacy, result.details.get("run"), held, file.name, of_a_party=said_by)
+
+
+def unpaid(
+    privacy: Privacy, run: str | None, held: Sequence[Held], name: str, *, of_a_party: bool = False
+) -> list[str]:
+    """What the reservations in a ledger called ``name`` say against a statement.
+
+    A party's ledger keeps an account of its own naming (``of_a_party``).
+    """
     mine = [each for each in held if run is None or each.reservation.run.partition(EPOCH)[0] == run]
     theirs = {privacy.events, *(privacy.events.parties if isinstance(privacy.events, PerParty) else ())}
     paid = [each for each in mine if {each.counts, each.reservation.event} & theirs]
     if run is not None and len(mine) > 1:  # resumed on other sums: one entry for each time the plan was charged
         charged = [each.counts for each in mine if each.counts is not None]
-        paid = mine if composed(charged) == privacy.events else []
+        paid = mine if charged and composed(charged) == privacy.events else []
     if not paid:
-        return [f"{file.name} holds no reservation of this run for the releases listed"]
-    if "said_by" not in result.details and not any(each.reservation.account == privacy.account for each in paid):
-        return [f"{file.name} has the run under the account {paid[0].reservation.account!r}"]
+        return [f"{name} holds no reservation of this run for the releases listed"]
+    if not of_a_party and not any(each.reservation.account == privacy.account for each in paid):
+        return [f"{name} has the run under the account {paid[0].reservation.account!r}"]
     if not any(
         each.reservation.relation == privacy.relation and each.reservation.delta == privacy.delta for each in paid
     ):
-        return [f"{file.name} has the run under another δ or relation"]
+        return [f"{name} has the run under another δ or relation"]
     if not any(each.reservation.unit == privacy.unit for each in paid):
-        return [
-            f"{file.name} has the run about a {paid[0].reservation.unit}, and it is stated about a {privacy.unit}"
-        ]
+        return [f"{name} has the run about a {paid[0].reservation.unit}, and it is stated about a {privacy.unit}"]
     return []
 
 
-def _size(value: Any) -> int:
+def ledger_of(folder: Path) -> Path:
+    """The ledger a saved run was paid from: the one its options name, else the folder's own."""
+    try:
+        named = read_json(folder / "run.json")["ledger"]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    return Path(named) if isinstance(named, str) and "\0" not in named else folder / "ledger.jsonl"
+
+
+def event_size(value: Any) -> int:
     if isinstance(value, dict):
-        return 1 + sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list) else 0
+        return 1 + sum(map(event_size, value.values()))
+    return sum(map(event_size, value)) if isinstance(value, list) else 0

@@ -1,0 +1,105 @@
+"""What a certificate says, taken from a saved run: nothing in it is computed from data, and no record is in it.
+
+The ledger's lines are copied as they are. Their fingerprints of tables are keyed with a secret of the machine that
+made them, so they tell nobody else anything; the names of other accounts in the same ledger they do tell, and
+``whole_ledger=False`` leaves those lines out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quietgrad.certificates.document import Document
+from quietgrad.curators.account import EPOCH
+from quietgrad.errors import DataError
+from quietgrad.files import read_bytes
+from quietgrad.privacy.chain import anchor
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.training.result import Result, load
+from quietgrad.training.verification import ledger_of, problems_of
+
+_MOST_LINES = 20_000
+_PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
+
+
+def issue(folder: str | Path, *, whole_ledger: bool = True) -> Document:
+    """The unsigned certificate of the run in ``folder``; ``DataError`` if there is nothing to certify.
+
+    The run's statement is first proved again and held against its options and its ledger: what refutes it there is
+    not certified.
+    """
+    path = Path(folder)
+    result = load(path)
+    ledger = ledger_of(path)
+    if problems := problems_of(result, path, ledger):
+        raise DataError(f"{path}: its statement is refuted, so nothing is certified: {problems[0]}.")
+    privacy = result.privacy
+    if not privacy.is_private or privacy.events is None:
+        why = privacy.notes[0] if privacy.notes else "no noise was added"
+        raise DataError(f"{path}: the run is not private ({why}), so there is nothing to certify.")
+    stated = privacy.to_json()
+    event = stated.pop("event")
+    return Document(
+        {
+            "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "claim": stated,
+            "event": event,
+            "plan": plan_of(result),
+            "federation": _federation(result),
+            "ledger": _lines(result, ledger, whole=whole_ledger),
+            "model": {
+                "sha256": hashlib.sha256(read_bytes(path / "model.safetensors")).hexdigest(),
+                "parameters": len(result.params),
+            },
+            "data": {
+                "name": str(result.data.get("name", "not named")),
+                "n_public": result.n_public,
+                **{key: result.details.get("model", {}).get(key) for key in _PUBLIC_MODEL},
+            },
+            "versions": {name: text for name, text in result.versions.items() if text},
+        }
+    )
+
+
+def plan_of(result: Result) -> dict[str, Any]:
+    """What was planned, from which the events follow."""
+    details = result.details
+    return {
+        "algorithm": result.algorithm,
+        "config": dict(result.config),
+        "n_public": result.n_public,
+        "noise_multiplier": result.privacy.noise_multiplier,
+        "composition": details.get("composition", "sequential"),
+        "rounds": details.get("rounds"),
+        "slots": list(details.get("slots", ())),
+        "stopped_by": result.stopped_by,
+    }
+
+
+def _federation(result: Result) -> dict[str, Any] | None:
+    """How parties took part; their names stay with them."""
+    if "trust" not in result.details:
+        return None
+    return {key: result.details.get(key) for key in ("trust", "secure", "sizes", "plan_file")}
+
+
+def _lines(result: Result, file: Path | None, *, whole: bool) -> dict[str, Any] | None:
+    if file is None or not file.exists():
+        return None
+    entries = Ledger(file).entries()
+    run = result.details.get("run")
+    if run is None or not entries:
+        return None
+    mine, ids = [], set()
+    for entry in entries:
+        if entry.kind == "reserve" and str(entry.body.get("run")).partition(EPOCH)[0] == run:
+            ids.add(entry.body["id"])
+        if entry.body.get("id") in ids:
+            mine.append(entry)
+    kept = entries if whole and len(entries) <= _MOST_LINES else tuple(mine)
+    if not mine:
+        return None
+    return {"run": run, "head": anchor(entries[-1]), "lines": [dict(vars(entry)) for entry in kept]}

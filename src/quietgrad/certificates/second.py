@@ -1,0 +1,302 @@
+"""The second opinion: ε from the same events by dp-accounting, whose code is not ours.
+
+Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or Poisson-sampled, and pure ones; its
+Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own accountants
+is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled Gaussians,
+which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no rule for is
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from quietgrad.privacy.accounting import sensitivity_factor
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.composition import CannotProve, alternatives, bag, rough_mu, total_failure, total_slack
+from quietgrad.privacy.events import (
+    ZCDP,
+    Composed,
+    Event,
+    FixedSize,
+    Gaussian,
+    Laplace,
+    Poisson,
+    Pure,
+    RandomRound,
+    RepeatAndSelect,
+    Repeated,
+    composed,
+    repeated,
+)
+
+_LARGEST_LOSS = 40.0  # Δ/σ of a release or, roughly, of all: beyond it the grids would fill the memory
+_MOST_RELEASES = 10**6  # kinds of release times how often: un-sampled Gaussians are one, however many
+_MOST_ROUNDS = 24  # each is a composition of its own
+_MOST_CHOICES = 16
+_MOST_KINDS = 64
+_FINEST, _COARSEST = 1e-7, 1e-4  # steps of a grid
+_ORDERS = tuple(1.0 + 10 ** (k / 40.0) for k in range(-80, 161))
+_WHOLE_ORDERS = (*range(2, 65), *range(72, 129, 8), *range(160, 513, 32))  # fractions take seconds each
+
+
+@dataclass(frozen=True)
+class SecondProof:
+    """ε by the other accountant, and how; or ``None`` and why not.
+
+    ``borrowed`` says that ours rests on the same curves where it proves by Rényi divergences.
+    """
+
+    epsilon: float | None
+    how: str
+    reason: str = ""
+    borrowed: bool = False
+
+
+Law = tuple[tuple[int, float], ...]
+
+
+class _NoRule(Exception):
+    """dp-accounting cannot prove this event."""
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """What it proves about one choice of parallel parts."""
+
+    epsilon: Callable[[float], float]
+    how: str
+    borrowed: bool = False
+
+
+def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondProof:
+    """ε of ``event`` at ``delta`` by dp-accounting.
+
+    >>> from quietgrad.privacy.events import poisson_gaussian
+    >>> proof = second_proof(poisson_gaussian(0.01, 1.1, 1000), delta=1e-5, relation=Relation.ADD_REMOVE)
+    >>> round(proof.epsilon, 2), proof.how.split(",")[1]
+    (1.52, ' privacy-loss distributions')
+    >>> second_proof(Poisson(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), delta=1e-5, relation=Relation.ADD_REMOVE).reason
+    'it has no rule for a sample of zcdp releases'
+    """
+    name = f"dp-accounting {version('dp-accounting')}"
+    slack, failure = total_slack(event), total_failure(event)
+    rest = delta - failure
+    if rest <= 0.0:
+        return SecondProof(None, name, "the failures listed use up δ")
+    worst, how, borrowed = 0.0, name, False
+    try:
+        choices = alternatives(event)
+        if len(choices) > _MOST_CHOICES:
+            raise _NoRule(f"more than {_MOST_CHOICES} choices of parallel parts are not tried here")
+        for core in choices:
+            curve = _curve(core, relation, rest)
+            epsilon = _with_slack(curve.epsilon, rest, slack) - math.log1p(-failure)
+            borrowed |= curve.borrowed
+            if epsilon >= worst:
+                worst, how = epsilon, f"{name}, {curve.how}"
+    except (_NoRule, CannotProve) as refusal:
+        return SecondProof(None, name, str(refusal))
+    except (ValueError, OverflowError, MemoryError, FloatingPointError, ZeroDivisionError) as error:
+        return SecondProof(None, name, f"it fails on these numbers ({type(error).__name__})")
+    if not math.isfinite(worst):
+        return SecondProof(None, how, "it finds no finite ε at this δ")
+    return SecondProof(worst, how, borrowed=borrowed)
+
+
+def _with_slack(epsilon: Callable[[float], float], delta: float, slack: float) -> float:
+    """The least ε with δ(ε) + (1 + e^ε)·slack ≤ δ, from below; no slack, no search."""
+    value = epsilon(delta)
+    if slack == 0.0:
+        return value
+    for _ in range(60):
+        rest = delta - (1.0 + math.exp(min(value, 700.0))) * slack
+        following = epsilon(rest) if rest > 0.0 else math.inf
+        if following <= value * (1.0 + 1e-9) or math.isinf(following):
+            return following
+        value = following
+    return math.inf
+
+
+def _curve(core: Event, relation: Relation, delta: float) -> _Curve:
+    releases = bag(core)
+    _check_size(core, releases, relation)
+    if any(isinstance(part, ZCDP | RepeatAndSelect | FixedSize) for part in releases):
+        return _renyi(core, relation)
+    rounds = [part for part in releases if isinstance(part, RandomRound)]
+    if not rounds:
+        losses = _losses(core, relation, delta, _step(core, relation))
+        return _Curve(losses.get_epsilon_for_delta, "privacy-loss distributions")
+    if len(rounds) > 1 or releases[rounds[0]] > 1:
+        raise _NoRule("random rounds more than once are not averaged here")
+    others = [repeated(part, count) for part, count in releases.items() if part is not rounds[0]]
+    return _Curve(_averaged(rounds[0], others, relation, delta), "privacy-loss distributions, averaged over rounds")
+
+
+def _check_size(core: Event, releases: dict[Event, int], relation: Relation) -> None:
+    factor = sensitivity_factor(relation)
+    if len(releases) > _MOST_KINDS or sum(releases.values()) > _MOST_RELEASES:
+        raise _NoRule(f"more than {_MOST_RELEASES} releases, or {_MOST_KINDS} kinds of them, are not composed here")
+    if not rough_mu(core, factor) <= _LARGEST_LOSS or any(
+        _rawest(part, factor) > _LARGEST_LOSS for part in releases
+    ):
+        raise _NoRule("the noise is so small that its grids do not hold the losses")
+
+
+def _rawest(event: Event, factor: float) -> float:
+    """Δ/σ of the least noisy release inside, whatever sampling does for it."""
+    match event:
+        case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+            return factor / z
+        case Poisson(inner=inner) | FixedSize(inner=inner) | RandomRound(inner=inner) | Repeated(inner=inner):
+            return _rawest(inner, factor)
+        case RepeatAndSelect(inner=inner):
+            return _rawest(inner, factor)
+        case Composed(parts=parts):
+            return max(_rawest(part, factor) for part in parts)
+        case Pure(epsilon=epsilon):
+            return epsilon
+        case ZCDP(rho=rho):
+            return math.sqrt(2.0 * rho)
+    return 0.0
+
+
+def _step(core: Event, relation: Relation) -> float:
+    return min(max(rough_mu(core, sensitivity_factor(relation)) / 500.0, _FINEST), _COARSEST)
+
+
+def _losses(core: Event, relation: Relation, delta: float, step: float) -> Any:
+    """The privacy-loss distribution of a composition without random rounds."""
+    total = None
+    for part, count in bag(core).items():
+        one = _one_loss(part, relation, step, delta)
+        many = one if count == 1 else one.self_compose(count, tail_mass_truncation=min(1e-15, delta * 1e-6))
+        total = many if total is None else total.compose(many, tail_mass_truncation=min(1e-15, delta * 1e-6))
+    if total is None:
+        raise _NoRule("nothing was released")
+    return total
+
+
+@lru_cache(maxsize=8)
+def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any:
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.pld import common
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    factor = sensitivity_factor(relation)
+    grid = {"value_discretization_interval": step}
+    match part:
+        case Gaussian() | Poisson():
+            rate, inner = (part.rate, list(bag(part.inner))) if isinstance(part, Poisson) else (1.0, [part])
+            if len(inner) == 1 and isinstance(inner[0], Laplace) and relation is Relation.ADD_REMOVE:
+                return pld.from_laplace_mechanism(inner[0].noise_multiplier, sampling_prob=rate, **grid)
+            if len(inner) != 1 or not isinstance(inner[0], Gaussian):
+                kinds = " and ".join(sorted({each.kind for each in inner}))
+                raise _NoRule(f"it has no rule for a sample of {kinds} releases")
+            neighbours = {
+                Relation.ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
+                Relation.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
+            }[relation]
+            return pld.from_gaussian_mechanism(
+                inner[0].noise_multiplier,
+                sampling_prob=rate,
+                neighboring_relation=neighbours,
+                log_mass_truncation_bound=min(-50.0, math.log(delta) - 20.0),
+                **grid,
+            )
+        case Laplace(noise_multiplier=z):  # un-sampled, so that only Δ ÷ scale counts
+            return pld.from_laplace_mechanism(z / factor, **grid)
+        case Pure(epsilon=epsilon, relation=proved):
+            if proved is not relation:
+                raise _NoRule(f"a release was proved under {proved}, and {relation} is claimed")
+            return pld.from_privacy_parameters(common.DifferentialPrivacyParameters(epsilon, 0.0), **grid)
+    raise _NoRule(f"it has no rule for a {part.kind} release here")
+
+
+def _averaged(
+    rounds: RandomRound, others: list[Event], relation: Relation, delta: float
+) -> Callable[[float], float]:
+    """ε of δ(ε) = E[δ_R(ε)]: R was drawn before the run, so by convexity nothing is lost if it is published."""
+    step = _step(composed([*others, rounds.inner]), relation)
+    parts = []
+    for count, weight in _grouped(rounds.law, _MOST_ROUNDS):
+        here = [*others, *([repeated(rounds.inner, count)] if count else [])]
+        if here and weight > 0.0:
+            parts.append((weight, _losses(composed(here), relation, delta, step)))
+
+    def epsilon(target: float) -> float:
+        def at(value: float) -> float:
+            return math.fsum(weight * float(part.get_delta_for_epsilon(value)) for weight, part in parts)
+
+        low, high = 0.0, max(float(part.get_epsilon_for_delta(target)) for _, part in parts)
+        if at(low) <= target:
+            return 0.0
+        while high - low > 1e-6 * high:
+            middle = (low + high) / 2.0
+            low, high = (middle, high) if at(middle) > target else (low, middle)
+        return high
+
+    return epsilon
+
+
+def _grouped(law: Law, groups: int) -> Law:
+    """A law of at most so many rounds: those of a group count as its largest, so ε can only grow.
+
+    >>> _grouped(((1, 0.25), (2, 0.25), (3, 0.5)), 2)
+    ((2, 0.5), (3, 0.5))
+    """
+    size = math.ceil(len(law) / groups)
+    ordered = sorted(law)
+    chunks = [ordered[k : k + size] for k in range(0, len(ordered), size)]
+    return tuple((chunk[-1][0], math.fsum(weight for _, weight in chunk)) for chunk in chunks)
+
+
+def _renyi(core: Event, relation: Relation) -> _Curve:
+    from dp_accounting import NeighboringRelation, rdp
+
+    # Its Rényi accountant takes z as σ/Δ whatever the relation: ours is σ/C, hence the division by Δ/C.
+    factor = sensitivity_factor(relation)
+    fixed = any(isinstance(part, FixedSize) for part in _leaves(core))
+    neighbours = NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
+    sampled = any(isinstance(part, FixedSize | Poisson) for part in _leaves(core))
+    accountant = rdp.RdpAccountant(list(_WHOLE_ORDERS if sampled else _ORDERS), neighbours)
+    accountant.compose(_translated(core, relation, factor))
+    return _Curve(lambda delta: float(accountant.get_epsilon(delta)), "Rényi divergences", borrowed=sampled)
+
+
+def _leaves(event: Event) -> list[Event]:
+    if isinstance(event, Composed):
+        return [leaf for part in event.parts for leaf in _leaves(part)]
+    if isinstance(event, Repeated | RandomRound | RepeatAndSelect):
+        return _leaves(event.inner)
+    return [event]
+
+
+def _translated(event: Event, relation: Relation, factor: float) -> Any:
+    from dp_accounting import dp_event as theirs
+
+    match event:
+        case Gaussian(noise_multiplier=z):
+            return theirs.GaussianDpEvent(z / factor)
+        case Laplace(noise_multiplier=z):
+            return theirs.LaplaceDpEvent(z / factor)
+        case ZCDP(rho=rho, relation=proved) if proved is relation:
+            return theirs.ZCDpEvent(rho)
+        case Pure(epsilon=epsilon, relation=proved) if proved is relation:
+            return theirs.ZCDpEvent(epsilon**2 / 2.0)  # pure ε is ε²/2-zCDP
+        case Poisson(rate=rate, inner=Gaussian() as inner) if relation is Relation.ADD_REMOVE:
+            return theirs.PoissonSampledDpEvent(rate, _translated(inner, relation, factor))
+        case FixedSize(n=n, batch_size=batch, inner=Gaussian() as inner) if relation is Relation.REPLACE_ONE:
+            return theirs.SampledWithoutReplacementDpEvent(n, batch, _translated(inner, relation, factor))
+        case Repeated(inner=inner, count=count):
+            return theirs.SelfComposedDpEvent(_translated(inner, relation, factor), count)
+        case Composed(parts=parts):
+            return theirs.ComposedDpEvent([_translated(part, relation, factor) for part in parts])
+        case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
+            return theirs.RepeatAndSelectDpEvent(_translated(inner, relation, factor), mean, shape)
+    raise _NoRule(f"it has no rule for a {event.kind} release under {relation}")

@@ -1,0 +1,329 @@
+"""Charts as inline SVG: small, printable, readable by screen readers, and coloured by the page's own style.
+
+A chart is a value: lines, bars or intervals, with words for its axes. Colours are CSS classes (``s0`` … ``s5``), so
+a drawing follows a page into dark mode and onto paper; by itself, in a file or a notebook, it carries its own.
+Everything here is public numbers and text that passes through :func:`quietgrad.shown.shown`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+from quietgrad.shown import shown
+
+_WIDTH, _HEIGHT = 460, 270
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
+_ROW, _NAMES = 26, 150  # of charts with a row per name
+_DASHES = ("", "9 5", "2 5", "12 4 2 4", "", "5 3")
+_LIGHT = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66")
+_DARK = ("#8dbbe8", "#eda46b", "#7cc9a0", "#c9a0e0", "#dcc462", "#b3bac4")
+
+
+def _style(scope: str) -> str:
+    """Rules for drawings inside ``scope``, in light and dark."""
+
+    def colours(palette: Sequence[str], ink: str, rule: str) -> str:
+        lines = "".join(
+            f"{scope} .s{k}{{stroke:{c};stroke-dasharray:{_DASHES[k] or 'none'}}}{scope} .f{k}{{fill:{c}}}"
+            for k, c in enumerate(palette)
+        )
+        return f"{lines}{scope} .grid{{stroke:{rule}}}{scope} text{{fill:{ink}}}{scope} .track{{fill:{rule}}}"
+
+    base = (
+        f"{scope} text{{font:12.5px system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}"
+        f"{scope} .line{{fill:none;stroke-width:2;stroke-linejoin:round}}"
+    )
+    dark = colours(_DARK, "#a2a9b3", "#343a42")
+    return f"{base}{colours(_LIGHT, '#5b636d', '#ddd9d0')}@media (prefers-color-scheme:dark){{{dark}}}"
+
+
+STYLE = _style("svg.chart")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One named line; ``bars`` are standard errors of its points; a ``level`` line runs through the whole chart."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    bars: Sequence[float] = ()
+    level: bool = False
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over one x axis.
+
+    >>> svg = Lines("T", (Series("a", [(0, 1), (1, 2)]),), "x", "y").svg()
+    >>> svg.startswith("<svg") and "polyline" in svg
+    True
+    """
+
+    title: str
+    series: Sequence[Series]
+    x_label: str
+    y_label: str
+    log_x: bool = False
+    log_y: bool = False
+    zero: bool = False
+
+    @property
+    def drawn(self) -> list[Series]:
+        """The lines that have something to show."""
+        fits = [
+            replace(
+                line,
+                points=[p for p in line.points if (p[0] > 0 or not self.log_x) and (p[1] > 0 or not self.log_y)],
+            )
+            for line in self.series
+        ]
+        return [line for line in fits if line.points]
+
+    def svg(self) -> str:
+        """The drawing; empty if there is nothing to draw."""
+        drawn = self.drawn
+        xs = [x for line in drawn for x, _ in line.points]
+        ys = [y + side * bar for line in drawn for (_, y), bar in _with_bars(line) for side in (-1, 1)]
+        if not xs:
+            return ""
+        if self.log_y:
+            ys = [y for y in ys if y > 0]
+        y_ticks = log_ticks(min(ys), max(ys)) if self.log_y else nice_ticks(0.0 if self.zero else min(ys), max(ys))
+        if self.log_x:
+            x_low, x_high = min(xs), max(max(xs), min(xs) * 1.001)
+            x_ticks = [tick for tick in log_ticks(x_low, x_high) if x_low * 0.999 <= tick <= x_high * 1.001]
+        else:
+            x_low, x_high = 0.0, max(max(xs), 1.0)
+            x_ticks = [tick for tick in nice_ticks(x_low, x_high, whole=True) if tick <= x_high]
+        x_at = _scale(x_low, x_high, _LEFT, _WIDTH - _RIGHT, log=self.log_x)
+        y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP, log=self.log_y)
+        parts = [
+            _text("axis-label", _WIDTH - _RIGHT, _HEIGHT - 4, "end", self.x_label),
+            _text("axis-label", 0, 13, "start", self.y_label),
+        ]
+        for tick in y_ticks:
+            y = y_at(tick)
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
+        for tick in x_ticks:
+            x = x_at(tick)
+            parts.append(
+                _text("tick", x, _HEIGHT - _BOTTOM + 18, "end" if x > _WIDTH - 40 else "middle", _number(tick))
+            )
+        for k, line in enumerate(drawn):
+            parts += _line(line, k % 6, x_at, y_at)
+        ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn)
+        return _svg(f"{self.title}: {self.y_label} over {self.x_label}. {ends}.", _HEIGHT, parts)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A row per name: how much of its bound is used; without a bound, how much there is.
+
+    >>> "spent 1 of 2" in Bars("B", (("people", 1.0, 2.0),), "ε").svg()
+    True
+    """
+
+    title: str
+    rows: Sequence[tuple[str, float, float | None]]
+    label: str
+
+    def svg(self) -> str:
+        """The drawing; empty if there is nothing to draw."""
+        if not self.rows:
+            return ""
+        most = max(max(value, bound or 0.0) for _, value, bound in self.rows) or 1.0
+        wide = _WIDTH - _NAMES - 90
+        parts, told = [], []
+        for k, (name, value, bound) in enumerate(self.rows):
+            y = 8 + k * _ROW
+            says = f"{value:.3g}" if bound is None else f"{value:.3g} of {bound:.3g}"
+            if bound is not None:
+                parts.append(_bar("track", y, wide * bound / most))
+            parts.append(_bar("f1" if bound and value > bound else "f0", y, wide * value / most))
+            parts.append(_text("tick", _NAMES - 8, y + 12, "end", shown(name, most=22)))
+            end = _NAMES + wide * max(value, bound or 0.0) / most
+            parts.append(_text("tick", end + 6, y + 12, "start", says))
+            told.append(f"{name}: spent {says}")
+        return _svg(f"{self.title} ({self.label}). {'; '.join(told)}.", 16 + _ROW * len(self.rows), parts)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """A row per name: a value and how far it may be off on either side.
+
+    >>> "x0: 1 (0.5 to 1.5)" in Intervals("I", (("x0", 1.0, 0.5, 1.5),), "coefficient").svg()
+    True
+    """
+
+    title: str
+    rows: Sequence[tuple[str, float, float, float]]
+    label: str
+
+    def svg(self) -> str:
+        """The drawing; empty if there is nothing to draw."""
+        if not self.rows:
+            return ""
+        low = min(0.0, *(row[2] for row in self.rows))
+        high = max(0.0, *(row[3] for row in self.rows))
+        ticks = nice_ticks(low, high)
+        x_at = _scale(ticks[0], ticks[-1], _NAMES, _WIDTH - 14)
+        bottom = 8 + _ROW * len(self.rows)
+        parts = []
+        for tick in ticks:
+            x = x_at(tick)
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
+            parts.append(_text("tick", x, bottom + 16, "middle", _number(tick)))
+        told = []
+        for k, (name, value, below, above) in enumerate(self.rows):
+            y = 8 + k * _ROW + _ROW / 2
+            parts.append(f'<line class="line s0" x1="{x_at(below):.1f}" x2="{x_at(above):.1f}" y1="{y}" y2="{y}"/>')
+            parts.append(f'<circle class="f0" cx="{x_at(value):.1f}" cy="{y}" r="4"/>')
+            parts.append(_text("tick", _NAMES - 8, y + 4, "end", shown(name, most=22)))
+            told.append(f"{name}: {value:.3g} ({below:.3g} to {above:.3g})")
+        parts.append(_text("axis-label", _WIDTH - 14, bottom + 34, "end", self.label))
+        return _svg(f"{self.title}. {'; '.join(told)}.", bottom + 40, parts)
+
+
+Chart = Lines | Bars | Intervals
+
+
+def line_chart(
+    title: str, series: Sequence[Series], *, x_label: str, y_label: str, log_y: bool = False, zero: bool = False
+) -> str:
+    """An SVG of the given lines; ``zero`` starts the y axis at 0, ``log_y`` makes it logarithmic."""
+    return Lines(title, tuple(series), x_label, y_label, log_y=log_y, zero=zero).svg()
+
+
+def in_a_file(chart: Chart) -> str:
+    """The drawing with its title, its legend and its own colours: an SVG file by itself."""
+    drawing = chart.svg()
+    if not drawing:
+        raise ValueError(f"{chart.title}: there is nothing to draw.")
+    lines = chart.drawn if isinstance(chart, Lines) and len(chart.drawn) > 1 else []
+    head = 26 + 20 * len(lines)
+    height = float(drawing.partition('viewBox="0 0 ')[2].partition('"')[0].split()[1])
+    legend = [f'<text x="0" y="16" style="font-size:15px;font-weight:600">{escape(shown(chart.title))}</text>']
+    for k, line in enumerate(lines):
+        y = 36 + 20 * k
+        legend.append(f'<line class="line s{k % 6}" x1="2" x2="34" y1="{y - 4}" y2="{y - 4}"/>')
+        legend.append(f'<text x="42" y="{y}">{escape(shown(line.name))}</text>')
+    inside = drawing[drawing.index(">") + 1 : -len("</svg>")]
+    label = drawing.partition('aria-label="')[2].partition('"')[0]
+    return (
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" '
+        f'width="{1.5 * _WIDTH:g}" viewBox="-8 -6 {_WIDTH + 16} {height + head + 12:g}"><style>{STYLE}</style>'
+        f'{"".join(legend)}<g transform="translate(0 {head})">{inside}</g></svg>\n'
+    )
+
+
+def in_a_notebook(title: str, rows: Sequence[tuple[str, object]], charts: Sequence[Chart] = ()) -> str:
+    """A table of facts, and drawings under it, as HTML for a notebook.
+
+    >>> in_a_notebook("Budget", [("ε", "1 < 2")]).count("<tr>")
+    1
+    """
+    cells = "".join(
+        f'<tr><th style="text-align:left">{escape(shown(name))}</th>'
+        f'<td style="text-align:left">{escape(shown(value))}</td></tr>'
+        for name, value in rows
+    )
+    drawings = "".join(f'<div style="max-width:{_WIDTH}px">{chart.svg()}</div>' for chart in charts if chart.svg())
+    style = f"<style>{STYLE}</style>" if drawings else ""
+    return f"<div><strong>{escape(shown(title))}</strong><table>{cells}</table>{style}{drawings}</div>"
+
+
+def _bar(kind: str, y: float, width: float) -> str:
+    return f'<rect class="{kind}" x="{_NAMES}" y="{y}" width="{width:.1f}" height="14" rx="2"/>'
+
+
+def _with_bars(line: Series) -> list[tuple[tuple[float, float], float]]:
+    bars = list(line.bars) if len(line.bars) == len(line.points) else [0.0] * len(line.points)
+    return list(zip(line.points, bars, strict=True))
+
+
+def _line(line: Series, colour: int, x_at: Scale, y_at: Scale) -> list[str]:
+    name = f"<title>{escape(shown(line.name))}</title>"
+    if line.level:
+        y = y_at(line.points[-1][1])
+        ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+        return [f'<line class="line s{colour}" {ends}>{name}</line>']
+    parts = []
+    for (x, y), bar in _with_bars(line):
+        if bar > 0.0:
+            parts.append(
+                f'<line class="line s{colour}" style="stroke-dasharray:none;stroke-width:1" x1="{x_at(x):.1f}" '
+                f'x2="{x_at(x):.1f}" y1="{y_at(y - bar):.1f}" y2="{y_at(y + bar):.1f}"/>'
+            )
+    dots = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in line.points)
+    return [*parts, f'<polyline class="line s{colour}" points="{dots}">{name}</polyline>']
+
+
+class Scale:
+    """Values to places on a drawing."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, *, log: bool) -> None:
+        self._log = log
+        self._low, self._high = (math.log(low), math.log(high)) if log else (low, high)
+        self._start, self._end = start, end
+
+    def __call__(self, value: float) -> float:
+        """Where ``value`` is drawn."""
+        at = math.log(max(value, 1e-300)) if self._log else value
+        return self._start + (at - self._low) / (self._high - self._low) * (self._end - self._start)
+
+
+def _scale(low: float, high: float, start: float, end: float, *, log: bool = False) -> Scale:
+    return Scale(low, high, start, end, log=log)
+
+
+def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """About ``count`` round numbers that enclose [low, high].
+
+    >>> nice_ticks(0.0, 0.93)
+    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    """
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):
+        high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
+    raw = (high - low) / count
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    if whole:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{k * step:.12g}") for k in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers 1, 2, 5 × 10ᵏ that enclose [low, high], thinned to powers of ten over wide ranges.
+
+    >>> log_ticks(0.03, 0.4)
+    [0.02, 0.05, 0.1, 0.2, 0.5]
+    """
+    bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1.0,) if top - bottom > 3 else (1.0, 2.0, 5.0)
+    ticks = [float(f"{m}e{k}") for k in range(bottom, top + 1) for m in steps]
+    below = [t for t in ticks if t <= low * 1.0001]
+    above = [t for t in ticks if t >= high * 0.9999]
+    ticks = [t for t in ticks if below[-1] <= t <= above[0]]
+    return ticks if len(ticks) > 1 else [ticks[0], ticks[0] * 10.0]
+
+
+def _svg(label: str, height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escape(shown(label))}" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    )
+
+
+def _text(kind: str, x: float, y: float, anchor: str, words: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(shown(words))}</text>'
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}".replace(",", "\u202f")
+    return f"{value:.4g}"

@@ -1,0 +1,54 @@
+"""`quietgrad verify`: check somebody else's certificate without their data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quietgrad.cli.options import Json, say, show_json, show_rows
+from quietgrad.shown import shown
+
+app = typer.Typer(add_completion=False)
+_MARKS = {True: "yes", False: "NO", None: "–"}
+
+
+@app.command(epilog="Example: quietgrad verify a9a.certificate.json --public-key signer.key.pub")
+def verify(
+    file: Annotated[Path, typer.Argument(help="The certificate.", show_default=False)],
+    public_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose signature is demanded: a .pub file, or 64 hexadecimal digits.", show_default=False
+        ),
+    ] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="The ledger itself, if it is at hand.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The model file, if it is at hand.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Prove a certificate's ε again, by quietgrad and by dp-accounting, and check chain, plan and signature.
+
+    Exit code 0 only if both prove it and nothing was altered. Unsigned, a file shows only that it is consistent.
+    """
+    from quietgrad.certificates import check, read
+    from quietgrad.certificates import public_key as read_key
+
+    demanded = None if public_key is None else read_key(public_key)
+    verdict = check(read(file), public_key=demanded, ledger=ledger, model=model)
+    if as_json:
+        show_json({"file": str(file), **verdict.to_json()})
+        raise typer.Exit(0 if verdict.ok else 1)
+    rows = [(finding.what, f"{_MARKS[finding.ok]:<5}{finding.words}") for finding in verdict.findings]
+    show_rows(verdict.claim, rows)
+    for title, lines in (("Shown:", verdict.shown), ("Not shown:", verdict.not_shown)):
+        if lines:
+            say(title)
+        for line in lines:
+            say(shown(f"  · {line}"))
+    say("The claim holds as certified." if verdict.ok else "The claim is NOT proved: see what says NO above.")
+    raise typer.Exit(0 if verdict.ok else 1)

@@ -1,0 +1,494 @@
+"""A certificate is a stranger's claim: every field is edited, plainly, with its digest mended, and re-signed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import numpy as np
+import pytest
+
+import quietgrad as qg
+from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.certificates import Document, SigningKey, check, issue, new_key, public_key, schema
+from quietgrad.certificates.checking import AGREES
+from quietgrad.certificates.document import canonical, parse
+from quietgrad.certificates.second import second_proof
+from quietgrad.certificates.signing import signature_holds
+from quietgrad.cli import main
+from quietgrad.errors import DataError
+from quietgrad.privacy import events
+from quietgrad.privacy.accounting import prove
+from quietgrad.privacy.budget import Relation
+
+ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two runs of one account in one ledger, made by the command line, and a key."""
+    home = tmp_path_factory.mktemp("certified")
+    rng = np.random.default_rng(3)
+    X = rng.normal(size=(300, 2))
+    np.savez(home / "rows.npz", X=X, y=(X[:, 0] > 0) * 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIETGRAD_STATE", str(home / "state"))
+        patch.setenv("QUIETGRAD_CACHE", str(home / "cache"))
+        shared = ["--epsilon", "1", "--ledger", str(home / "ledger.jsonl"), "--account", "people", "--quiet"]
+        run = ["train", str(home / "rows.npz"), "--steps", "4", *shared]
+        assert main([*run, "--algorithm", "dp-gd", "--out", str(home / "run")]) == 0
+        assert main([*run, "--algorithm", "dp-sgd", "--batch-size", "30", "--out", str(home / "other")]) == 0
+        new_key(home / "signer.key")
+        yield home
+
+
+@pytest.fixture(scope="module")
+def signed(home: Path) -> Document:
+    return SigningKey.read(home / "signer.key").sign(issue(home / "run"))
+
+
+def verdict(document: Document, **options: Any) -> list[str]:
+    """What is found against a certificate."""
+    return [finding.what for finding in check(document, **options).findings if finding.ok is False]
+
+
+# ---- from one end to the other -------------------------------------------------------------------------------
+
+
+def test_the_command_line_certifies_and_verifies(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, key = str(tmp_path / "c.json"), str(home / "signer.key")
+    assert main(["certificate", str(home / "other"), "-o", file, "--key", key]) == 0
+    model = str(home / "other" / "model.safetensors")
+    args = ["verify", file, "--public-key", f"{key}.pub", "--ledger", str(home / "ledger.jsonl"), "--model", model]
+    capsys.readouterr()
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "dp-accounting" in out
+    assert "Not shown:" in out
+    assert "2 runs of 'people'" in out
+    assert main([*args, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    text = Path(file).read_text()
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")) + "\n"
+    jsonschema.validate(json.loads(text), schema())
+
+
+def test_unsigned_shows_agreement_and_says_so(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "c.json")
+    assert main(["certificate", str(home / "run"), "-o", file, "--run-only"]) == 0
+    capsys.readouterr()
+    assert main(["verify", file]) == 0
+    out = capsys.readouterr().out
+    assert "without a signature only agreement is shown" in out
+    assert "other runs on the same people are not shown" in out
+    assert "'other'" not in Path(file).read_text()
+    assert main(["verify", file, "--public-key", str(home / "signer.key.pub")]) == 1
+
+
+def test_no_record_and_no_name_of_a_class_is_in_it(home: Path) -> None:
+    body = issue(home / "run").body
+    assert set(body["data"]) == {
+        "name", "n_public", "objective", "regularizer", "intercept", "row_bound", "rows", "features", "task",
+        "classes",
+    }  # fmt: skip
+    assert "metrics" not in json.dumps(body)
+    assert "history" not in json.dumps(body)
+
+
+def test_a_refuted_or_public_run_is_not_certified(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(home / "run", tmp_path / "run"))
+    data = json.loads((run / "result.json").read_text())
+    data["privacy"]["epsilon"] = 0.01
+    (run / "result.json").write_text(json.dumps(data))
+    assert main(["certificate", str(run)]) == 1
+    assert "refuted" in capsys.readouterr().err
+    rows = (np.ones((50, 2)), np.ones(50))
+    qg.minimize(qg.objectives.Logistic(), rows, qg.GD(steps=2), budget=None).save(tmp_path / "open")
+    assert main(["certificate", str(tmp_path / "open")]) == 1
+    assert "not private" in capsys.readouterr().err
+    assert not (tmp_path / "open" / "certificate.json").exists()
+
+
+# ---- the hostile editor --------------------------------------------------------------------------------------
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON document, containers too."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+
+
+def edited(document: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
+    document = copy.deepcopy(document)
+    holder = document
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = change(holder[path[-1]])
+    return document
+
+
+def other(value: Any) -> Any:
+    """Something of the same kind that is not ``value``."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 + 1
+    if isinstance(value, str):
+        return "f" + value[1:] if value[:1] != "f" else "0" + value[1:]
+    if isinstance(value, list):
+        return [*value, 1]
+    return {**value, "added": 1} if isinstance(value, dict) else 1
+
+
+def test_every_field_edited_plainly_is_caught(signed: Document) -> None:
+    whole = json.loads(signed.to_bytes())
+    paths = [path for path in leaves(whole) if path]
+    assert len(paths) > 120
+    for path in paths:
+        changed = canonical(edited(whole, path, other)) + b"\n"
+        if path[0] == "signature" and _parses(changed):  # the digest does not cover it, but it tells by itself
+            assert verdict(parse(changed, "c.json")) == ["signature"]
+        else:
+            assert not _parses(changed), path
+
+
+def _parses(content: bytes) -> bool:
+    try:
+        parse(content, "c.json")
+    except DataError:
+        return False
+    return True
+
+
+def test_every_field_of_a_body_edited_with_its_digest_is_caught_by_the_signature(signed: Document) -> None:
+    for path in [path for path in leaves(signed.body) if path][::3]:
+        changed = Document(edited(signed.body, path, other), signed.signature)
+        assert not signature_holds(changed), path
+
+
+def test_signed_again_by_another_key_is_caught(signed: Document, tmp_path: Path, home: Path) -> None:
+    ours = public_key(str(home / "signer.key.pub"))
+    new_key(tmp_path / "thief.key")
+    theirs = SigningKey.read(tmp_path / "thief.key").sign(Document(signed.body))
+    assert verdict(signed, public_key=ours) == []
+    assert verdict(theirs, public_key=ours) == ["signature"]
+    assert verdict(Document(signed.body), public_key=ours) == ["signature"]
+    # The thief's signature under our name.
+    assert theirs.signature is not None
+    assert verdict(Document(signed.body, {**theirs.signature, "public_key": ours})) == ["signature"]
+
+
+UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
+    "less ε": (("claim", "epsilon"), lambda e: e / 2, "proof"),
+    "more ε": (("claim", "epsilon"), lambda e: e * 2, "proof"),
+    "smaller δ": (("claim", "delta"), lambda d: d / 10, "proof"),
+    "another relation": (("claim", "relation"), lambda _: "replace-one", "proof"),
+    "another accountant": (("claim", "accountant"), lambda _: "rdp", "proof"),
+    "an unknown accountant": (("claim", "accountant"), lambda _: "trust-me", "proof"),
+    "more noise in the claim": (("claim", "noise_multiplier"), lambda z: z * 2, "plan"),
+    "another sampling in words": (("claim", "sampling"), lambda _: "everybody", "plan"),
+    "more releases": (("claim", "releases"), lambda r: {**r, "gradient": 400}, "plan"),
+    "another release": (("claim", "releases"), lambda r: {**r, "secret": 1}, "plan"),
+    "another account": (("claim", "account"), lambda _: "nobody", "ledger"),
+    "cheaper events, same plan": (("event", "inner", "noise_multiplier"), lambda z: z * 100, "plan"),
+    "fewer events": (("event", "count"), lambda c: c - 1, "plan"),
+    "other events": (("event",), lambda _: {"event": "laplace", "noise_multiplier": 1e6}, "plan"),
+    "sampled events": (("event",), lambda e: {"event": "poisson", "rate": 0.01, "inner": e["inner"]}, "plan"),
+    "events that fail": (("event",), lambda e: {"event": "composed", "parts": [e, {"event": "slack",
+                                                "total_variation": 0.0}]}, "ledger"),
+    "another algorithm": (("plan", "algorithm"), lambda _: "dp-sgd", "plan"),
+    "an unknown algorithm": (("plan", "algorithm"), lambda _: "magic", "plan"),
+    "other settings": (("plan", "config", "steps"), lambda s: s + 1, "plan"),
+    "unknown settings": (("plan", "config"), lambda c: {**c, "privacy": "perfect"}, "plan"),
+    "more records": (("plan", "n_public"), lambda n: n * 10, "plan"),
+    "more records in the data": (("data", "n_public"), lambda n: n * 10, "plan"),
+    "more noise in the plan": (("plan", "noise_multiplier"), lambda z: z * 2, "plan"),
+    "another composition": (("plan", "composition"), lambda _: "parallel", "plan"),
+    "a filter": (("plan", "composition"), lambda _: "filter", "plan"),
+    "fewer planned": (("plan", "slots", 0, "count"), lambda _: 1, "plan"),
+    "less noise per slot": (("plan", "slots", 0, "noise"), lambda z: z * 2, "plan"),
+    "no slots": (("plan", "slots"), lambda _: [], "plan"),
+    "a slot added": (("plan", "slots"), lambda s: [*s, {**s[0], "name": "more"}], "plan"),
+    "an edited line": (("ledger", "lines", 1, "body", "delta"), lambda _: 0.5, "ledger"),
+    "a line removed": (("ledger", "lines"), lambda lines: [lines[0], *lines[2:]], "ledger"),
+    "the end cut": (("ledger", "lines"), lambda lines: lines[:-1], "ledger"),
+    "lines moved": (("ledger", "lines"), lambda lines: [*lines[:3], lines[4], lines[3]], "ledger"),
+    "another head": (("ledger", "head"), lambda h: h[:-1] + "x", "ledger"),
+    "another run": (("ledger", "run"), lambda _: "0" * 32, "ledger"),
+    "no lines": (("ledger", "lines"), lambda _: [], "ledger"),
+    "not private": (("claim", "is_private"), lambda _: False, "claim"),
+    "a word added to the claim": (("claim", "certified_by"), lambda _: "the state", "claim"),
+    "no ε": (("claim", "epsilon"), lambda _: None, "claim"),
+    "a whole number": (("claim", "epsilon"), lambda _: 1, "claim"),
+    "a text for δ": (("claim", "delta"), lambda _: "1e-5", "claim"),
+    "seeded": (("claim", "notes"), lambda _: ["seeded randomness: not private"], "claim"),
+    "no event": (("event",), lambda _: None, "claim"),
+    "an event of nothing": (("event",), lambda _: {"event": "composed", "parts": []}, "claim"),
+    "too many events": (("event",), lambda e: {"event": "composed", "parts": [e] * 5000}, "claim"),
+    "absurd noise": (("event", "inner", "noise_multiplier"), lambda _: 1e-300, "proof"),
+    "absurdly many": (("event", "count"), lambda _: 10**30, "proof"),
+    "a plan that is a text": (("plan",), lambda _: "dp-gd", "claim"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", UNSIGNED)
+def test_an_edit_with_its_digest_mended_is_caught_without_a_signature(signed: Document, edit: str) -> None:
+    """Wherever two parts of the file speak of the same thing, agreement alone catches it."""
+    path, change, where = UNSIGNED[edit]
+    body = copy.deepcopy(signed.body)
+    holder = body
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = change(holder.get(path[-1]) if isinstance(holder, dict) else holder[path[-1]])
+    assert where in verdict(Document(body))
+
+
+def test_what_only_a_signature_catches_is_admitted(signed: Document) -> None:
+    """A file that was made up as a whole agrees with itself; the verdict must not call that more than agreement."""
+    made_up = Document({**signed.body, "data": {**signed.body["data"], "name": "another table"}})
+    found = check(made_up)
+    assert found.ok
+    assert "all of it could have been made up" in found.not_shown[0]
+    assert verdict(Document(made_up.body, signed.signature)) == ["signature"]
+
+
+STRUCTURE: dict[str, Callable[[bytes], bytes]] = {
+    "a key twice": lambda text: text.replace(b'"digest"', b'"digest":"' + b"0" * 64 + b'","digest"', 1),
+    "ε twice": lambda text: text.replace(b'"epsilon"', b'"epsilon":0.01,"epsilon"', 1),
+    "NaN": lambda text: text.replace(b'"delta":1e-05', b'"delta":NaN'),
+    "Infinity": lambda text: text.replace(b'"delta":1e-05', b'"delta":Infinity'),
+    "an exponent that overflows": lambda text: text.replace(b'"delta":1e-05', b'"delta":1e999'),
+    "an exponent that vanishes": lambda text: text.replace(b'"delta":1e-05', b'"delta":1e-999'),
+    "digits without end": lambda text: text.replace(b'"delta":1e-05', b'"delta":0.' + b"1" * 10_000),
+    "a number without end": lambda text: text.replace(b'"delta":1e-05', b'"delta":' + b"1" * 10_000),
+    "another spelling of a number": lambda text: text.replace(b'"delta":1e-05', b'"delta":0.00001'),
+    "spaces": lambda text: text.replace(b'":', b'": '),
+    "two lines": lambda text: text + b"\n",
+    "no line end": lambda text: text[:-1],
+    "a byte-order mark": lambda text: b"\xef\xbb\xbf" + text,
+    "cut": lambda text: text[: len(text) // 2],
+    "nothing": lambda _: b"",
+    "a list": lambda _: b"[]\n",
+    "nested without end": lambda _: b"[" * 100_000,
+    "half a character": lambda text: text.replace(b'"people"', b'"\\ud800"'),
+    "not UTF-8": lambda text: text.replace(b"people", b"\xff\xfe"),
+    "a part removed": lambda text: canonical({**json.loads(text), "body": {}}) + b"\n",
+    "a part added": lambda text: canonical({**json.loads(text), "x": 1}) + b"\n",
+    "another version": lambda text: text.replace(b'"version":1}', b'"version":2}'),
+    "a version that is true": lambda text: text.replace(b'"version":1}', b'"version":true}'),
+    "an empty signature": lambda text: canonical({**json.loads(text), "signature": {}}) + b"\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", STRUCTURE)
+def test_another_structure_is_one_sentence(
+    signed: Document, edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = STRUCTURE[edit](signed.to_bytes())
+    assert changed != signed.to_bytes()
+    (tmp_path / "c.json").write_bytes(changed)
+    assert main(["verify", str(tmp_path / "c.json")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("quietgrad verify: ")
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_what_a_terminal_obeys_is_spelt_out(
+    signed: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e"
+    body = copy.deepcopy(signed.body)
+    body["data"]["name"] = body["plan"]["algorithm"] = body["claim"]["adversary"] = evil
+    Document(body).write(tmp_path / "c.json")
+    assert main(["verify", str(tmp_path / "c.json")]) == 1
+    captured = capsys.readouterr()
+    assert not {"\x1b", "\x07", "\u202e"} & set(captured.out + captured.err)
+
+
+def test_a_file_that_is_too_large_or_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(tmp_path / "large.json", "wb") as file:
+        file.truncate(17 << 20)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("large.json", "pipe", "missing.json", "."):
+        assert main(["verify", str(tmp_path / name)]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_another_model_or_ledger_is_told(signed: Document, home: Path, tmp_path: Path) -> None:
+    assert verdict(signed, model=home / "run" / "model.safetensors", ledger=home / "ledger.jsonl") == []
+    assert verdict(signed, model=home / "other" / "model.safetensors") == ["model"]
+    other = qg.Ledger(tmp_path / "ledger.jsonl")
+    other.set_cap("people", qg.Budget(9.0, 1e-5))
+    assert verdict(signed, ledger=tmp_path / "ledger.jsonl") == ["ledger at hand"]
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_private_and_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "k"
+    assert main(["keys", "generate", str(file)]) == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert public_key(f"{file}.pub") == SigningKey.read(file).public
+    assert main(["keys", "generate", str(file)]) == 1
+    (tmp_path / "k.pub").unlink()
+    assert main(["keys", "generate", str(file)]) == 1
+    file.chmod(0o644)
+    with pytest.raises(DataError, match="chmod 600"):
+        SigningKey.read(file)
+    with pytest.raises(DataError, match="neither a file"):
+        public_key("ab")
+    for text in ("", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"):
+        (tmp_path / "bad").write_text(text)
+        (tmp_path / "bad").chmod(0o600)
+        for reader in (SigningKey.read, public_key):
+            with pytest.raises(DataError):
+                reader(str(tmp_path / "bad"))
+
+
+# ---- the second accountant -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "relation"),
+    [
+        (events.gaussian(5.0, 10), ADD),
+        (events.gaussian(5.0, 10), REPLACE),
+        (events.poisson_gaussian(0.01, 1.1, 300), ADD),
+        (events.poisson_gaussian(0.02, 1.5, 100), REPLACE),
+        (events.Laplace(3.0), REPLACE),
+        (events.Composed((events.Laplace(9.0), events.Gaussian(3.0))), REPLACE),
+        (events.Repeated(events.Pure(0.05, REPLACE), 40), REPLACE),
+        (events.RandomRound(events.Gaussian(20.0), ((10, 0.5), (20, 0.5))), ADD),
+        (events.PerParty((events.gaussian(9.0, 3), events.gaussian(8.0, 2))), ADD),
+        (events.Composed((events.gaussian(5.0, 10), events.Slack(1e-9), events.Failure(1e-7))), ADD),
+        (events.RepeatAndSelect(events.gaussian(20.0), 10.0), ADD),
+    ],
+)
+def test_the_second_accountant_agrees(event: events.Event, relation: Relation) -> None:
+    ours = prove(event, delta=1e-5, relation=relation).epsilon
+    theirs = second_proof(event, delta=1e-5, relation=relation).epsilon
+    assert theirs is not None
+    assert theirs == pytest.approx(ours, rel=5e-3)
+    assert theirs <= ours * (1 + AGREES)
+
+
+@pytest.mark.parametrize(
+    ("event", "relation", "why"),
+    [
+        (events.Poisson(0.1, events.Composed((events.Gaussian(2.0), events.Laplace(2.0)))), ADD, "no rule"),
+        (events.Poisson(0.1, events.Laplace(2.0)), REPLACE, "no rule"),
+        (events.Pure(0.1, REPLACE), ADD, "proved under replace-one"),
+        (events.gaussian(0.01), ADD, "so small"),
+        (events.Gaussian(1e-300), ADD, ""),
+        (events.Repeated(events.poisson_gaussian(1e-9, 1.0), 10**15), ADD, "releases"),
+        (events.Composed((events.Gaussian(2.0), events.Failure(0.5))), ADD, "use up δ"),
+    ],
+)
+def test_the_second_accountant_refuses_rather_than_guesses(
+    event: events.Event, relation: Relation, why: str
+) -> None:
+    proof = second_proof(event, delta=1e-5, relation=relation)
+    assert proof.epsilon is None
+    assert why in proof.reason
+
+
+def test_fixed_size_batches_have_an_upper_bound_that_does_not_pass(tmp_path: Path) -> None:
+    """dp-accounting's own rule for them is looser than ours: the claim is not called proved by two."""
+    rows = (np.ones((200, 2)), np.ones(200))
+    method = qg.DPSGD(steps=5, batch_size=20, sampling="fixed-size")
+    result = qg.minimize(qg.objectives.Logistic(), rows, method, budget=qg.Budget(1.0, 1e-5, REPLACE))
+    result.save(tmp_path)
+    found = check(issue(tmp_path))
+    assert [finding.what for finding in found.findings if finding.ok is False] == ["second proof"]
+    assert "not proved by a second accountant" in str(found.findings)
+
+
+def test_correlated_noise_and_filters_are_not_called_proved_twice(tmp_path: Path) -> None:
+    rows = (np.ones((200, 2)), np.ones(200))
+    methods = [
+        qg.DPSGD(steps=5, batch_size=40, sampling="single-pass", noise="correlated"),
+        ALGORITHMS["dp-agd"].make(ALGORITHMS["dp-agd"].examples[0].settings),
+    ]
+    for k, method in enumerate(methods):
+        result = qg.minimize(qg.objectives.Logistic(), rows, method, budget=qg.Budget(1.0, 1e-5))
+        result.save(tmp_path / str(k))
+        found = check(issue(tmp_path / str(k)))
+        assert [finding.what for finding in found.findings if finding.ok is False] == ["second proof"]
+        assert "stands for a whole run" in str(found.findings)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.kind.private])
+def test_every_algorithm_can_be_certified(name: str, tmp_path: Path) -> None:
+    """What it releases follows from its settings, for each; only the second proof may be missing, by name."""
+    for example in ALGORITHMS[name].examples[:1]:
+        method = ALGORITHMS[name].make(example.settings)
+        plan = qg.plan(method, n=example.n, budget=qg.Budget(1.0, 1e-5, Relation.parse(example.relation)))
+        body = _planned(plan)
+        failed = [finding for finding in check(Document(body)).findings if finding.ok is False]
+        assert [finding.what for finding in failed] in ([], ["second proof"]), failed
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
+def test_a_federation_is_certified_from_its_parties_batches(
+    sampling: Literal["poisson", "fixed-size"], tmp_path: Path
+) -> None:
+    from quietgrad.federation import Party, simulate
+
+    parties = [Party(np.ones((n, 2)), np.ones(n)) for n in (60, 90, 150)]
+    method = qg.DPSGD(steps=3, batch_size=30, sampling=sampling)
+    relation = ADD if sampling == "poisson" else REPLACE
+    result = simulate(
+        method,
+        qg.objectives.Logistic(),
+        parties,
+        budget=qg.Budget(2.0, 1e-5, relation),
+        trust="secure",
+        secure="masks",
+    )
+    result.save(tmp_path)
+    document = issue(tmp_path)
+    expected = [] if sampling == "poisson" else ["second proof"]
+    assert verdict(document) == expected
+    cheaper = copy.deepcopy(document.body)
+    sizes = cheaper["federation"]["sizes"]
+    cheaper["federation"]["sizes"] = [10 * size for size in sizes]
+    assert verdict(Document(cheaper)) == (expected if sampling == "poisson" else ["plan", *expected])
+
+
+def _planned(plan: qg.Plan) -> dict[str, Any]:
+    """The certificate of a run that made all releases of a plan."""
+    slots = json.loads(json.dumps(plan.to_json()["slots"]))
+    assert plan.budget is not None
+    claim = qg.Privacy(
+        plan.proof.epsilon, plan.budget.delta, plan.budget.relation, plan.proof.accountant, plan.noise_multiplier,
+        plan.event, {slot["name"]: slot["count"] for slot in slots},
+        "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in plan.schedule.slots), "anyone", "people",
+        True,
+    ).to_json()  # fmt: skip
+    return {
+        "issued": "2026-01-01T00:00:00Z", "event": claim.pop("event"), "claim": claim, "federation": None,
+        "ledger": None, "model": {"sha256": "0" * 64, "parameters": 2}, "versions": {},
+        "data": {"name": "rows", "n_public": plan.n_public},
+        "plan": {
+            "algorithm": plan.algorithm, "config": json.loads(json.dumps(dict(plan.config))),
+            "n_public": plan.n_public, "noise_multiplier": plan.noise_multiplier,
+            "composition": plan.schedule.composition, "rounds": plan.schedule.rounds, "slots": slots,
+            "stopped_by": "steps",
+        },
+    }  # fmt: skip

@@ -1,0 +1,112 @@
+"""The command line's words: flags in its errors, names that were nearly right, completion, one sentence each."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quietgrad.cli import COMMANDS, available, main
+from quietgrad.cli.completion import candidates
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    (tmp_path / "t.csv").write_text("x,y\n" + "1,0\n2,1\n" * 20)
+    return str(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "unsaid"),
+    [
+        (["--epsilon", "-1"], "--epsilon -1.0: must be > 0", "budget="),
+        (["--epsilon", "-1"], "--non-private", "epsilon="),
+        (
+            ["--epsilon", "1", "--delta", "0"],
+            "output-perturbation --set mechanism=pure",
+            "Perturbation(",
+        ),
+        (["--epsilon", "1", "--relation", "add"], "--relation add: must be", "relation="),
+        (["--epsilon", "1", "--task", "foo"], "--task foo: must be binary, multiclass or regression", "task="),
+        (["--epsilon", "1", "--task", "regresion"], "Did you mean 'regression'?", "task="),
+        (["--epsilon", "1", "--algorithm", "dp-srn"], "Did you mean 'dp-srm'?", "="),
+        (
+            ["--epsilon", "1", "--algorithm", "dp-srm", "--set", "joint-clp=1"],
+            "Did you mean 'joint_clip'?",
+            "clip=",
+        ),
+        (["--epsilon", "1", "--algorithm", "dp-sgd", "--steps", "0"], "--steps 0: must be", "steps="),
+        (["--epsilon", "1", "--algorith", "dp-sgd"], "--algorithm", "="),
+    ],
+)
+def test_a_mistake_is_told_in_flags_and_nothing_is_spent(
+    table: str, tmp_path: Path, args: list[str], said: str, unsaid: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", table, "--out", str(tmp_path / "run"), *args]) in (1, 2)
+    error = capsys.readouterr().err
+    assert said in error
+    assert unsaid not in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_that_are_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "dp-srn"]) == 2
+    assert "Did you mean 'dp-srm'?" in capsys.readouterr().err
+
+
+def test_a_damaged_gz_is_one_error_however_it_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = gzip.compress(b"x,y\n" + b"1,0\n2,1\n" * 200)
+    damaged = {
+        "cut": whole[:-12],
+        "start": b"\x00\x00" + whole[2:],
+        "middle": whole[:30] + b"\xff\xff" + whole[32:],
+        "sum": whole[:-5] + b"\x00" + whole[-4:],
+    }
+    for name, content in damaged.items():
+        for suffix in (".csv.gz", ".libsvm.gz"):
+            file = tmp_path / (name + suffix)
+            file.write_bytes(content)
+            assert main(["train", str(file), "--epsilon", "1", "--out", str(tmp_path / "run")]) == 1
+            error = capsys.readouterr().err
+            assert error == f"quietgrad train: {file}: the compressed file is cut short or damaged. " + (
+                "Fetch or copy it again.\n"
+            )
+
+
+def test_completion_knows_commands_options_and_names() -> None:
+    assert set(candidates([""])) == set(available()) == set(COMMANDS)
+    assert candidates(["ledger", "ve"]) == ["verify"]
+    assert candidates(["train", "--rel"]) == ["--relation"]
+    assert candidates(["train", "x.csv", "--relation", "re"]) == ["replace-one"]
+    assert candidates(["ledger", "verify", "--h"]) == ["--head", "--help"][:1]
+    assert "a9a" in candidates(["train", "a"])
+    assert candidates(["no-such", ""]) == []
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    (tmp_path / "quietgrad").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quietgrad "$@"\n')
+    (tmp_path / "quietgrad").chmod(0o755)
+    script = """eval "$(quietgrad completion bash)"
+    COMP_WORDS=(quietgrad calibrate --bat); COMP_CWORD=2; _quietgrad; echo "${COMPREPLY[@]}" """
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "--batch-size"
+
+
+def test_completion_of_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    assert "bash, zsh or fish" in capsys.readouterr().err
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "completion words" in capsys.readouterr().out
