@@ -101,7 +101,7 @@ def test_sums_are_those_of_combined_records(name: str, combine: Any, layout: str
         given = points if rule.beta else points[:1]
         asked.add(Batch(records, who), given, rule, out)
         everyone = range(len(records)) if who is None else who
-        expected = reference(loss, X, y, records.people, given, rule, everyone)
+        expected = reference(loss, X, y, People.of(ids, combine=combine), given, rule, everyone)
         np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-11)
 
 

@@ -14,6 +14,7 @@ import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError, UnprovableError
 from quietgrad.objectives.people import OfPeople, OfRecords, PersonRefused
+from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.ledger import Ledger
 
 LOSS = qg.objectives.Logistic(row_bound=4.0, rows="clip")
@@ -137,7 +138,7 @@ def test_a_resumed_run_whose_people_changed_is_charged_again(tmp_path: Path) -> 
 ], ids=lambda m: m.name)  # fmt: skip
 def test_methods_that_bound_means_refuse_sums_before_anything_is_reserved(method: Any, tmp_path: Path) -> None:
     X, y, ids = visits()
-    budget = qg.Budget(1.0, 1e-5, "replace-one")
+    budget = qg.Budget(1.0, 1e-5, Relation.REPLACE_ONE)
     loss = qg.objectives.Logistic(row_bound=4.0, rows="clip", regularizer=qg.objectives.L2(0.1))
     if method.name == "output-perturbation":
         assert qg.minimize(loss, (X, y), method, budget=budget, person=ids).n_public == 300
