@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def visits(people: int = 300, seed: int = 0) -> tuple[Any, Any, Any]:
 
 
 def test_n_is_the_number_of_people_and_the_statement_says_so(tmp_path: Path) -> None:
-    X, y, ids = visits()
-    book = tmp_path / "ledger.jsonl"
+    X, y, numbers = visits()
+    ids, book = [f"patient {i}" for i in numbers], tmp_path / "ledger.jsonl"
     result = qg.minimize(LOSS, (X, y), qg.DPSGD(steps=20, batch_size=30), budget=BUDGET, person=ids, ledger=book)
     assert result.n_public == 300
     assert result.privacy.unit == "person"
@@ -43,8 +44,9 @@ def test_n_is_the_number_of_people_and_the_statement_says_so(tmp_path: Path) -> 
     folder = result.save(tmp_path / "run")
     assert qg.load(folder).privacy == result.privacy
     words = json.dumps(result.to_json())
-    assert str(len(X)) not in words  # how many records there are is not public
-    assert not any(str(i) in words for i in (7000, 7123, 7299))
+    assert not re.search(rf"\b{len(X)}\b(?![.e])", re.sub(r"-?\d+\.\d+(e-?\d+)?", "", words))  # rows are not public
+    assert "patient" not in words
+    assert "patient" not in book.read_text()
 
 
 def test_one_record_each_is_the_run_on_rows() -> None:
@@ -178,7 +180,7 @@ def test_somebody_who_comes_to_a_stream_again_is_refused() -> None:
         model.fit((X, y), person=ids)
         with pytest.raises(DataError, match="was in an earlier one") as error:
             model.fit((X[:50], y[:50]), person=ids[:50])
-        assert "70" not in str(error.value)
+        assert not re.search(r"\d{4}", str(error.value))
         assert model.step == 1
         with pytest.raises(ValueError, match="needs one id per record"):
             model.fit((X, y))
@@ -211,7 +213,7 @@ def test_estimators_by_person() -> None:
     assert list(model.feature_names_in_) == ["a", "b", "c"]
     assert model.privacy_.unit == "person"
     assert model.score(frame, y) == model.score(frame[["a", "b", "c"]], y) > 0.9
-    assert not any(name in repr(vars(model)) for name in ("People(", "7123"))
+    assert "People(" not in repr(vars(model))
     assert b"starts" not in pickle.dumps(model)
     same = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], account="people here").fit(X, y, person=ids)
     assert same.privacy_.unit == "person"
