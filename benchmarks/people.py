@@ -1,10 +1,10 @@
 """People with several records: what a step costs, and what ε = 1 per person leaves of a model.
 
-    QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/people.py cost|use
+    QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/people.py cost|adult|bike
 
 cost: CPU time of one clipped sum over people ÷ that of today's sum over rows, per record processed, alternating in
 one process, medians. With one record per person, and with ten: rows that lie together and rows that lie scattered.
-use: two tables whose records are grouped. ``adult``: 32 561 records, a "person" being whoever shares age,
+adult, bike: two tables whose records are grouped. ``adult``: 32 561 records, a "person" being whoever shares age,
 occupation, working class and sex (a stated public key: groups of very uneven size); test accuracy. ``bike``: 17 379
 hours, a "person" being a day; R² on held-out days. All at ε = 1 per person, δ = 1e-5, replace-one, declared bounds,
 the default estimators. Against (a) training on rows with the group bound: at most K records of each and K times the
@@ -102,36 +102,31 @@ def _medians(today: Any, ours: Any, repeats: int) -> float:
 # --- use ----------------------------------------------------------------------------------------------------------
 
 
-def use() -> dict[str, Any]:
+def use(name: str) -> dict[str, Any]:
     """Scores of every way to protect a person."""
-    found: dict[str, Any] = {}
-    for name, make in (("adult", _adult), ("bike", _bike)):
-        table = make()
-        sizes = np.bincount(table["ids"])
-        facts = {"people": len(sizes), "records": int(sizes.sum()), "largest": int(sizes.max()),
-                 "median": float(np.median(sizes))}  # fmt: skip
-        inner, held = _split(table)
-        best = max(MOST, key=lambda most: float(np.mean([_grouped(inner, held, most, s) for s in range(3)])))
-        ways = {
-            "by person, mean": lambda s, t=table: _by_person(t, t["test"], s, combine="mean"),
-            "by person, sum": lambda s, t=table: _by_person(t, t["test"], s, combine="sum"),
-            "by person, mean of at most 4": lambda s, t=table: _by_person(
-                t, t["test"], s, combine="mean", records_per_person=4
-            ),
-            f"(a) rows, group bound K = {best}": lambda s, t=table, k=best: _grouped(t, t["test"], k, s),
-            "(b) one record of each": lambda s, t=table: _grouped(t, t["test"], 1, s),
-            "rows at ε = 1 per record (no promise to people)": lambda s, t=table: _fit(
-                t, t["X"], t["y"], EPSILON, s, t["test"]
-            ),
-        }
-        scores = {}
-        for way, score in ways.items():
-            values = [score(seed) for seed in range(FITS)]
-            scores[way] = {"mean": round(float(np.mean(values)), 4),
-                           "standard error": round(float(np.std(values, ddof=1) / math.sqrt(FITS)), 4)}  # fmt: skip
-            print(name, way, scores[way], flush=True)
-        found[name] = {**facts, "scores": scores}
-    return found
+    table = _adult() if name == "adult" else _bike()
+    sizes = np.bincount(table["ids"])
+    inner, held = _split(table)
+    best = max(MOST, key=lambda most: float(np.mean([_grouped(inner, held, most, s) for s in range(3)])))
+    test = table["test"]
+    ways = {
+        "by person, mean": lambda s: _by_person(table, test, s, combine="mean"),
+        "by person, sum": lambda s: _by_person(table, test, s, combine="sum"),
+        "by person, mean of at most 4": lambda s: _by_person(table, test, s, records_per_person=4),
+        f"(a) rows, group bound K = {best}": lambda s: _grouped(table, test, best, s),
+        "(b) one record of each": lambda s: _grouped(table, test, 1, s),
+        "rows, ε = 1 per record: no promise to people": lambda s: _fit(
+            table, table["X"], table["y"], EPSILON, s, test
+        ),
+    }
+    scores = {}
+    for way, score in ways.items():
+        values = [score(seed) for seed in range(FITS)]
+        error = float(np.std(values, ddof=1) / math.sqrt(FITS))
+        scores[way] = {"mean": round(float(np.mean(values)), 4), "standard error": round(error, 4)}
+        print(name, way, scores[way], flush=True)
+    facts = {"people": len(sizes), "records": int(sizes.sum()), "largest": int(sizes.max())}
+    return {**facts, "median": float(np.median(sizes)), "scores": scores}
 
 
 def _fit(table: Any, X: Any, y: Any, epsilon: float, seed: int, test: Any, **person: Any) -> float:
@@ -204,6 +199,6 @@ def _bike() -> dict[str, Any]:
 
 if __name__ == "__main__":
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    if asked not in ("cost", "use"):
+    if asked not in ("cost", "adult", "bike"):
         sys.exit(__doc__)
-    save(RESULTS / f"people-{asked}.json", cost() if asked == "cost" else use())
+    save(RESULTS / f"people-{asked}.json", cost() if asked == "cost" else use(asked))

@@ -17,6 +17,7 @@ from quietgrad.errors import BudgetError, DataError, UnprovableError
 from quietgrad.objectives.people import OfPeople, OfRecords, PersonRefused
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.ledger import Ledger
+from quietgrad.training.private_stationarity import certify_privately
 
 LOSS = qg.objectives.Logistic(row_bound=4.0, rows="clip")
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -95,7 +96,18 @@ def test_a_plan_for_records_does_not_open_on_people() -> None:
     plan = qg.plan(qg.DPGD(steps=3), n=300, budget=BUDGET, unit="person")
     assert "n = 300 people" in plan.explain()
     assert "one person contributes at most C" in plan.explain()
-    curator.open(plan)
+    session = curator.open(plan)
+    with pytest.raises(DataError, match="what counts as one cannot change"):
+        session.reread(LOSS, (X, y))
+
+
+def test_a_certificate_by_person() -> None:
+    X, y, ids = visits()
+    loss = qg.objectives.Logistic(row_bound=4.0, rows="clip")
+    found = certify_privately(loss, np.zeros(3), (X, y), budget=BUDGET, person=ids)
+    assert found.privacy.unit == "person"
+    with pytest.raises(PersonRefused):
+        certify_privately(loss, np.zeros(3), (X, y), budget=BUDGET, person=ids, combine="sum")
 
 
 def test_a_run_on_people_resumes_bit_for_bit_and_with_the_same_settings_only(tmp_path: Path) -> None:
@@ -184,6 +196,8 @@ def test_somebody_who_comes_to_a_stream_again_is_refused() -> None:
         assert model.step == 1
         with pytest.raises(ValueError, match="needs one id per record"):
             model.fit((X, y))
+        with pytest.raises(DataError, match="of another kind"):
+            model.fit((X, y), person=[str(i) for i in ids])
         model.fit((X, y), person=ids + 1000)
         model.fit(None)
     assert model.result.privacy.unit == "person"
