@@ -386,49 +386,80 @@ def _dense_square(total: Any, t: float, shift: Any, scale: Any) -> float:
     return square
 
 
-@_EXACT
-def _gathered(rows: Any, mine: Any, total: Any, columns: Any, values: Any) -> int:
-    """Move what is not zero in the sum of sparse rows to (columns, values), each once; how many. It is 0 then."""
-    count = 0
-    for i in mine:
+@_SUM
+def _sparse_take(rows: Any, i: int, a: float, total: Any, shift: Any, scale: Any, held: Any) -> None:
+    """total += a·x of a sparse row, scaled, and what its norm is made of: ‖g + ax‖² = ‖g‖² + 2a⟨g, x⟩ + a²‖x‖².
+
+    ``held`` is (‖g‖², Σ|a|‖x‖, ⟨g, s∘m⟩). No column is looked at twice.
+    """
+    dot = 0.0
+    own = 0.0
+    pull = 0.0
+    if scale.size:
         for p in range(rows[0][i], rows[0][i + 1]):
             j = rows[1][p]
-            v = total[j]
-            if v != 0.0:  # keeps a NaN
-                columns[count] = j
-                values[count] = v
-                total[j] = 0.0
-                count += 1
-    return count
+            x = rows[2][p] * scale[j]
+            g = total[j]
+            dot += x * g
+            own += x * x
+            pull += x * shift[j] * scale[j]
+            total[j] = g + a * x
+    else:
+        for p in range(rows[0][i], rows[0][i + 1]):
+            j = rows[1][p]
+            x = np.float64(rows[2][p])
+            g = total[j]
+            dot += x * g
+            own += x * x
+            total[j] = g + a * x
+    held[0] += 2.0 * a * dot + a * a * own
+    held[1] += abs(a) * math.sqrt(own)
+    held[2] += a * pull
+
+
+def _take(rows: Any, i: int, a: float, total: Any, shift: Any, scale: Any, held: Any) -> Any:
+    """Add a·xᵢ to a person's sum."""
+
+
+def _take_two(
+    rows: Any, i: int, a: float, b: float, total: Any, other: Any, shift: Any, scale: Any, held: Any
+) -> Any:
+    """Add a·xᵢ to one sum of a person and b·xᵢ to the other."""
+
+
+@_means(_take)
+def _take_of(rows: Any, i: Any, a: Any, total: Any, shift: Any, scale: Any, held: Any) -> Any:
+    if len(rows) == 1:
+        return lambda rows, i, a, total, shift, scale, held: _accumulate(rows, i, a, total)
+    return lambda rows, i, a, total, shift, scale, held: _sparse_take(rows, i, a, total, shift, scale, held[0])
+
+
+@_means(_take_two)
+def _take_two_of(
+    rows: Any, i: Any, a: Any, b: Any, total: Any, other: Any, shift: Any, scale: Any, held: Any
+) -> Any:
+    def sparse(
+        rows: Any, i: Any, a: Any, b: Any, total: Any, other: Any, shift: Any, scale: Any, held: Any
+    ) -> Any:  # fmt: skip
+        _sparse_take(rows, i, a, total, shift, scale, held[0])
+        _sparse_take(rows, i, b, other, shift, scale, held[1])
+
+    if len(rows) == 1:
+        return lambda rows, i, a, b, total, other, shift, scale, held: _accumulate_two(rows, i, a, b, total, other)
+    return sparse
 
 
 @_EXACT
-def _sparse_square(
-    columns: Any, values: Any, t: float, shift: Any, scale: Any, whole: float, slack: float
-) -> float:
-    """The squared norm of the transformed sum, rounded up, of which all other columns are −t·s∘m.
-
-    Only the scale is applied in place; ``whole`` is ‖s∘m‖².
-    """
-    square = 0.0
-    if not scale.size:
-        for v in values:
-            square += v * v
-        return square
-    raw, seen = 0.0, 0.0
-    for k in range(columns.size):
-        j = columns[k]
-        values[k] *= scale[j]
-        m = shift[j] * scale[j]
-        seen += m * m
-        raw += values[k] * values[k]
-        square += (values[k] - t * m) * (values[k] - t * m)
-    return square + t * t * max(whole - seen, 0.0) + slack * (raw + t * t * whole)
+def _sparse_square(held: Any, t: float, whole: float, slack: float) -> float:
+    """‖g − t·s∘m‖², rounded up by what all the sums may have lost; ``whole`` is ‖s∘m‖²."""
+    square = held[0] - 2.0 * t * held[2] + t * t * whole
+    square = max(square, 0.0) if square < math.inf else math.inf  # keeps what is not a number out
+    return square + slack * (held[1] * held[1] + t * t * whole)
 
 
 def _settle(
-    rows: Any, mine: Any, total: Any, columns: Any, values: Any, t: float, shift: Any, scale: Any, whole: float,
-    slack: float, rest: float, weight: float, clip: float, out: Any,
+    rows: Any, mine: Any, total: Any, held: Any, t: float, shift: Any, scale: Any, whole: float, slack: float,
+    rest: float, weight: float, clip: float, out: Any,
 ) -> Any:  # fmt: skip
     """out += weight × the person's clipped sum, which is forgotten; the factor. ``rest`` is the square of its
     intercept, which is the caller's to add."""
@@ -436,12 +467,12 @@ def _settle(
 
 @_means(_settle)
 def _settle_of(
-    rows: Any, mine: Any, total: Any, columns: Any, values: Any, t: Any, shift: Any, scale: Any, whole: Any,
-    slack: Any, rest: Any, weight: Any, clip: Any, out: Any,
+    rows: Any, mine: Any, total: Any, held: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any, rest: Any,
+    weight: Any, clip: Any, out: Any,
 ) -> Any:  # fmt: skip
     def dense(
-        rows: Any, mine: Any, total: Any, columns: Any, values: Any, t: Any, shift: Any, scale: Any, whole: Any,
-        slack: Any, rest: Any, weight: Any, clip: Any, out: Any,
+        rows: Any, mine: Any, total: Any, held: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any,
+        rest: Any, weight: Any, clip: Any, out: Any,
     ) -> Any:  # fmt: skip
         factor = weight * _shrink(_dense_square(total, t, shift, scale) + rest, out.size, clip)
         if factor != 0.0:  # never 0·∞
@@ -452,15 +483,17 @@ def _settle_of(
         return factor
 
     def sparse(
-        rows: Any, mine: Any, total: Any, columns: Any, values: Any, t: Any, shift: Any, scale: Any, whole: Any,
-        slack: Any, rest: Any, weight: Any, clip: Any, out: Any,
+        rows: Any, mine: Any, total: Any, held: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any,
+        rest: Any, weight: Any, clip: Any, out: Any,
     ) -> Any:  # fmt: skip
-        count = _gathered(rows, mine, total, columns, values)
-        where, what = columns[:count], values[:count]
-        factor = weight * _shrink(_sparse_square(where, what, t, shift, scale, whole, slack) + rest, out.size, clip)
-        if factor != 0.0:
-            for k in range(count):
-                out[where[k]] += factor * what[k]
+        factor = weight * _shrink(_sparse_square(held, t, whole, slack) + rest, out.size, clip)
+        held[:] = 0.0
+        for i in mine:  # a column that comes again adds nothing: it is 0 by then
+            for p in range(rows[0][i], rows[0][i + 1]):
+                j = rows[1][p]
+                if factor != 0.0:
+                    out[j] += factor * total[j]
+                total[j] = 0.0
         return factor
 
     return dense if len(rows) == 1 else sparse
@@ -543,8 +576,7 @@ def add_people_scalar(
         other_constant = column * previous[-1] if column != 0.0 else 0.0
     _check_people(people, order, starts, y.size)
     moved_sum, plain_sum = np.zeros(features), np.zeros(features if gamma != 0.0 else 0)
-    columns, values, apart = np.empty(features, np.int64), np.empty(features), _shift_is_apart(rows)
-    whole, slack = 0.0, (32 + features) * 2.220446049250313e-16
+    held, apart, whole = np.zeros((2, 3)), _shift_is_apart(rows), 0.0
     for j in range(shift.size):
         whole += (shift[j] * scale[j]) ** 2
     shortened = 0.0
@@ -571,12 +603,14 @@ def add_people_scalar(
             if gamma != 0.0:
                 plain_total += r
                 plain_short += r * factor
-                _accumulate_two(rows, i, moved * factor, r * factor, moved_sum, plain_sum)
+                _take_two(rows, i, moved * factor, r * factor, moved_sum, plain_sum, shift, scale, held)
             else:
-                _accumulate(rows, i, moved * factor, moved_sum)
+                _take(rows, i, moved * factor, moved_sum, shift, scale, held)
         mine = order[begin:end]
+        # Each of the inner products rounds by at most eps times its terms, which are at most (Σ|a|‖x‖)².
+        slack = (64 + 4 * features + 8 * mine.size) * 2.220446049250313e-16
         weight = _settle(
-            rows, mine, moved_sum, columns, values, moved_short, shift, scale, whole, slack,
+            rows, mine, moved_sum, held[0], moved_short, shift, scale, whole, slack,
             (column * moved_total) ** 2, alpha, first, out,
         )  # fmt: skip
         if weight != 0.0:
@@ -585,7 +619,7 @@ def add_people_scalar(
                 out[features] += weight * column * moved_total
         if gamma != 0.0:
             weight = _settle(
-                rows, mine, plain_sum, columns, values, plain_short, shift, scale, whole, slack,
+                rows, mine, plain_sum, held[1], plain_short, shift, scale, whole, slack,
                 (column * plain_total) ** 2, gamma, second, out,
             )  # fmt: skip
             if weight != 0.0:
