@@ -99,6 +99,17 @@ def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and hasattr(value, "shape") and not value.shape else value
 
 
+def kind_of(ids: Any) -> str:
+    """What ids are: the same people have ids of the same kind wherever they are met.
+
+    >>> kind_of([1, 2]), kind_of(["1", "2"])
+    ('number', 'text')
+    """
+    array = _array(ids)
+    values = _one_kind(array) if array.dtype.kind == "O" else array
+    return _kind((_whole(values) if values.dtype.kind == "f" else values).tolist()[0])
+
+
 def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
 
