@@ -209,6 +209,7 @@ class PerExampleEngine:
             return theta.new_zeros((0, mix.families), dtype=torch.float64)
         refuse_autocast(theta.device)
         keys = keys or RecordKeys.of(None, np.arange(examples))
+        way = self.way(x, y)
         if persons is not None and len(persons.owners) != examples:
             raise ValueError("person: must be one id per example of the batch.")
         if persons is not None and not persons.single:
@@ -218,7 +219,6 @@ class PerExampleEngine:
                 return select(x, where), select(y, where)
 
             return self.add_people(points, read, rule, lambda part: out.add_(part.to(out.dtype)), keys, persons)
-        way = self.way(x, y)
         weigh = _weighing(rule, mix, self.dtype)
         norms = theta.new_empty((examples, mix.families), dtype=torch.float64)
         for rows in keys.passes(self._pass_size(way, mix) or examples):
@@ -245,7 +245,7 @@ class PerExampleEngine:
         """
         theta, previous = points[0], points[1] if rule.beta else None
         mix = _mixing(rule)
-        way = self.way(*read(np.arange(1))) if not self.planned else self._ways[self._modes]
+        way = self._ways.get(self._modes) or self.way(*read(np.arange(min(4, len(persons.owners)))))
         weigh = _weighing(rule, mix, self.dtype)
         size = min(most or len(persons.owners), self._pass_size(way, mix) or len(persons.owners))
         norms = theta.new_empty((len(persons), mix.families), dtype=torch.float64)
