@@ -1,7 +1,7 @@
 """Every query of tables and scores bounds a person, or is refused when people have several records.
 
-For each: random people, one of them with adversarial rows, and the same without that person or with another in their
-place. The noise-free sums differ by no more than the bound, or twice the bound.
+For each: random people, one of them with adversarial rows, and the same without that person or with another in
+their place. The noise-free sums differ by no more than the bound, or twice the bound.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_a_person_is_bounded_by_every_score(kind: type, relation: Relation, most
             asked = OfPeople(Tabulation() if kind is CellSums else Scoring(), "mean", most)
             if kind is CellSums:
                 cells = np.stack([rng.integers(0, 3, len(X)), rng.integers(2, 8, len(X))], axis=1)
-                cells[: 17], weights = 0, np.ones(cells.shape)
+                cells[:17], weights = 0, np.ones(cells.shape)
                 data: Any = (cells, weights * 9.0)
             else:
                 data = (X, np.ones(len(X)))
@@ -194,7 +194,9 @@ def test_a_person_has_one_label_at_most() -> None:
             labels = np.where(ids == 99, np.arange(len(ids)) + 1000, ids)
             records = asked.prepare(OfRecords((X, labels), people_of(ids)))
             query = LabelCounts(Relation.ADD_REMOVE)
-            found.append(dict(zip(*(part.tolist() for part in query.count(Batch(records, None, KEY))), strict=True)))
+            found.append(
+                dict(zip(*(part.tolist() for part in query.count(Batch(records, None, KEY))), strict=True))
+            )
         there, absent = found
         changed = {k: there.get(k, 0.0) - absent.get(k, 0.0) for k in {*there, *absent}}
         assert sum(v != 0.0 for v in changed.values()) == 1

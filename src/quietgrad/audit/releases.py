@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from quietgrad.audit.distinguish import Claim, Finding, attack_dprime, attack_profile
 from quietgrad.audit.mechanisms import Crowd, Known, Quiet
+from quietgrad.audit.people import people_reports
 from quietgrad.audit.planting import QueryGame, table_game
 from quietgrad.audit.replicas import Views
 from quietgrad.audit.report import AuditReport
@@ -267,6 +268,7 @@ RELEASES: dict[str, Release] = {
         ),
         Release("private-search", ("estimators.search",), _search, "sklearn"),
         Release("own-loop", ("torch.own_loop",), _own_loop, "torch"),
+        Release("people", ("objectives.people",), people_reports),
     )
 }
 """By name; ``quietgrad audit --all`` attacks them all, ``quietgrad audit NAME`` one."""

@@ -270,12 +270,17 @@ def take_part(
     table = network.records(file, data)
     said = file.sizes[file.parties.index(credentials.name)]
     columns = f"; columns in this order: {', '.join(table.feature_names)}" if table.feature_names else ""
-    tell(f"{data}: {len(table.y)} records (the plan says {said}){columns}")
+    found = f"{len(table.y)} records"
+    if table.person is not None:
+        from quietgrad.objectives.person_ids import first_seen
+
+        found = f"{first_seen(table.person)[1]} people, {found}"
+    tell(f"{data}: {found} (the plan says {said}){columns}")
     if file.budget is None:
         tell(NOT_PRIVATE)
     kept = None if file.budget is None else ledger
     party = network.party(
-        file, credentials, (table.X, table.y), folder=out, ledger=kept, account=account, cap=cap
+        file, credentials, network.held(table), folder=out, ledger=kept, account=account, cap=cap
     )  # fmt: skip
     tell_state(out, credentials.name, tell)
     tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")

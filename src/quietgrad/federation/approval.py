@@ -57,7 +57,7 @@ class Approval:
         """
         event, budget = self._event, self._plan.budget
         if event is not None and budget is not None and self.journal.run is None:
-            self._account.check(event, budget)
+            self._account.check(event, budget, self._plan.unit)
 
     def use(self, run: str) -> bool:
         """Pay for ``run``, or find that it was paid; ``False`` if it is over, ``BudgetError`` if it is another."""
@@ -89,7 +89,7 @@ class Approval:
             return False
         if self.journal.run is not None:
             if not self.journal.ended:
-                found = self._account.reopen(self._event, self._plan.budget, run=self.journal.entry)
+                found = self._reopened()
                 (self._charge or found or Charge(None)).cancel("the run ended before anything was asked")
             self.journal.unbind()
             self._charge = None
@@ -99,12 +99,13 @@ class Approval:
         # The entry has a name of our own, so that no coordinator can point to what paid for something else.
         entry, budget = self.journal.entry, self._plan.budget
         try:
-            self._charge = self._account.reopen(self._event, budget, run=entry) or self._account.reserve(
+            self._charge = self._reopened() or self._account.reserve(
                 self._event,
                 budget,
                 run=entry,
                 note=f"{self._plan.algorithm}, party {self._plan.names[self._place]}",
                 contents=None if self._account.ledger is None else self._contents(),
+                unit=self._plan.unit,
             )
         except BudgetError:
             if self.journal.last_round < 0:
@@ -112,6 +113,10 @@ class Approval:
             raise
         if self._charge.paid:  # killed after its ledger was closed and before the journal said so
             self.journal.end()
+
+    def _reopened(self) -> Charge | None:
+        plan = self._plan
+        return self._account.reopen(self._event, plan.budget, run=self.journal.entry, unit=plan.unit)
 
     def _filtered(self) -> Event | None:
         """What the plan's zCDP filter counted, if it has one."""

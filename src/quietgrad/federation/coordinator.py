@@ -89,14 +89,16 @@ class FederatedCurator:
         store = AggregateStore(path, digest=plan.digest, run=os.urandom(16).hex(), public_key=public)
         caller = Caller(self.transport, self.timeout, largest_reply(plan))
         try:
-            charge = self._account.reopen(event, plan.budget, run=store.run) if store.resumed else None
+            charge = (
+                self._account.reopen(event, plan.budget, run=store.run, unit=plan.unit) if store.resumed else None
+            )
             if charge is None and event is not None and plan.budget is not None:
-                self._account.check(event, plan.budget)  # before anybody else has paid
+                self._account.check(event, plan.budget, plan.unit)  # before anybody else has paid
             if not store.ended:
                 self._gather(plan, caller, store)
             if charge is None:
                 note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
-                charge = self._account.reserve(event, plan.budget, run=store.run, note=note)
+                charge = self._account.reserve(event, plan.budget, run=store.run, note=note, unit=plan.unit)
         except BaseException as error:
             if isinstance(error, Exception) and not store.resumed:
                 self._call_off(plan, store, str(error))

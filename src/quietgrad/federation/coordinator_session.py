@@ -225,10 +225,10 @@ class FederatedSession:
         source, number = self._sources[ask.slot], self._draws[ask.slot] - 1
         if isinstance(query, Scores):
             assert rho is not None
-            most = max(each.bound for each in query.candidates) * self._plan.largest_factor
+            most = max(each.bound for each in query.candidates) * self._plan.reach
             scores = total if offsets is None else total + offsets
             return np.array([float(source.choose(scores, number, rho, most))])
-        source.add(total, number, ask.multiplier, ask.bound * self._plan.largest_factor)
+        source.add(total, number, ask.multiplier, ask.bound * self._plan.reach)
         return total
 
     def _keep(self, slot: str, total: Floats, t: int) -> Floats:

@@ -92,7 +92,7 @@ class SiteSettings:
             return network.server(file, credentials)
         table = network.records(file, self.data)
         return network.party(
-            file, credentials, (table.X, table.y), folder=self.out, ledger=self.ledger_for(file),
+            file, credentials, network.held(table), folder=self.out, ledger=self.ledger_for(file),
             account=self.account, cap=self.cap_for(file),
         )  # fmt: skip
 

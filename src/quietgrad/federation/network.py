@@ -29,6 +29,7 @@ from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, write_atomically
+from quietgrad.objectives.people import OfRecords
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.faults import ProtocolError
@@ -244,6 +245,12 @@ def records(file: PlanFile, path: str | Path) -> Dataset:
     if data.d != file.features:
         raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
     return data
+
+
+def held(data: Dataset) -> Any:
+    """What a party's curator takes of its table."""
+    table = (data.X, data.y)
+    return table if data.person is None else OfRecords(table, data.person)
 
 
 def report_rounds(tell: Callable[[str], None]) -> Callable[[Any, Any], None]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from quietgrad.errors import DataError
+from quietgrad.objectives.person_ids import first_seen, hashed_ids
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.rng import fresh_key
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger
@@ -26,6 +31,8 @@ class Party:
             length of the data is taken and thereby declared public.
         ledger, account, cap: its own ledger, as in :func:`quietgrad.minimize`.
         ids: whole numbers that name its records across all parties, for sampling by record in tests.
+        person: one id per record, of the person it is about; ``n_public`` then counts people. Ids mean the same
+            people at every party.
 
     >>> import numpy as np
     >>> Party(np.zeros((3, 2)), np.zeros(3)).size
@@ -40,6 +47,7 @@ class Party:
     account: str = "default"
     cap: Budget | None = None
     ids: npt.ArrayLike | None = None
+    person: Any = None
 
     @property
     def data(self) -> Any:
@@ -47,11 +55,40 @@ class Party:
         return self.X if self.y is None else (self.X, self.y)
 
     @property
-    def size(self) -> int:
-        """The declared number of records, or the true one."""
-        if self.n_public is not None:
-            return self.n_public
+    def rows(self) -> int:
+        """The true number of records."""
         return int(self.X.shape[0]) if hasattr(self.X, "shape") else len(self.X)
+
+    @cached_property
+    def people(self) -> int:
+        """The true number of people."""
+        return self.rows if self.person is None else first_seen(self.person, self.rows)[1]
+
+    @property
+    def size(self) -> int:
+        """The declared number of records, or people, or the true one."""
+        return self.people if self.n_public is None else self.n_public
+
+
+def check_people(parties: Sequence[Party], most: int | None) -> bool:
+    """Whether the parties' records are people's; refused if only some are, or if somebody is in too many of them.
+
+    Who is in several is found by hashes under a key that lives as long as this call. Parties that do not share a
+    machine cannot look: there the number is their word.
+    """
+    whose = [party.person is not None for party in parties]
+    if any(whose) and not all(whose):
+        raise ValueError("parties: give all of them person=, or none.")
+    if any(whose) and most is not None:
+        if any(party.ids is not None for party in parties):
+            raise ValueError("ids: name records across parties, for tests; leave them out where people are named.")
+        key = fresh_key()
+        met = Counter(each for party in parties for each in hashed_ids(party.person, key))
+        if max(met.values()) > most:
+            raise DataError(
+                f"parties: somebody is known to more of them than parties_per_person={most}; declare as many."
+            )
+    return any(whose)
 
 
 def names_of(parties: Sequence[Party]) -> tuple[str, ...]:

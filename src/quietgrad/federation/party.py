@@ -26,10 +26,11 @@ from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode,
 from quietgrad.files import reason as error_words
 from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
+from quietgrad.objectives.people import OfPeople, OfRecords, told
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.mechanisms import Source
-from quietgrad.privacy.rng import fresh_key, run_key, seed_key
+from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.sampling import FixedSize
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.vectors import zeros_like
@@ -77,8 +78,17 @@ class PartyCurator:
         key: bytes | None = None,
         seed: int | None = None,
     ) -> None:
-        self.name, self.objective, self.plan = name, objective, plan
-        self.records = objective.prepare(data)
+        self.name, self.objective, self.plan = name, plan.asks(objective), plan
+        if isinstance(data, OfRecords) != isinstance(self.objective, OfPeople):
+            raise DataError(
+                f"{name}: the plan counts a {plan.unit} as one; "
+                + (
+                    "leave out whose records they are."
+                    if isinstance(data, OfRecords)
+                    else "say whose each record is."
+                )
+            )
+        self.records = self.objective.prepare(data)
         self._place = plan.index(name)
         self._check_records()
         people = Account(account, ledger, cap)
@@ -90,7 +100,8 @@ class PartyCurator:
             if identity is None or roster is None:
                 raise ValueError(f"{name}: secure sums need this party's identity and the roster.")
             self._member = SecureMember(plan, identity, roster, seed)
-        self._zero = zeros_like(objective.initial(self.records))
+        self._zero = zeros_like(self.objective.initial(self.records))
+        self._inner: dict[str, SecureStream] = {}
         self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
         self._samplers: dict[str, Draw] = {}
         self._reply: bytearray | None = None
@@ -194,6 +205,11 @@ class PartyCurator:
         }
         if self._member is not None:
             self._member.begin(noise)
+        if isinstance(self.objective, OfPeople):  # which of a person's records are looked at
+            self._inner = {
+                slot.name: SecureStream(samples, f"inner/{self.name}/{slot.name}")
+                for slot in self.plan.schedule.slots
+            }
         self._samplers = samplers(
             self.plan, self._place, samples, len(self.records), self._ids, self._journal.draws
         )
@@ -218,7 +234,7 @@ class PartyCurator:
         total = self._sum(slot, draw, query)
         dim = len(total)
         if self._member is not None:
-            bound = query.bound * self.plan.largest_factor
+            bound = query.bound * self.plan.reach
             return self._member.submit(message, total / self.plan.scale(multiplier, bound, dim))
         if self.plan.trust == "local" and multiplier > 0.0:
             bound = query.bound * self.plan.factors[self._place]
@@ -228,7 +244,7 @@ class PartyCurator:
 
     def _check_stability(self, fit: LocalFit) -> None:
         """A fit's noise follows from its claimed sensitivity: prove it here instead of believing it."""
-        proved = local_fit(self.objective, self.plan.n_public, fit.steps, fit.step_size, fit.row_bound)
+        proved = local_fit(told(self.objective), self.plan.n_public, fit.steps, fit.step_size, fit.row_bound)
         if fit.n != self.plan.n_public or fit.sensitivity < proved.sensitivity * (1.0 - 1e-12):
             raise BudgetError(f"a fit of sensitivity {fit.sensitivity:g} is asked; it is {proved.sensitivity:g}.")
 
@@ -256,7 +272,9 @@ class PartyCurator:
         out = zeros_like(self._zero) if dim == len(self._zero) else np.zeros(dim)
         indices = self._samplers[slot](draw)
         if indices is None or len(indices):
-            query.sum_into(self.objective, Batch(self.records, indices), out)
+            inner = self._inner.get(slot)
+            key = None if inner is None else inner.bytes(draw, 32)
+            query.sum_into(self.objective, Batch(self.records, indices, key), out)
         total: Floats = out if isinstance(out, np.ndarray) else out.detach().double().cpu().numpy()
         factor = self.plan.factors[self._place]
         if factor != 1.0:

@@ -25,11 +25,12 @@ from typing import Any, Literal, NamedTuple, get_args
 from quietgrad.errors import BudgetError
 from quietgrad.federation.queries import Template
 from quietgrad.federation.weights import shares
+from quietgrad.objectives.people import Combine, OfPeople, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.correlated import Correlated
-from quietgrad.sampling import FixedSize, SinglePass
+from quietgrad.sampling import FixedSize, Poisson, SinglePass
 from quietgrad.secure.terms import Mode, Terms
 
 Trust = Literal["curator", "secure", "local"]
@@ -68,6 +69,10 @@ class FederatedPlan(Plan):
         shape: the public shape of the records.
         templates: by slot, the queries that may be asked.
         dims: by slot, the length of an answer.
+        parties_per_person: with people as the unit, how many parties one of them may be known to, at most; public,
+            and the parties' word. What a person adds to a sum is then up to that many times what a party lets them
+            add, and the noise is as much louder; a party's own noise (``"local"``) is paid for that often instead.
+        combine, records_per_person: how a person's records count, at every party alike.
     """
 
     trust: Trust = "curator"
@@ -83,8 +88,12 @@ class FederatedPlan(Plan):
     shape: Shape = field(default_factory=lambda: Shape(1))
     templates: Mapping[str, tuple[Template, ...]] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
+    parties_per_person: int = 1
+    combine: Combine = "mean"
+    records_per_person: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_people()
         if self.trust not in get_args(Trust):
             raise ValueError(f"trust={self.trust!r}: must be 'curator', 'secure' or 'local'.")
         if (self.trust == "secure") != (self.secure is not None):
@@ -113,7 +122,45 @@ class FederatedPlan(Plan):
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
 
+    def _check_people(self) -> None:
+        check_combination(self.combine, self.records_per_person)
+        times = self.parties_per_person
+        if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= max(1, len(self.names)):
+            raise ValueError(
+                f"parties_per_person={times!r}: must be a whole number from 1 to the number of parties."
+            )
+        if self.unit is Unit.RECORD:
+            if times != 1 or self.combine != "mean" or self.records_per_person is not None:
+                raise ValueError(
+                    "parties_per_person, combine, records_per_person: are about people; give every party person=."
+                )
+            return
+        if times == 1 or self.budget is None:
+            return
+        # A person's parts are drawn by each party on its own. For Poisson samples the mixture over who drew them is
+        # dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches nothing is.
+        samplings = [slot.sampling for slot in self.schedule.slots]
+        if any(isinstance(sampling, FixedSize) for sampling in samplings):
+            raise ValueError(
+                "parties_per_person > 1: fixed local batches have no price for people in several parties; use "
+                "sampling='poisson' under add-remove, or the full batch."
+            )
+        sampled = any(isinstance(sampling, Poisson) and sampling.rate < 1.0 for sampling in samplings)
+        if sampled and self.trust != "local" and self.budget.relation is Relation.REPLACE_ONE:
+            raise ValueError(
+                "parties_per_person > 1: Poisson samples of people in several parties are priced under add-remove; "
+                "change the relation, or use the full batch."
+            )
+        if self.trust == "local" and self.schedule.composition == "filter":
+            raise ValueError("parties_per_person > 1: a zCDP filter at every party is not priced; use other trust.")
+
     # --- who may do what --------------------------------------------------------------------------------------
+
+    def asks(self, loss: Any) -> Any:
+        """The loss as a party asks its records about it."""
+        if self.unit is Unit.RECORD:
+            return loss
+        return OfPeople(loss, self.combine, self.records_per_person)
 
     def index(self, name: str) -> int:
         """The number of a party."""
@@ -138,6 +185,14 @@ class FederatedPlan(Plan):
     def largest_factor(self) -> float:
         """The most that one record's contribution is multiplied by."""
         return max(self.factors)
+
+    @property
+    def reach(self) -> float:
+        """The most that one record's, or one person's, part in a sum over parties is of a query's bound.
+
+        A party's own noise is about its own sum.
+        """
+        return self.largest_factor * (1 if self.trust == "local" else self.parties_per_person)
 
     # --- noise ------------------------------------------------------------------------------------------------
 
@@ -235,13 +290,35 @@ class FederatedPlan(Plan):
 
     def party_event(self, party: int, counts: Mapping[str, int] | None) -> events.Event | None:
         """What the records of one party gave away; ``None`` if they were never asked."""
-        schedule = self.party_schedule(party)
+        schedule = self._as_priced(self.party_schedule(party))
         named = {slot.name for slot in schedule.slots}
         if not named or (counts is not None and not any(counts.get(name, 0) for name in named)):
             return None
         run = schedule.event(self.noise_multiplier, self._relation, counts)
         slack = [events.Slack(self.slack)] if self.slack else []
+        if (
+            self.trust == "local" and self.parties_per_person > 1
+        ):  # so many parties' noisy sums are about one person
+            return events.repeated(events.composed([run, *slack]), self.parties_per_person)
         return events.composed([run, *slack])
+
+    def _as_priced(self, schedule: Schedule) -> Schedule:
+        """With the rate at which anything of a person known to k parties is drawn: 1 − (1 − q)ᵏ.
+
+        Given who else is drawn, what k independent draws add is a mixture of shifts of at most k·C, the empty one
+        with probability (1 − q)ᵏ. Against no shift, the divergence of such a mixture of Gaussians grows with every
+        shift, so it is at most that of one draw of k·C at this rate; the noise is priced for k·C.
+        """
+        times = self.parties_per_person
+        if times == 1 or self.trust == "local":
+            return schedule
+        slots = [
+            replace(slot, sampling=Poisson(min(1.0, -math.expm1(times * math.log1p(-slot.sampling.rate)))))
+            if isinstance(slot.sampling, Poisson) and slot.sampling.rate < 1.0
+            else slot
+            for slot in schedule.slots
+        ]
+        return replace(schedule, slots=tuple(slots))
 
     def filter_event(self, rho: float) -> events.Event:
         """What a run with a zCDP filter released when it spent ``rho`` of it."""
@@ -300,6 +377,8 @@ class FederatedPlan(Plan):
             )
         lines += [f"retries: {self.spare} spare rounds of each kind are in the cost"] if self.spare else []
         lines += [f"batches: {text}" for text in [self.local_batches()] if text]
+        if self.unit is Unit.PERSON:
+            lines.append(f"people: {self.multiplicity()}")
         if self.largest_factor != 1.0:
             lines.append(
                 f"weights: one record counts up to {self.largest_factor:.4g}·C, and the noise is as much louder"
@@ -311,6 +390,15 @@ class FederatedPlan(Plan):
             f"; variance of the noise {self.variance_factor:.4g} times that of one table" if self.is_private else ""
         )
         return "\n".join([*lines, f"trusted: {who}{'' if self.secure is None else f' ({self.secure})'}{noise}"])
+
+    def multiplicity(self) -> str:
+        """In how many parties a person may be, and what that costs, in words."""
+        times = self.parties_per_person
+        if times == 1:
+            return "each is known to one party only, as all of them declare, so parties' people are disjoint"
+        if self.trust == "local":
+            return f"one may be known to {times} parties, each with its own noise: all {times} are in the price"
+        return f"one may be known to {times} parties: in a sum they count up to {times}·C, and the noise is as loud"
 
     def neighbourhood(self) -> str:
         """Among whom secrets are shared, with the probabilities that rest on it."""
@@ -357,6 +445,9 @@ class FederatedPlan(Plan):
             "shape": self.shape.to_json(),
             "queries": {slot: list(templates) for slot, templates in self.templates.items()},
             "dims": dict(self.dims),
+            "parties_per_person": self.parties_per_person,
+            "combine": self.combine,
+            "records_per_person": self.records_per_person,
         }
 
     @classmethod
@@ -384,6 +475,10 @@ class FederatedPlan(Plan):
             shape=Shape(**data["shape"]),
             templates={slot: tuple(templates) for slot, templates in data["queries"].items()},
             dims=dict(data["dims"]),
+            unit=Unit.parse(data["unit"]),
+            parties_per_person=data["parties_per_person"],
+            combine=data["combine"],
+            records_per_person=data["records_per_person"],
         )
 
     @cached_property

@@ -20,10 +20,12 @@ from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.queries import Scores, Template, flat, merged, pack
 from quietgrad.federation.weights import Weights, factors
 from quietgrad.objectives.base import Query
+from quietgrad.objectives.people import Combine
 from quietgrad.plans.price import price
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.secure.terms import Mode
+from quietgrad.training.minimizing import check_people
 from quietgrad.vectors import Vector, zeros_like
 
 _REHEARSED_NUMBERS = 3e7  # vector entries a rehearsal may touch
@@ -47,6 +49,10 @@ def federate(
     spare: int = 0,
     cohort: int | None = None,
     noise_multiplier: float | None = None,
+    unit: str | Unit = "record",
+    parties_per_person: int | None = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
 ) -> FederatedPlan:
     """Price ``algorithm`` for many parties, without touching a record.
 
@@ -61,6 +67,9 @@ def federate(
             per party, which are divided by their sum.
         servers: how many servers ``"servers"`` uses; 2 unless given. ``"mpc"`` has 3.
         noise_multiplier: fix the noise; the plan's ε is then whatever it proves to be.
+        unit: ``"person"`` if sizes count people with several records each.
+        parties_per_person: with people, how many parties one may be known to: 1 if nobody is known to two.
+        combine, records_per_person: how a person's records count.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
     >>> from quietgrad.objectives.tables.glm import Logistic
@@ -69,6 +78,12 @@ def federate(
     >>> plan.dims, plan.templates["gradient"][0]["query.clip"], plan.variance_factor
     ({'gradient': 2}, 1.0, 2.0)
     """
+    whom = Unit.parse(unit)
+    if whom is Unit.PERSON and parties_per_person is None:
+        raise ValueError(
+            "parties_per_person: say how many parties may know one person, 1 if nobody is known to two: people in "
+            "several parties add up, and no party can tell by itself."
+        )
     names, sizes = tuple(names), tuple(int(size) for size in sizes)
     if len(names) != len(sizes) or any(size < 1 for size in sizes):
         raise ValueError(f"sizes={sizes}: must be one whole number ≥ 1 for each of {len(names)} parties.")
@@ -102,7 +117,12 @@ def federate(
         servers=_server_names(secure, servers),
         spare=spare,
         shape=shape,
+        unit=whom,
+        parties_per_person=1 if parties_per_person is None else parties_per_person,
+        combine=combine,
+        records_per_person=records_per_person,
     )
+    check_people(algorithm, plan.asks(objective))
     door = rehearse(algorithm, objective, plan)
     settings = {**_settings(plan), "templates": door.templates, "dims": door.dims}
     if budget is None:

@@ -187,6 +187,6 @@ class SharedRounds:
 
 def _checked(plan: FederatedPlan, ask: Ask, total: Floats, present: tuple[str, ...]) -> Collected:
     """The sum in the query's own units, if the records of those in it can have such a sum."""
-    scale = plan.scale(ask.multiplier, ask.bound * plan.largest_factor, ask.dim)
+    scale = plan.scale(ask.multiplier, ask.bound * plan.reach, ask.dim)
     check_length(total, plan.terms(ask.dim).possible_length(longest(plan, present, ask.bound) / scale))
     return Collected(total * scale, present)

@@ -16,7 +16,7 @@ from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, adver
 from quietgrad.federation.coordinator_session import FederatedSession
 from quietgrad.federation.journal import forget
 from quietgrad.federation.members import SumMember
-from quietgrad.federation.parties import Party, names_of
+from quietgrad.federation.parties import Party, check_people, names_of
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import federate
@@ -24,10 +24,12 @@ from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.transport.processes import Processes
 from quietgrad.federation.weights import Weights
-from quietgrad.privacy.budget import Budget
+from quietgrad.objectives.people import Combine, OfRecords, PersonRefused
+from quietgrad.privacy.budget import Budget, Unit
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
 from quietgrad.training import Callback, run
+from quietgrad.training.minimizing import how_people_count
 from quietgrad.training.result import Result
 from quietgrad.vectors import Vector
 
@@ -58,6 +60,9 @@ def simulate(
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
     keep: Callable[[Result], object] = lambda result: None,
+    parties_per_person: int | None = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
 ) -> Result:
     """Train one model on the records of many parties.
 
@@ -83,6 +88,9 @@ def simulate(
         faults: things that go wrong, for rehearsals.
         processes: give every party a process of its own.
         keep: called with the result before what could resume the run is removed: save it there.
+        parties_per_person: if the parties' records are people's (``Party(..., person=ids)``), how many parties one
+            of them may be known to; 1 if nobody is known to two. The promise is then to people.
+        combine, records_per_person: how a person's records count, as in :func:`quietgrad.minimize`.
 
     >>> import numpy as np, quietgrad as qg
     >>> from quietgrad.federation import Party, simulate
@@ -93,7 +101,10 @@ def simulate(
     >>> result.params.shape, result.privacy.is_private, result.details["trust"]
     ((1,), True, 'secure')
     """
+    by_person = check_people(parties, parties_per_person)
     if isinstance(algorithm, WeightedAverage) and algorithm.noise == "paper":
+        if by_person:
+            raise PersonRefused("noise='paper': the printed algorithm is about records; leave out person.")
         return _as_printed(algorithm, objective, parties, budget, trust, weights, seed)
     home = None if folder is None else Path(folder)
     if home is not None and not (home / AGGREGATES).exists():
@@ -102,7 +113,8 @@ def simulate(
     plan, federation = assemble(
         algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
         colluders=colluders, servers=servers, spare=spare, cohort=cohort, seed=seed, folder=folder,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=noise_multiplier, parties_per_person=parties_per_person, combine=combine,
+        records_per_person=records_per_person, unit="person" if by_person else "record",
     )  # fmt: skip
     if processes and faults:
         raise ValueError("faults: are injected in one process only; leave processes out.")
@@ -113,6 +125,7 @@ def simulate(
     )  # fmt: skip
     declared = all(party.n_public is not None for party in parties)
     notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
+    notes = (*notes, *how_people_count(plan.asks(objective)))
     x0 = objective.initial(plan.shape) if start is None else start
     try:
         result = train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes, keep=keep)
@@ -200,13 +213,17 @@ def assemble(
     makers: dict[str, Callable[[], PartyCurator | SumMember]] = {}
     for name, party in zip(names, parties, strict=True):
         makers[name] = partial(
-            _party, name, objective, party.data, plan, ledger=party.ledger, account=party.account, cap=party.cap,
+            _party, name, objective, _held(party), plan, ledger=party.ledger, account=party.account, cap=party.cap,
             secret=people[name].secret_bytes(), roster=roster, folder=folder,
             ids=party.ids if seed is not None else None, seed=seed,
         )  # fmt: skip
     for name in plan.servers:
         makers[name] = partial(_server, name, plan, people[name].secret_bytes(), roster, seed)
     return plan, Federation(coordinator, roster, makers)
+
+
+def _held(party: Party) -> Any:
+    return party.data if party.person is None else OfRecords(party.data, party.person)
 
 
 def _party(name: str, *args: Any, secret: bytes, **settings: Any) -> PartyCurator:
@@ -263,6 +280,8 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
             f"secure sums by {plan.secure}: noise variance {plan.variance_factor:.4g} times a trusted curator's",
             *notes,
         )
+    if plan.unit is Unit.PERSON:
+        notes = (f"people: {plan.multiplicity()}", *notes)
     if plan.local_batches():
         notes = (plan.local_batches(), *notes)
     if plan.trust == "curator":

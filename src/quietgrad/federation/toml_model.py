@@ -43,7 +43,7 @@ def _name(settings: dict[str, Any], where: str) -> str:
 
 def reading_of(data: Mapping[str, Any], task: str) -> dict[str, Any]:
     """The arguments of :func:`quietgrad.data.load` that a plan fixes."""
-    reading = {key: data[key] for key in ("classes", "label", "schema") if key in data}
+    reading = {key: data[key] for key in ("classes", "label", "schema", "person") if key in data}
     if task == "binary":
         reading.setdefault("classes", [0, 1])
     return {**reading, "n_features": data.get("features"), **({"task": task} if task == "regression" else {})}

@@ -34,9 +34,10 @@ _SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "federation": {
         "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
         "colluders": (int,), "servers": (int,), "spare": (int,), "cohort": (int,), "private": (bool,),
+        "parties_per_person": (int,), "combine": (str,), "records_per_person": (int,),
     },
     "coordinator": {"address": (str,), "timeout": (int, float), "grace": (int, float)},
-    "data": {"features": (int,), "classes": (list,), "label": (str,), "schema": (dict,)},
+    "data": {"features": (int,), "classes": (list,), "label": (str,), "schema": (dict,), "person": (str,)},
     "budget": {"epsilon": (int, float), "delta": (int, float), "relation": (str,)},
 }  # fmt: skip
 _PARTY: dict[str, tuple[type, ...]] = {"name": (str,), "records": (int,), "weight": (int, float)}
@@ -175,6 +176,8 @@ def _plan(content: dict[str, Any]) -> PlanFile:
         if "weights" in federation:
             raise ValueError("weights are given twice: in [federation] and for each party.")
         federation["weights"] = weights
+    if "person" in data:  # then the parties' records are numbers of people
+        federation["unit"] = "person"
     objective, model = objective_of(dict(content.get("objective", {})), data)
     host, port = _address(where.get("address", "127.0.0.1:7443"))
     return PlanFile(

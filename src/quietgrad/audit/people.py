@@ -1,0 +1,186 @@
+"""People of 1, 7 and 500 records under attack: exact probes of what one adds, of who is drawn, of whose ids are
+whose, and a distinguisher who sees every noisy sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.audit.distinguish import Claim, Finding, attack_profile
+from quietgrad.audit.neighbours import every_query, labels
+from quietgrad.audit.probes import probe_sensitivity
+from quietgrad.audit.report import AuditReport
+from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Gradient, Query
+from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
+from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.sampling import FullBatch, Poisson
+
+SIZES = (1, 7, 500)
+Grouping = Callable[[Any], People]
+Asking = Callable[..., Any]
+
+_FEATURES = 3
+_OTHERS = (1, 4, 9, 2, 20)  # records of everybody else
+
+
+def neighbouring_people(
+    loss: Any, relation: Relation, *, combine: Combine = "mean", seed: int = 0
+) -> Iterator[tuple[OfRecords, OfRecords]]:
+    """Pairs of tables that differ in one whole person: absent in the second, or another in their place.
+
+    Their records are all in one direction and far beyond any clip, overflow, differ in scale by hundreds of
+    octaves, or are plain; and they lie scattered among those of others.
+    """
+    rng = np.random.default_rng(seed)
+    ids = np.repeat(np.arange(len(_OTHERS)), _OTHERS)
+    X, y = rng.standard_normal((len(ids), _FEATURES)), labels(loss, rng, len(ids))
+    for size, kind in itertools.product(SIZES, ("aligned", "huge", "mixed", "plain")):
+        worlds = []
+        for one in range(2):
+            count = 0 if one and relation is Relation.ADD_REMOVE else size if not one else max(1, size // 3)
+            order = rng.permutation(len(ids) + count)
+            rows = np.vstack([X, _rows(rng, count, kind)])[order]
+            truth = np.concatenate([y, labels(loss, rng, count + 2)[:count]])[order]
+            whose = np.concatenate([ids, np.full(count, len(_OTHERS))])[order]
+            # People of both worlds are numbered alike, as curators who go by first records would not.
+            worlds.append(OfRecords((rows, truth), _numbered(whose, combine)))
+        yield worlds[0], worlds[1]
+
+
+def _numbered(whose: npt.NDArray[Any], combine: Combine) -> People:
+    starts = np.concatenate([[0], np.cumsum(np.bincount(whose))]).astype(np.int64)
+    return People(np.argsort(whose, kind="stable"), starts, combine)
+
+
+def _rows(rng: np.random.Generator, size: int, kind: str) -> npt.NDArray[np.float64]:
+    if kind == "aligned":
+        rows: npt.NDArray[np.float64] = np.tile(1e3 * rng.standard_normal(_FEATURES), (size, 1))
+        return rows
+    if kind == "huge":
+        return 1e200 * rng.standard_normal((size, _FEATURES))
+    if kind == "mixed":
+        return rng.standard_normal((size, _FEATURES)) * np.exp2(rng.integers(-300, 300, (size, 1)).astype(float))
+    return rng.standard_normal((size, _FEATURES))
+
+
+def probe_people(asking: Asking = OfPeople, losses: dict[str, Any] | None = None) -> Iterator[Finding]:
+    """Brute force over neighbours that differ in a person: every loss on tables, every query on sums of gradients.
+
+    >>> from quietgrad.objectives import Logistic
+    >>> {finding.verdict for finding in probe_people(losses={"logistic": Logistic()})}
+    {'pass'}
+    """
+    if losses is None:
+        from quietgrad.objectives.registry import TABLE_LOSSES
+
+        losses = {name: entry.make_example() for name, entry in TABLE_LOSSES.items()}
+    combines: tuple[Combine, ...] = ("mean", "sum")
+    for (name, loss), relation, combine in itertools.product(losses.items(), Relation, combines):
+        pairs = neighbouring_people(loss, relation, combine=combine)
+        what = f"people, {name}, {combine}, {relation}"
+        yield probe_sensitivity(asking(loss, combine), pairs, _asked, relation, what)
+
+
+def _asked(records: Any) -> Iterator[Query]:
+    """Every kind of query on sums of gradients and losses, seven to a point, at a near or a far point in turn."""
+    return itertools.islice(every_query(records), 7, 21, 2)
+
+
+def probe_drawn_people(asking: Asking = OfPeople, grouping: Grouping = People.of, *, releases: int = 64) -> Finding:
+    """Whether a sample holds people with all their records or not at all, each at the rate that was planned.
+
+    Everybody's records point along an axis of their own with a gradient of one bound: a coordinate of the sum is
+    then 0 or 1 for whoever is drawn as a whole, and something between for whoever is drawn in parts.
+    """
+    from quietgrad.objectives import Squared
+
+    sizes = np.array([1, 7, 50, 3, 2, 7, 1, 20])
+    ids, rate = np.repeat(np.arange(len(sizes)), sizes), 0.5
+    X = np.eye(len(sizes))[ids]
+    curator = CentralCurator(asking(Squared()), OfRecords((X, -np.ones(len(ids))), grouping(ids)))
+    slot = Slot("gradient", Poisson(rate), releases)
+    plan = Plan("probe", {}, Schedule((slot,)), len(sizes), None, 0.0, unit=Unit.PERSON)
+    session = curator.open(plan)
+    seen = np.stack([session.release("gradient", Gradient(np.zeros(len(sizes)), 1.0)) for _ in range(releases)])
+    whole = np.abs(seen - np.round(seen)).max()
+    far = float(np.abs(np.round(seen).mean(axis=0) - rate).max())
+    # Six deviations of a mean of coins: a false alarm in 10⁷ for all people together.
+    wrong = whole > 1e-9 or far > 6.0 * 0.5 / releases**0.5
+    note = "people are drawn in parts" if whole > 1e-9 else ""
+    return Finding("L0 sampling", "people", "whole", 0.0, float(whole), "violation" if wrong else "pass", note=note)
+
+
+_SUSPICIOUS: tuple[list[Any], ...] = (
+    [1, "1", 2], [1, 1.0, 2], [1, None, 2], [1.0, float("nan"), 2.0], ["a", "", "b"], ["é", "e\u0301", "x"],
+    ["a", " a", "b"], [True, 1, 2], [b"a", "a", "b"], [1.5, 2.5, 3.5],
+)  # fmt: skip
+_DISTINCT: tuple[list[Any], ...] = (
+    list(range(200)), [f"patient {k}" for k in range(200)], [2**60 + k for k in range(200)], ["a", "A", "b"],
+    [2**200 + k for k in range(9)], ["x" * 300 + c for c in "abc"],
+)  # fmt: skip
+
+
+def probe_ids(grouping: Grouping = People.of) -> Finding:
+    """Whether ids that may be one person's under two names are refused, and different people are never one."""
+    mistaken = 0
+    for ids in _SUSPICIOUS:
+        try:
+            grouping(ids)
+        except DataError:
+            continue
+        mistaken += 1
+    mistaken += sum(len(grouping(ids)) != len(ids) for ids in _DISTINCT)
+    mistaken += sum(len(grouping([*ids, *ids])) != len(ids) for ids in _DISTINCT)
+    verdict = "violation" if mistaken else "pass"
+    return Finding("L0 ids", "people", "mistaken", 0, mistaken, verdict)  # type: ignore[arg-type]
+
+
+def attack_person(size: int, runs: int, asking: Asking = OfPeople, *, relation: Relation) -> Finding:
+    """Tell from one noisy sum whether a person of ``size`` records, all beyond the clip, is in it."""
+    from quietgrad.objectives import Logistic
+
+    slot = Slot("gradient", FullBatch())
+    once = Plan("people", {}, Schedule((slot,)), 4, Budget(6.0, 1e-5, relation), 0.8, unit=Unit.PERSON)
+    rng, scores = np.random.default_rng(0), []
+    for sign in (1.0, 0.0 if relation is Relation.ADD_REMOVE else -1.0):
+        count = 0 if sign == 0.0 else size
+        ids = np.repeat(np.arange(4), [count, 2, 5, 600])
+        X = rng.standard_normal((len(ids), 2)) * 1e-3
+        X[:count] = [1e3 * sign, 0.0]
+        people = _numbered(np.unique(ids, return_inverse=True)[1], "mean")
+        curator = CentralCurator(asking(Logistic()), OfRecords((X, np.zeros(len(ids))), people), account="audit")
+        many = replace(once, schedule=Schedule((replace(slot, count=runs),)), n_public=len(people))
+        session = curator.open(many)
+        query = Gradient(np.zeros(2), 1.0)
+        scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
+    return attack_profile((scores[0], scores[1]), Claim(once), f"a person of {size} records, {relation}", 1e-6)
+
+
+def people_reports(runs: int) -> Iterator[AuditReport]:
+    """Everything above, as the audit reports it."""
+    for relation in Relation:
+        started = time.perf_counter()
+        plan = Plan("people", {}, Schedule((Slot("gradient", FullBatch()),)), 4, Budget(6.0, 1e-5, relation), 0.8)
+        found = [attack_person(size, max(400, runs // 2), relation=relation) for size in SIZES]
+        found += [probe_drawn_people(), probe_ids(), *(f for f in probe_people() if f.what.endswith(str(relation)))]
+        yield AuditReport(
+            algorithm="people",
+            relation=relation,
+            delta=1e-5,
+            epsilon_claimed=plan.epsilon(),
+            epsilon_lower=max(f.epsilon_lower for f in found),
+            confidence=1.0 - 1e-6,
+            runs=runs,
+            seconds=time.perf_counter() - started,
+            findings=tuple(found),
+        )

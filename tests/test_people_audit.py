@@ -1,0 +1,138 @@
+"""Ways to break people of several records, and the layer of the audit that notices each; sound code passes all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quietgrad.audit.distinguish import Finding
+from quietgrad.audit.people import attack_person, probe_drawn_people, probe_ids, probe_people
+from quietgrad.objectives import Logistic
+from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.people import OfPeople, OfRecords, People, PeopleRecords
+from quietgrad.objectives.tables import full_batch, table
+from quietgrad.privacy.budget import Relation
+
+LOSSES = {"logistic": Logistic(intercept=True)}
+
+
+class ClipsRecords(OfPeople):
+    """Clips every record on its own and adds them up."""
+
+    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        records: PeopleRecords = batch.records
+        rows = records.people.groups(batch.indices, batch.key).flat()[0]
+        self.loss.add(Batch(records.rows, rows), points, rule, out)
+
+
+class DrawsRecords(OfPeople):
+    """Takes every record for a person of its own, so that records are drawn."""
+
+    def prepare(self, data: Any) -> PeopleRecords:
+        held = super().prepare(data)
+        n = len(held.people.order)
+        return PeopleRecords(held.rows, People(np.arange(n), np.arange(n + 1)))
+
+
+class ClipsHalves(OfPeople):
+    """Splits a person over two micro-batches, each clipped as if it were a person."""
+
+    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        records: PeopleRecords = batch.records
+        rows, starts = records.people.groups(batch.indices, batch.key).flat()
+        cuts = np.unique(np.concatenate([starts, (starts[:-1] + starts[1:]) // 2]))
+        halves = People(rows, cuts, records.people.combine)
+        super().add(Batch(PeopleRecords(records.rows, halves), None), points, rule, out)
+
+
+class CountsTwice(OfPeople):
+    """Counts whoever has two records or more in two micro-batches, once in each."""
+
+    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        super().add(batch, points, rule, out)
+        people = batch.records.people
+        who = np.arange(len(people)) if batch.indices is None else batch.indices
+        super().add(batch._replace(indices=who[people.sizes[who] > 1]), points, rule, out)
+
+
+def by_hash(ids: Any) -> People:
+    """Groups by a hash of the id, of a few bits."""
+    return People.of([hash(str(i)) % 64 for i in ids])
+
+
+def as_texts(ids: Any) -> People:
+    """Makes texts of whatever is given."""
+    return People.of([str(i) for i in ids])
+
+
+def exactly(ids: Any) -> People:
+    """Groups by equality and asks nothing: None is somebody, é is two people."""
+    known: dict[Any, int] = {}
+    return People.of([known.setdefault(repr(i), len(known)) for i in ids])
+
+
+def sensitivity(asking: Any = OfPeople) -> list[Finding]:
+    return list(probe_people(asking, LOSSES))
+
+
+def told_apart(asking: Any = OfPeople) -> list[Finding]:
+    return [attack_person(7, 2000, asking, relation=relation) for relation in Relation]
+
+
+TABLE: list[tuple[str, Callable[..., list[Finding]], Any, str]] = [
+    ("clips records", sensitivity, ClipsRecords, "L0 sensitivity"),
+    ("clips records", told_apart, ClipsRecords, "L2"),
+    ("draws records", sensitivity, DrawsRecords, "L0 sensitivity"),
+    ("clips halves", sensitivity, ClipsHalves, "L0 sensitivity"),
+    ("counts twice", sensitivity, CountsTwice, "L0 sensitivity"),
+    ("counts twice", told_apart, CountsTwice, "L2"),
+    ("draws records", lambda how=OfPeople: [probe_drawn_people(how)], DrawsRecords, "L0 sampling"),
+    ("hashes collide", lambda how=People.of: [probe_ids(how)], by_hash, "L0 ids"),
+    ("1 is '1'", lambda how=People.of: [probe_ids(how)], as_texts, "L0 ids"),
+    ("nothing is asked of ids", lambda how=People.of: [probe_ids(how)], exactly, "L0 ids"),
+]
+
+
+@pytest.mark.parametrize(("bug", "probe", "how", "layer"), TABLE, ids=[f"{b[0]}, {b[3]}" for b in TABLE])
+def test_every_known_bug_is_noticed(bug: str, probe: Any, how: Any, layer: str) -> None:
+    found = probe(how)
+    assert any(finding.layer == layer and finding.verdict == "violation" for finding in found), bug
+
+
+@pytest.mark.parametrize("probe", [TABLE[k][1] for k in (0, 1, 6, 7)])
+def test_sound_code_is_not_accused(probe: Any) -> None:
+    assert {finding.verdict for finding in probe()} == {"pass"}
+
+
+def test_a_block_that_ends_within_a_person_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full batch is summed in blocks; one that clips what it has of a person at its end is caught."""
+    monkeypatch.setattr(table, "_BLOCK", 600)
+    assert {finding.verdict for finding in sensitivity()} == {"pass"}
+    true = full_batch.PersonSum.add
+
+    def forgets(self: Any, block: Any, residuals: Any, before: Any) -> None:
+        true(self, block, residuals, before)
+        if self._unfinished:
+            begin = np.searchsorted(self._starts, self._at, "right") - 1
+            self._close([part[None].copy() for part in self._unfinished], self._starts[begin : begin + 2])
+            self._unfinished = []
+
+    monkeypatch.setattr(full_batch.PersonSum, "add", forgets)
+    assert "violation" in {finding.verdict for finding in sensitivity()}
+
+
+def test_colliding_people_are_more_than_one_under_add_remove() -> None:
+    """Why ids are never hashed to group them: of two people taken for one, each moves the sum by up to 2C."""
+    loss = Logistic()
+    asked, point, rule = OfPeople(loss), np.zeros(2), Rule.gradient(1.0)
+    sums = []
+    for rows in (2, 1):
+        X = np.array([[1e3, 0.0], [-3e3, 0.0]])[:rows]
+        records = asked.prepare(OfRecords((X, np.zeros(rows)), People(np.arange(rows), np.array([0, rows]))))
+        out = np.zeros(2)
+        asked.add(Batch(records, None), (point,), rule, out)
+        sums.append(out)
+    assert np.linalg.norm(sums[0] - sums[1]) > 1.9 * rule.bound
