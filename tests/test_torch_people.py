@@ -92,7 +92,7 @@ def by_hand(model: nn.Module, points: Any, x: Tensor, y: Tensor, rule: Rule, ids
     shapes = [p.shape for p in model.parameters()]
 
     def gradient(theta: Tensor, row: int) -> Tensor:
-        parts = theta.split([shape.numel() for shape in shapes])
+        parts = torch.split(theta, [shape.numel() for shape in shapes])
         params = {
             name: part.view(shape).clone().requires_grad_()
             for name, part, shape in zip(names, parts, shapes, strict=True)
@@ -374,8 +374,8 @@ def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(combine: str, cut:
     assert {int(p): int((ids[rows] == p).sum()) for p in np.unique(ids[rows])} == counts  # with all their records
     assert len(loader) == -(-people // 12)
     optimizer.zero_grad()
-    for part in torch.arange(len(rows)).split(cut or len(rows)):
-        nn.functional.cross_entropy(made(batch[0][part].double()), batch[1][part]).backward()
+    for part in torch.split(torch.arange(len(rows)), cut or len(rows)):
+        torch.autograd.backward(nn.functional.cross_entropy(made(batch[0][part].double()), batch[1][part]))
     optimizer.step()
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     owners = ids[rows.numpy()]
@@ -396,7 +396,7 @@ def test_a_loop_is_about_people_and_says_so() -> None:
     for _ in range(2):
         for rows, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(made(rows), labels).backward()
+            torch.autograd.backward(nn.functional.cross_entropy(made(rows), labels))
             optimizer.step()
             assert len(rows) <= 2 * len(np.unique(ids))
     assert "per person" in str(loader.privacy)
