@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quietgrad.objectives.networks.contributions import Combination, Record, Workspace
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.objectives.networks.layers import kernel_for
-from quietgrad.objectives.networks.tape import Call, backpropagate
+from quietgrad.objectives.networks.tape import Call, Recording
 from quietgrad.torch.clipping import clipped_difference_sum, clipped_gradient_sum
 
 STRATEGIES: list[Strategy] = ["auto", "factored", "functional"]
@@ -93,7 +93,11 @@ def recorded(engine: PerExampleEngine, point: Tensor, x: Tensor, y: Tensor) -> l
 
     units = next(iter(engine._ways.values())).units
     assert units is not None
-    backpropagate(engine.module, engine.loss_fn, engine.unflatten(point), x, y, units, receive)
+    recording = Recording(
+        engine.module, engine.unflatten(point), len(x), lambda: engine.loss_fn(engine.module(x), y), units, receive,
+        lambda numbers: None,
+    )  # fmt: skip
+    recording.backward([recording.result], [torch.ones(len(x))])
     return records
 
 

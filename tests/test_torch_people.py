@@ -44,6 +44,19 @@ class Sentences(nn.Module):
         return result
 
 
+class Words(nn.Module):
+    """A table large enough to be measured by Gram matrices, and the last layer's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 24)
+        self.out = nn.Linear(24, 300)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(torch.tanh(self.table(x)).mean(1)))
+
+
 class Visits(nn.Module):
     """A recurrent layer, which has no kernel."""
 
@@ -73,6 +86,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "perceptron": (perceptron, lambda n: torch.randn(n, 5)),
     "convolutions": (convolutions, lambda n: torch.randn(n, 2, 8, 8)),
     "tied transformer": (Sentences, lambda n: torch.randint(0, 11, (n, 6))),
+    "tied table": (Words, lambda n: torch.randint(0, 40, (n, 3))),
     "recurrent": (Visits, lambda n: torch.randn(n, 4, 3)),
 }
 
@@ -360,13 +374,18 @@ def private(model: nn.Module, **settings: Any) -> Any:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("combine", "cut"), [("mean", None), ("sum", None), ("mean", 5), ("sum", 1)])
-def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(combine: str, cut: int | None) -> None:
+@pytest.mark.parametrize(
+    ("combine", "cut", "micro_batch"),
+    [("mean", None, None), ("sum", None, None), ("sum", None, 4), ("mean", 5, None), ("sum", 1, 4)],
+)
+def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(
+    combine: str, cut: int | None, micro_batch: int | None
+) -> None:
     """In one call of the model or in pieces that cut through people, whose gradient is then clipped as one."""
     x, y, ids = visits()
     model = perceptron().double()
     people = len(np.unique(ids))
-    made, optimizer, loader = private(model, person=ids, combine=combine, micro_batch=4)
+    made, optimizer, loader = private(model, person=ids, combine=combine, micro_batch=micro_batch)
     theta = torch.cat([p.detach().flatten() for p in model.parameters()])
     batch = next(iter(loader))
     rows = torch.tensor([int((x == row).all(1).nonzero()) for row in batch[0].detach().as_subclass(Tensor)])

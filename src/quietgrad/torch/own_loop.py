@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.tape import mapped, select, tensors_of
-from quietgrad.objectives.networks.ways import joined
+from quietgrad.objectives.networks.ways import Recorded, joined
 from quietgrad.objectives.people import PeopleRecords
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Unit
@@ -197,8 +197,9 @@ class PrivateLoop:
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         keys = self._keys(self._now).rows(owners.places.numpy())
+        recorded = self._recorded(args, keys)
         with torch.no_grad():
-            output = outputs_of(self.engine, args, keys)
+            output = outputs_of(self.engine, args, keys) if recorded is None else recorded.output
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
@@ -212,8 +213,17 @@ class PrivateLoop:
             return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
-        self._pieces.append(_Piece(args, leaves, owners, keys))
+        state = _state(self._params().values(), tensors_of((args, output))) if recorded is not None else ()
+        self._pieces.append(_Piece(args, leaves, owners, keys, recorded, state))
         return wrapped
+
+    def _recorded(self, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
+        """A forward pass that needs no second one for the step; of one piece of a sample, so that memory holds."""
+        if not len(keys.indices) or any(piece.recorded is not None for piece in self._pieces):
+            return None
+        if not self.engine.planned:
+            _plan(self.engine, args)
+        return self.engine.record(args, keys)
 
     def write_gradients(self) -> None:
         """Release the noisy clipped sum of the current sample and make it the parameters' gradients."""
@@ -310,6 +320,8 @@ class _Piece:
     leaves: list[Tensor]
     owners: Owners
     keys: RecordKeys
+    recorded: Recorded | None = None
+    state: tuple[int, ...] = ()  # of what the recording depends on: a change in place makes it another function's
 
     @property
     def has_gradient(self) -> bool:
@@ -336,15 +348,35 @@ class _FromOutputs:
 
     def sum_into(self, objective: Any, batch: Batch, out: Tensor) -> None:
         engine, rule = self.loop.engine, Rule.gradient(self.loop.clip)
-        if self.persons is None:
-            norms = [
-                engine.add((self.theta,), piece.args, self._grads(piece), rule, out, piece.keys)
-                for piece in self.pieces
-            ]
-        else:
-            norms = list(self._people(engine, self.persons, rule, out))
-        if not all(bool(each.isfinite().all()) for each in norms):
+        if not all(bool(norms.isfinite().all()) for norms in list(self._sums(engine, rule, out))):
             private_log.info("contributions of a release were not finite and counted as zero")
+
+    def _sums(self, engine: PerExampleEngine, rule: Rule, out: Tensor) -> Iterator[Tensor]:
+        """Everyone once: who is in one piece from that piece, others from all theirs before they are clipped."""
+        if self.persons is None:
+            for piece in self.pieces:
+                if not self._add_recorded(piece, out):
+                    yield engine.add((self.theta,), piece.args, self._grads(piece), rule, out, piece.keys)
+            return
+        factors = self.persons.factors
+        owners = [self.persons.owners[piece.owners.places.numpy()] for piece in self.pieces]
+        everyone, counts = np.unique(np.concatenate([np.unique(own) for own in owners]), return_counts=True)
+        several = everyone[counts > 1]
+        for piece, own in zip(self.pieces, owners, strict=True):
+            rows = np.flatnonzero(~np.isin(own, several))
+            if not len(rows):
+                continue
+            people, number = np.unique(own[rows], return_inverse=True)
+            whose = Persons(number.reshape(-1), factors[people])
+            if len(rows) < len(own) or not self._add_recorded(piece, out, whose):
+                yield engine.add((self.theta,), *self._rows(piece, rows), rule, out, piece.keys.rows(rows), whose)
+        for person in several.tolist():
+            whole = engine.nothing(rule)
+            for piece, own in zip(self.pieces, owners, strict=True):
+                if len(rows := np.flatnonzero(own == person)):
+                    part = self._rows(piece, rows)
+                    engine.add_unclipped((self.theta,), *part, rule, whole, piece.keys.rows(rows))
+            yield engine.add_whole(whole, factors[person], rule, out)
 
     def _grads(self, piece: _Piece) -> tuple[Tensor, ...]:
         # A mean over the piece's examples is undone by its own length, whatever that is.
@@ -353,29 +385,22 @@ class _FromOutputs:
             torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
         )
 
-    def _people(self, engine: PerExampleEngine, persons: Persons, rule: Rule, out: Tensor) -> Iterator[Tensor]:
-        """Everyone once: who is in one piece from that piece, others from all theirs before they are clipped."""
-        owners = [persons.owners[piece.owners.places.numpy()] for piece in self.pieces]
-        everyone, counts = np.unique(np.concatenate([np.unique(own) for own in owners]), return_counts=True)
-        several = everyone[counts > 1]
-        for piece, own in zip(self.pieces, owners, strict=True):
-            rows = np.flatnonzero(~np.isin(own, several))
-            if len(rows):
-                people, number = np.unique(own[rows], return_inverse=True)
-                whose = Persons(number.reshape(-1), persons.factors[people])
-                x, y, keys = self._rows(piece, rows)
-                yield engine.add((self.theta,), x, y, rule, out, keys, whose)
-        for person in several.tolist():
-            whole = engine.nothing(rule)
-            for piece, own in zip(self.pieces, owners, strict=True):
-                if len(rows := np.flatnonzero(own == person)):
-                    x, y, keys = self._rows(piece, rows)
-                    engine.add_unclipped((self.theta,), x, y, rule, whole, keys)
-            yield engine.add_whole(whole, persons.factors[person], rule, out)
-
-    def _rows(self, piece: _Piece, rows: Any) -> tuple[Any, Any, RecordKeys]:
+    def _rows(self, piece: _Piece, rows: Any) -> tuple[Any, Any]:
         where = torch.from_numpy(rows)
-        return select(piece.args, where), select(self._grads(piece), where), piece.keys.rows(rows)
+        return select(piece.args, where), select(self._grads(piece), where)
+
+    def _add_recorded(self, piece: _Piece, out: Tensor, persons: Persons | None = None) -> bool:
+        recorded, piece.recorded = piece.recorded, None
+        if recorded is None:
+            return False
+        loop = self.loop
+        if piece.state != _state(loop._params().values(), tensors_of((piece.args, recorded.output))):
+            return False
+        return loop.engine.add_recorded(recorded, self._grads(piece), loop.clip, out, persons)
+
+
+def _state(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in (*params, *tensors))
 
 
 def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:

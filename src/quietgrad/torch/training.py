@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from quietgrad.training.progress import SpentSoFar
 from quietgrad.training.progress import progress as progress_bar
 from quietgrad.training.result import Result
 from quietgrad.vectors import norm
+
+log = logging.getLogger("quietgrad")
 
 __all__ = ["fit", "resume"]
 
@@ -123,6 +126,7 @@ def fit(
             algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier, unit=unit
         )
         within, plan = _within_budget(algorithm, plan)
+        _log_fallbacks(objective)
         with watch.watching(plan) as callback:
             return training.minimize(
                 shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap,
@@ -213,6 +217,16 @@ def _train(
         metrics = {**watch.scores, "private": False, "computed_by": "evaluate, without noise"}
         result = dataclasses.replace(result, metrics=metrics)
     return result
+
+
+def _log_fallbacks(objective: ModuleObjective) -> None:
+    """One line, if part of the model has no kernel."""
+    found = objective.engine.fallbacks
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        log.warning(
+            "without a kernel, and slower: %s%s; quietgrad.torch.explain tells what it costs.", found[0], more
+        )
 
 
 def _within_budget(algorithm: Algorithm, plan: Plan) -> tuple[Any, Plan]:

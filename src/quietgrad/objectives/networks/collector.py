@@ -14,23 +14,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quietgrad.objectives.networks.anatomy import Plan
 from quietgrad.objectives.networks.contributions import (
     Combination,
     Contribution,
     Record,
-    Stored,
-    TokenSums,
     Workspace,
     Written,
 )
-from quietgrad.objectives.networks.fallback import module_gradients
-from quietgrad.objectives.networks.outer import OuterProducts
+from quietgrad.objectives.networks.fallback import met_gradients, module_gradients
+from quietgrad.objectives.networks.joint import Joint
+from quietgrad.objectives.networks.meetings import Meetings
+from quietgrad.objectives.networks.places import Place, parted
 from quietgrad.objectives.networks.tape import (
     Batch,
     Call,
     LossFunction,
+    Recording,
     Unit,
-    backpropagate,
+    batch_length,
+    per_example_losses,
     tensors_of,
 )
 
@@ -54,29 +57,43 @@ class Collector:
     def __init__(
         self,
         network: Network,
-        units: Sequence[Unit],
+        plan: Plan,
         mix: Combination,
         space: Workspace,
         drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.network = network
         self.drawing = drawing  # entered anew at each point: both draw the same
-        self.units = units
+        self.plan = plan
         self.mix = mix
         self.space = space
-        space.reset()
         self.pieces: list[Piece] = []
-        self.joint: dict[int, Stored] = {}
+        self.no_space = Workspace(0.0, torch.empty(0, dtype=space.dtype))
+        self.joint: dict[int, Joint] = {}
         self.uses: dict[int, int] = {}
         self.batch: set[int] = set()
         self.before: dict[tuple[Unit, int], Record | Written | dict[str, Tensor]] = {}
 
     def collect(self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch) -> list[Piece]:
         """Contributions of all parameters to the combination of g_i(θ) and g_i(θ′)."""
-        self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
         if previous is not None:
-            self._run(previous, x, y, self._remember)
-        self._run(theta, x, y, self._receive)
+            self._take(previous, x, y, self._remember)
+        self._take(theta, x, y, self._receive)
+        return self._gathered()
+
+    def record(self, theta: Tensor, x: Batch) -> Recording:
+        """A forward pass at one point, whose outputs' gradients are to be given to :meth:`finish`."""
+        self.batch = {tensor.data_ptr() for tensor in tensors_of(x)}
+        module = self.network.module
+        return self._run(theta, x, lambda: module(*_args(x)), self._receive)
+
+    def finish(self, recording: Recording, grads: Sequence[Tensor]) -> list[Piece]:
+        """Contributions of all parameters to the gradient of ⟨grads_i, output_i⟩, example by example."""
+        outputs = [tensor for tensor in tensors_of(recording.result) if tensor.is_floating_point()]
+        recording.backward(outputs, grads)
+        return self._gathered()
+
+    def _gathered(self) -> list[Piece]:
         if self.before:
             unit, _ = next(iter(self.before))
             raise RuntimeError(
@@ -85,13 +102,31 @@ class Collector:
             )
         return self.pieces
 
-    def _run(
+    def _take(
         self, point: Tensor, x: Batch, y: Batch, receive: Callable[[Call, Mapping[str, Tensor]], None]
     ) -> None:
+        module, loss_fn = self.network.module, self.network.loss_fn
+        self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
+        recording = self._run(point, x, lambda: per_example_losses(loss_fn, module(*_args(x)), x, y), receive)
+        recording.backward([recording.result], [torch.ones_like(recording.result)])
+
+    def _run(
+        self,
+        point: Tensor,
+        x: Batch,
+        run: Callable[[], Any],
+        receive: Callable[[Call, Mapping[str, Tensor]], None],
+    ) -> Recording:
         params = self.network.unflatten(point.detach())
-        backpropagate(
-            self.network.module, self.network.loss_fn, params, x, y, self.units,
+        raw = {name: params[name].detach().requires_grad_() for name in self.plan.raw}
+        params |= raw
+        meetings = self.plan.meetings
+        if not self.pieces and not self.before:
+            self.space.reset(self.plan.written_out(self.mix.families) * batch_length(x))
+        return Recording(
+            self.network.module, params, batch_length(x), run, self.plan.layers,
             lambda call: receive(call, params), self._count, self.drawing,
+            (lambda tape: Meetings(meetings, raw, tape)) if raw else nullcontext,
         )  # fmt: skip
 
     def _count(self, numbers: Mapping[Unit, int]) -> None:
@@ -105,7 +140,7 @@ class Collector:
         # A layer that reads the batch itself sees the same input at both points: cheaper taken together.
         if isinstance(content, Record) and content.input.data_ptr() not in self.batch:
             assert call.unit.kernel is not None
-            content = call.unit.kernel.remember(content, self.mix, self.space, call.unit.slots)
+            content = call.unit.kernel.remember(content, self.mix, self._space(call.unit), call.unit.slots)
         self.before[call.unit, call.number] = content
 
     def _receive(self, call: Call, params: Mapping[str, Tensor]) -> None:
@@ -115,7 +150,7 @@ class Collector:
             assert call.unit.kernel is not None
             assert not isinstance(before, dict)
             kernel, wanted = call.unit.kernel, call.unit.slots
-            for name, piece in kernel.contributions(now, before, self.mix, self.space, wanted):
+            for name, piece in kernel.contributions(now, before, self.mix, self._space(call.unit), wanted):
                 self._put(call.unit.slots[name], piece)
             return
         for name, value in now.items():
@@ -128,15 +163,17 @@ class Collector:
     def _content(self, call: Call, params: Mapping[str, Tensor]) -> Record | dict[str, Tensor]:
         """What the unit's gradient is made of: input and output gradient, or the fallback's gradients."""
         dtype = self.space.dtype
-        if call.unit.kernel is None:
-            own = {name: self._own(params, slot) for name, slot in call.unit.slots.items()}
-            return {k: v.to(dtype).flatten(1) for k, v in module_gradients(call, own).items()}
+        unit = call.unit
+        if unit.kernel is None:
+            if unit.module is None:
+                found = met_gradients(call, {name: params[name] for name in unit.slots})
+            else:
+                found = module_gradients(call, {name: self._own(params, slot) for name, slot in unit.slots.items()})
+            return {k: v.to(dtype).reshape(len(v), -1) for k, v in found.items()}
         (grad,) = call.output_grads
         assert grad is not None
         given = call.args[0] if call.args else next(iter(call.kwargs.values()))
-        given, axis = given.detach(), call.unit.input_dims[0]
-        if axis:
-            given, grad = given.movedim(axis, 0), grad.movedim(axis, 0)
+        given, grad = _in_front(given.detach(), unit.inputs[0], call), _in_front(grad, unit.outputs[0], call)
         return Record(given.to(dtype) if given.is_floating_point() else given, grad.to(dtype))
 
     def _own(self, params: Mapping[str, Tensor], slot: slice) -> Tensor:
@@ -147,18 +184,26 @@ class Collector:
             self.pieces.append((slot, piece))
             return
         # A parameter that is used several times: its vectors add up before they have a norm.
-        whole = _written_out(piece)
-        if slot.start in self.joint:
-            self.joint[slot.start].join(whole)
-        else:
-            self.joint[slot.start] = whole
-            self.pieces.append((slot, whole))
+        if slot.start not in self.joint:
+            self.joint[slot.start] = Joint(slot.stop - slot.start)
+            self.pieces.append((slot, self.joint[slot.start]))
+        self.joint[slot.start].add(piece)
+
+    def _space(self, unit: Unit) -> Workspace:
+        """Memory to write vectors out; none where several uses add up: their factors are kept."""
+        several = any(self.uses[slot.start] > 1 for slot in unit.slots.values())
+        return self.no_space if several else self.space
 
 
-def _written_out(piece: Contribution) -> Stored:
-    if isinstance(piece, OuterProducts):
-        return piece.stored()
-    if isinstance(piece, TokenSums):
-        return piece.dense()
-    assert isinstance(piece, Stored)
-    return piece
+def _args(x: Batch) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x
+
+
+def _in_front(value: Tensor, place: Place | None, call: Call) -> Tensor:
+    """The examples' axis first; an example's k rows, if folded into it, are further positions."""
+    assert place is not None
+    if not place.folded:
+        return value.movedim(place.axis, 0) if place.axis else value
+    value, axis = parted(value, place, call.examples)
+    assert axis is not None
+    return value.movedim(axis, 0)

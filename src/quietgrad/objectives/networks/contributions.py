@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quietgrad.objectives.networks import passes
 from quietgrad.objectives.networks.persons import Alike, Persons
 
 __all__ = [
@@ -104,6 +105,10 @@ class Contribution(Protocol):
         """
         ...
 
+    def held(self) -> int:
+        """Bytes of memory that it keeps."""
+        ...
+
 
 class Workspace:
     """Memory for per-example vectors, kept from step to step so that no step pays for fresh pages.
@@ -117,13 +122,14 @@ class Workspace:
         self._like = like
         self._capacity = limit / like.element_size()
         self._slabs: list[Tensor] = []
-        self._used = self._slab = self._offset = 0
+        self._used = self._slab = self._offset = self._reserved = 0
 
-    def reset(self) -> None:
-        """Take everything back."""
-        if sum(map(len, self._slabs)) > 1.5 * self._used + _SLAB:
+    def reset(self, reserved: int = 0) -> None:
+        """Take everything back. ``reserved`` numbers are kept elsewhere, and count."""
+        if sum(map(len, self._slabs)) > 1.5 * (self._used - self._reserved) + _SLAB:
             self._slabs.clear()
-        self._used = self._slab = self._offset = 0
+        self._slab = self._offset = 0
+        self._used = self._reserved = reserved
 
     def take(self, *shape: int) -> Tensor | None:
         """Uninitialised memory, or None if the limit is reached."""
@@ -151,6 +157,10 @@ class Stored:
         self.values = self.values + other.values  # not in place: the values may be views of the tape
         self._squares = None
 
+    def held(self) -> int:
+        """Bytes."""
+        return self.values.numel() * self.values.element_size()
+
     def squared_norms(self) -> Tensor:
         """Sums of squares."""
         return squares_of(self.values).T if self._squares is None else self._squares
@@ -158,6 +168,9 @@ class Stored:
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """A matrix–vector product in float64, some rows at a time so that the wider copy stays in the cache."""
         rows, weights = self.values.flatten(0, 1), weights.T.flatten().double()
+        if passes.takes(rows) and out.is_contiguous():
+            passes.add_rows(rows, weights, out)
+            return
         if rows.dtype == torch.float64:
             out.addmv_(rows.T, weights)
             return
@@ -178,6 +191,10 @@ class TokenSums:
         self.values = values  # (examples, positions, families, width)
         self.rows = rows
         self._persons = persons
+
+    def held(self) -> int:
+        """Bytes."""
+        return self.values.numel() * self.values.element_size()
 
     def squared_norms(self) -> Tensor:
         """A token that occurs twice in an example, or in a person's records, adds up before it is squared.
@@ -212,6 +229,11 @@ class TokenSums:
         """The same rows, looked at person by person."""
         return TokenSums(self.tokens, self.values, self.rows, persons)
 
+    def of(self, group: Alike) -> TokenSums:
+        """Those of a group of people: somebody's tokens are those of all their records."""
+        tokens, values = group.of(self.tokens, blank=False), group.of(self.values)
+        return TokenSums(tokens.flatten(1, 2), values.flatten(1, 2), self.rows)
+
     def _owners(self) -> tuple[int, int, Tensor]:
         """How many examples or people there are, the most positions one has, and whose each example is."""
         examples, positions = self.tokens.shape
@@ -233,36 +255,42 @@ class Groups:
     """Vectors of people, a group with about as many records at a time; only that group's rows are copied.
 
     Args:
+        examples: what they are made of.
         make: the contribution of a group's people.
-        whole: the examples they are made of, if a weighted sum of those is one of the very vectors measured.
+        from_factors: whether a weighted sum of the examples is one of the very vectors measured.
     """
 
     def __init__(
         self,
         persons: Persons,
-        families: int,
         groups: Sequence[Alike],
+        examples: Contribution,
         make: Callable[[Alike], Contribution],
-        whole: Contribution | None,
+        *,
+        from_factors: bool = False,
     ) -> None:
         self.persons = persons
-        self.families = families
         self.groups = groups
+        self.examples = examples
         self.make = make
-        self.whole = whole
+        self.from_factors = from_factors
+
+    def held(self) -> int:
+        """Bytes."""
+        return self.examples.held()
 
     def squared_norms(self) -> Tensor:
         """Everyone's, from their group."""
-        device = self.groups[0].people.device
-        squares = torch.empty((len(self.persons), self.families), dtype=torch.float64, device=device)
-        for group in self.groups:
-            squares[group.people] = self.make(group).squared_norms()
+        found = [self.make(group).squared_norms() for group in self.groups]
+        squares = found[0].new_empty((len(self.persons), found[0].shape[1]))
+        for group, part in zip(self.groups, found, strict=True):
+            squares[group.people] = part
         return squares
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """All examples at once, or group after group."""
-        if self.whole is not None:
-            self.whole.add_weighted(weights[self.persons.numbers(weights.device)], out)
+        if self.from_factors:
+            self.examples.add_weighted(weights[self.persons.numbers(weights.device)], out)
             return
         for group in self.groups:
             self.make(group).add_weighted(weights[group.people], out)
@@ -279,6 +307,8 @@ def squares_of(vectors: Tensor) -> Tensor:
     """
     rows = vectors.reshape(-1, vectors.shape[-1])
     count, width = rows.shape
+    if passes.takes(rows):
+        return passes.row_squares(rows).view(vectors.shape[:-1])
     squares = rows.new_zeros(count, dtype=torch.float64)
     size = max(1, _CACHED // max(1, width))
     for start in range(0, count, size):

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
-from quietgrad.objectives.networks.collector import Network
+from quietgrad.objectives.networks.collector import Network, Piece
 from quietgrad.objectives.networks.contributions import Combination, Workspace, squares_of
 from quietgrad.objectives.networks.held_generators import refuse_held_generators
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
-from quietgrad.objectives.networks.ways import Way, choose_way
+from quietgrad.objectives.networks.ways import Recorded, Way, choose_way
 
 __all__ = ["PerExampleEngine", "Strategy", "clip_weights", "positive"]
 
@@ -50,6 +50,10 @@ def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
     return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
 
 
+# Bytes that what has no kernel may take in any case: with less, a class token would cost a pass for each example.
+_LEAST = 16e6
+
+
 class PerExampleEngine:
     """Per-example gradients of `module` as sums over a batch, on one flat parameter vector θ.
 
@@ -57,8 +61,8 @@ class PerExampleEngine:
         module: any torch module; layers that mix examples (BatchNorm) are refused.
         loss_fn: loss_fn(output, y) → one loss per example, shape (B,).
         memory_budget: bytes of per-example gradients kept at a time. What does not fit is computed from
-            factors: less memory, somewhat more time.
-        micro_batch: examples per pass; None: the whole batch, except in fallbacks that would exceed the budget.
+            factors: less memory, somewhat more time. What has no kernel is written out, in passes that fit.
+        micro_batch: most examples per pass; None: as many as fit.
         strategy: "auto"; "factored" never keeps per-example gradients (the low-memory mode); "functional" is
             vmap(grad) over the whole model, the slow reference.
 
@@ -312,16 +316,7 @@ class PerExampleEngine:
         persons: Persons | None,
     ) -> Tensor:
         pieces = way.pieces(theta, previous, x, y, mix, keys)
-        factors = theta.new_ones((batch_length(x), 1), dtype=torch.float64)
-        if persons is not None and not persons.single:
-            for place, (where, piece) in enumerate(pieces):
-                pieces[place] = where, piece.together(persons)
-            factors = torch.from_numpy(persons.factors).to(theta.device)[:, None]
-        squares = factors.new_zeros((len(factors), mix.families))
-        for _, piece in pieces:
-            squares += piece.squared_norms()
-        # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
-        norms = squares.sqrt() * factors
+        norms, factors = _norms(pieces, batch_length(x), mix, persons)
         finite = norms.isfinite().all(1)
         if not finite.all():
             # 0 · inf is not 0, so the sum is formed again without these examples; the others draw as before.
@@ -333,14 +328,37 @@ class PerExampleEngine:
                 rest = select(x, kept), select(y, kept)
                 self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(rows), others)
             return norms
-        weights = weigh(norms) * factors  # in float64: C/‖v_i‖ may be below the range of float32
-        total = out if out.dtype == torch.float64 else torch.zeros_like(theta, dtype=torch.float64)
-        while pieces:
-            where, piece = pieces.pop()
-            piece.add_weighted(weights, total[where])
-        if total is not out:
-            out += total
+        _add_pieces(pieces, weigh(norms) * factors, out)
         return norms
+
+    def record(self, x: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
+        """The module's output at its own parameters, for :meth:`add_recorded`; None if it takes several passes."""
+        way, mix = self.way(x, ()), Combination(gradient=True, change=False)
+        most = self._pass_size(way, mix)
+        if most is not None and most < len(keys.indices):
+            return None
+        return way.record(self.flatten(dict(self.module.named_parameters())), x, mix, keys)
+
+    @torch.no_grad()
+    def add_recorded(
+        self,
+        recorded: Recorded,
+        grads: Sequence[Tensor],
+        clip: float,
+        out: Tensor,
+        persons: Persons | None = None,
+    ) -> bool:
+        """out += Σ clip_C(∇⟨grads_i, output_i⟩), of examples or of ``persons``.
+
+        False, and nothing added, if one of them is not finite.
+        """
+        mix = Combination(gradient=True, change=False)
+        pieces = recorded.pieces(grads)
+        norms, factors = _norms(pieces, len(grads[0]), mix, persons)
+        if not norms.isfinite().all():
+            return False
+        _add_pieces(pieces, _weighing(positive(Rule.gradient(clip)), mix, self.dtype)(norms) * factors, out)
+        return True
 
     @property
     def planned(self) -> bool:
@@ -366,10 +384,23 @@ class PerExampleEngine:
         return self._ways[key]
 
     def _pass_size(self, way: Way, mix: Combination) -> int | None:
-        if self.micro_batch is not None or way.units is not None:
+        numbers = (mix.families + 1) * self.dim if way.plan is None else 2 * way.plan.written_out(mix.families)
+        if numbers == 0:
             return self.micro_batch
-        row = (mix.families + 1) * self.dim * torch.finfo(self.dtype).bits // 8
-        return max(1, int(self.memory_budget // row))
+        most = max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
+        return most if self.micro_batch is None else min(most, self.micro_batch)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """What is not done by kernels, and why, in the modes that were asked for."""
+        found = []
+        for way in self._ways.values():
+            if way.plan is None:
+                how = "vmap over the whole model" if way.vectorised else "one example at a time"
+                found.append(f"the model by {how}: {way.why}")
+            else:
+                found += [f"{unit.name!r}: {unit.why}" for unit in way.plan.units if unit.why]
+        return found
 
     def _check(self, theta: Tensor, previous: Tensor | None, out: Tensor) -> None:
         for name, vector in (("theta", theta), ("previous", previous), ("out", out)):
@@ -388,6 +419,31 @@ def _mixing(rule: Rule) -> Combination:
 
 def _where(numbers: npt.NDArray[np.int64], total: int, device: torch.device) -> slice | Tensor:
     return slice(None) if len(numbers) == total else torch.from_numpy(numbers).to(device)
+
+
+def _norms(pieces: list[Piece], examples: int, mix: Combination, persons: Persons | None) -> tuple[Tensor, Tensor]:
+    """Norms of examples, or of people, whose pieces these then are; and what the vectors count."""
+    factors = torch.ones((examples, 1), dtype=torch.float64)
+    if persons is not None and not persons.single:
+        for place, (where, piece) in enumerate(pieces):
+            pieces[place] = where, piece.together(persons)
+        factors = torch.from_numpy(persons.factors)[:, None]
+    squares = factors.new_zeros((len(factors), mix.families))
+    for _, piece in pieces:
+        squares = squares.to(found := piece.squared_norms()) + found
+    factors = factors.to(squares.device)
+    # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
+    return squares.sqrt() * factors, factors
+
+
+def _add_pieces(pieces: list[Piece], weights: Tensor, out: Tensor) -> None:
+    """Weights are in float64: C/‖v_i‖ may be below the range of float32."""
+    total = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
+    while pieces:
+        where, piece = pieces.pop()
+        piece.add_weighted(weights, total[where])
+    if total is not out:
+        out += total
 
 
 def positive(rule: Rule) -> Rule:

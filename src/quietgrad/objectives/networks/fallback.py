@@ -17,43 +17,66 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quietgrad.objectives.networks.places import parted
 from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, mapped, tensors_of, with_parameters
 
-__all__ = ["model_gradients", "module_gradients", "refilled"]
+__all__ = ["met_gradients", "model_gradients", "module_gradients", "refilled", "vmapping"]
 
 
 def module_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Per-example gradients (examples, *shape) of a unit's parameters, from one recorded call.
 
-    The unit's plan says which axis of each input and output counts examples (None: shared by all).
+    The unit's plan says where the examples lie in each input and output (None: shared by all).
     """
-    unit = call.unit
-    tensors = [t.detach() for t in tensors_of((call.args, call.kwargs))]
-    grads = [
-        (torch.zeros((), device=tensors[0].device) if g is None else g, None if g is None else dim)
-        for g, dim in zip(call.output_grads, unit.output_dims, strict=True)
-    ]
+    unit, examples = call.unit, call.examples
+    module = unit.module
+    assert module is not None
+    parts = [parted(t.detach(), place, examples) for t, place in zip(_inputs(call), unit.inputs, strict=True)]
     present = [place for place, g in enumerate(call.output_grads) if g is not None]
+    grads = [parted(g, unit.outputs[p], examples) for p, g in enumerate(call.output_grads) if g is not None]
 
     def one(inputs: list[Tensor], output_grads: list[Tensor]) -> dict[str, Tensor]:
-        alone = iter(
-            value if dim is None else value.unsqueeze(dim)
-            for value, dim in zip(inputs, unit.input_dims, strict=True)
-        )
-        args, kwargs = refilled((call.args, call.kwargs), alone)
+        args, kwargs = refilled((call.args, call.kwargs), iter(inputs))
 
         def outputs(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            result = tensors_of(functional_call(unit.module, own, args, kwargs))
-            return tuple(_squeezed(result[place], unit.output_dims[place]) for place in present)
+            result = tensors_of(functional_call(module, own, args, kwargs))
+            return tuple(result[place] for place in present)
 
         gradients: dict[str, Tensor] = vjp(outputs, dict(params))[1](tuple(output_grads))[0]
         return gradients
 
-    with torch.enable_grad(), _vmapping():
+    with torch.enable_grad(), vmapping():
         result: dict[str, Tensor] = vmap(
-            one, in_dims=(list(unit.input_dims), [grads[p][1] for p in present]), randomness="error"
-        )(tensors, [grads[p][0] for p in present])
+            one, in_dims=([dim for _, dim in parts], [dim for _, dim in grads]), randomness="error"
+        )([t for t, _ in parts], [g for g, _ in grads])
     return {name: value.detach() for name, value in result.items()}
+
+
+def met_gradients(call: Call, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Per-example gradients (examples, *shape) of the parameters that a shared tensor was made of.
+
+    v_i = Jᵀ b_i, with J the Jacobian of the tensor in its parameters; if it is one of them, nothing is to be done.
+    """
+    shared, (grads,) = call.shared, call.output_grads
+    assert shared is not None
+    assert grads is not None
+    sources = dict(params)
+    if len(sources) == 1 and (only := next(iter(sources))) and sources[only] is shared:
+        return {only: grads}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        made = torch.autograd.grad(
+            shared, list(sources.values()), grads.to(shared.dtype), retain_graph=True, allow_unused=True,
+            is_grads_batched=True,
+        )  # fmt: skip
+    return {
+        name: value.new_zeros((call.examples, *value.shape)) if gradient is None else gradient
+        for (name, value), gradient in zip(sources.items(), made, strict=True)
+    }
+
+
+def _inputs(call: Call) -> list[Tensor]:
+    return tensors_of((call.args, call.kwargs))
 
 
 def model_gradients(
@@ -72,14 +95,14 @@ def model_gradients(
         with with_parameters(module, unflatten(flat)):  # the loss too: it may have a penalty
             return loss_fn(module(*args), _unsqueezed(yi)).sum()
 
-    with _vmapping():
+    with vmapping():
         # "different": a draw then has one row per example, in front.
         rows: Tensor = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(theta, x, y)
     return rows.detach()
 
 
 @contextmanager
-def _vmapping() -> Iterator[None]:
+def vmapping() -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # the fused attention has no vmap rule
         warnings.filterwarnings("ignore", "There is a performance drop")  # what has none is slower, and right
         yield
@@ -87,10 +110,6 @@ def _vmapping() -> Iterator[None]:
 
 def _unsqueezed(value: Batch) -> Batch:
     return value[None] if isinstance(value, Tensor) else tuple(part[None] for part in value)
-
-
-def _squeezed(value: Tensor, dim: int | None) -> Tensor:
-    return value if dim is None else value.squeeze(dim)
 
 
 def refilled(value: Any, tensors: Any) -> Any:

@@ -31,7 +31,7 @@ from quietgrad.objectives.networks.contributions import (
 from quietgrad.objectives.networks.maps import Convolution, LinearMap
 from quietgrad.objectives.networks.outer import OuterLayer, OuterProducts, write_gradients
 
-__all__ = ["Kernel", "kernel_for"]
+__all__ = ["Kernel", "embedding_kernel", "kernel_for", "layer_norm_kernel", "linear_kernel"]
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -60,10 +60,11 @@ class Kernel(Protocol):
 
 
 class _OuterKernel:
-    """Linear and convolution layers."""
+    """Linear and convolution layers. ``swapped``: the weight is Σ_t a_t ⊗ b_t, as that of x @ W is."""
 
-    def __init__(self, layer: OuterLayer, sum_positions: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, layer: OuterLayer, sum_positions: Callable[[Tensor], Tensor], swapped: bool = False) -> None:
         self.layer = layer
+        self.swapped = swapped
         self.any_batch_dim = layer.channel_dim == -1
         self._sum_positions = sum_positions
 
@@ -74,10 +75,11 @@ class _OuterKernel:
             return before  # a change alone is taken in the split form, which needs both points' factors
         vectors = {}
         if "weight" in wanted:
-            values = self._room(before, mix, space)
+            factors = self._factors(before)
+            values = self._room(factors, mix, space)
             if values is None:
                 return before
-            write_gradients(self.layer, before, values[1])
+            write_gradients(self.layer, factors, values[1])
             vectors["weight"] = values
         if "bias" in wanted:
             vectors["bias"] = self._sum_positions(before.output_grad)
@@ -100,13 +102,17 @@ class _OuterKernel:
     def _weight(
         self, now: Record, before: Record | Written | None, mix: Combination, space: Workspace
     ) -> Contribution:
+        now = self._factors(now)
         if isinstance(before, Written):
             values = before.vectors["weight"]
             squares = write_gradients(self.layer, now, values[0], values[1], mix.scale)
             return Stored(values.flatten(2), squares)
-        factors = OuterProducts.of(self.layer, now, before, mix)
+        factors = OuterProducts.of(self.layer, now, before and self._factors(before), mix)
         room = self._room(now, mix, space)
         return factors if room is None else factors.stored(room)
+
+    def _factors(self, record: Record) -> Record:
+        return Record(record.output_grad, record.input) if self.swapped else record
 
     def _room(self, record: Record, mix: Combination, space: Workspace) -> Tensor | None:
         """Memory for all examples' vectors; with one position the factors are smaller, and none is taken."""
@@ -160,8 +166,8 @@ class _AffineKernel:
 class _EmbeddingKernel:
     any_batch_dim = True
 
-    def __init__(self, module: nn.Embedding) -> None:
-        self.rows, self.padding_idx = module.num_embeddings, module.padding_idx
+    def __init__(self, rows: int, padding_idx: int | None) -> None:
+        self.rows, self.padding_idx = rows, padding_idx
 
     def remember(self, before: Record, mix: Combination, space: Workspace, wanted: Container[str]) -> Record:
         return before
@@ -205,9 +211,25 @@ def kernel_for(module: nn.Module) -> Kernel | None:
     return None
 
 
+def linear_kernel(outputs: int, inputs: int, swapped: bool = False) -> Kernel:
+    """Of x Wᵀ, or ``swapped`` of x W: the weight's rows are then the inputs'."""
+    layer = LinearMap(inputs, outputs) if swapped else LinearMap(outputs, inputs)
+    return _OuterKernel(layer, _sum_leading, swapped)
+
+
+def layer_norm_kernel(shape: list[int], eps: float) -> Kernel:
+    """Of a normalisation over the last axes."""
+    return _AffineKernel(lambda x: F.layer_norm(x, shape, eps=eps), _sum_before(len(shape)), True)
+
+
+def embedding_kernel(rows: int, padding_idx: int | None) -> Kernel:
+    """Of a table with so many rows."""
+    return _EmbeddingKernel(rows, padding_idx)
+
+
 def _linear(module: nn.Module) -> Kernel:
     assert isinstance(module, nn.Linear)
-    return _OuterKernel(LinearMap(module), _sum_leading)
+    return linear_kernel(module.out_features, module.in_features)
 
 
 def _convolution(module: nn.Module) -> Kernel:
@@ -229,8 +251,7 @@ def _instance_norm(module: nn.Module) -> Kernel:
 
 def _layer_norm(module: nn.Module) -> Kernel:
     assert isinstance(module, nn.LayerNorm)
-    shape, eps = list(module.normalized_shape), module.eps
-    return _AffineKernel(lambda x: F.layer_norm(x, shape, eps=eps), _sum_before(len(shape)), True)
+    return layer_norm_kernel(list(module.normalized_shape), module.eps)
 
 
 def _rms_norm(module: nn.Module) -> Kernel:
@@ -241,7 +262,7 @@ def _rms_norm(module: nn.Module) -> Kernel:
 
 def _embedding(module: nn.Module) -> Kernel:
     assert isinstance(module, nn.Embedding)
-    return _EmbeddingKernel(module)
+    return embedding_kernel(module.num_embeddings, module.padding_idx)
 
 
 _KERNELS: list[tuple[type[nn.Module], Callable[[nn.Module], Kernel]]] = [

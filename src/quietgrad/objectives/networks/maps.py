@@ -20,8 +20,8 @@ class LinearMap:
     channel_dim = -1
     groups = 1
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.shape = (module.out_features, module.in_features)
+    def __init__(self, outputs: int, inputs: int) -> None:
+        self.shape = (outputs, inputs)
 
     def columns(self, inputs: Tensor) -> Tensor:
         return inputs.flatten(1, -2).mT if inputs.dim() > 2 else inputs.unsqueeze(2)

@@ -18,10 +18,10 @@ from quietgrad.objectives.networks.contributions import Combination, Groups, Rec
 from quietgrad.objectives.networks.maps import SeveralRecords
 from quietgrad.objectives.networks.persons import Alike, Persons
 
-__all__ = ["OuterLayer", "OuterProducts", "same_input", "write_gradients"]
+__all__ = ["UNIT", "OuterLayer", "OuterProducts", "same_input", "write_gradients"]
 
 _CHUNK = 1 << 20  # numbers of float64 worked on at a time
-_UNIT = 2.0**-53  # rounding of float64
+UNIT = 2.0**-53  # rounding of float64
 
 
 class OuterLayer(Protocol):
@@ -85,6 +85,26 @@ class OuterProducts:
         step = now.input - before.input
         return cls(layer, [left, now.output_grad], [before.input, step], mix.families)
 
+    def rows(self, where: slice) -> OuterProducts:
+        """Those of some examples."""
+        return OuterProducts(
+            self.layer, [a[where] for a in self.lefts], [b[where] for b in self.rights], self.families
+        )
+
+    def followed_by(self, other: OuterProducts) -> OuterProducts | None:
+        """The sum of both, as outer products over one sequence of positions; None if the layer has no sequences."""
+        if self.layer.channel_dim != -1 or self.layer.shape != other.layer.shape:
+            return None
+        sides = []
+        for mine, theirs in ((self.lefts, other.lefts), (self.rights, other.rights)):
+            longest = range(max(len(mine), len(theirs)))
+            sides.append([torch.cat([_sequence(t[k]) for t in (mine, theirs) if k < len(t)], 1) for k in longest])
+        return OuterProducts(self.layer, *sides, self.families)
+
+    def held(self) -> int:
+        """Bytes."""
+        return sum(t.numel() * t.element_size() for t in (*self.lefts, *self.rights))
+
     def squared_norms(self) -> Tensor:
         """By Gram matrices, or from a few examples at a time, whichever multiplies less."""
         return self._gram_norms() if self.by_gram else self._blockwise_norms()
@@ -116,7 +136,7 @@ class OuterProducts:
                     lengths = inputs.diagonal(dim1=-2, dim2=-1) * outputs.diagonal(dim1=-2, dim2=-1)
                     longest = longest + lengths.sqrt().sum(-1)
         terms = columns[0].shape[1] + rows[0].shape[2] + (len(rows) * self.positions) ** 2
-        squares = squares + 2 * (terms + 8) * _UNIT * longest.square()
+        squares = squares + 2 * (terms + 8) * UNIT * longest.square()
         return squares.view(-1, self.layer.groups, self.families).sum(1)
 
     def _blockwise_norms(self) -> Tensor:
@@ -164,15 +184,15 @@ class OuterProducts:
         What the bound on the Gram matrices' rounding adds is for as many positions as that. Sums from the factors
         are the same in any order, so if all are measured by Gram matrices they are made of the examples at once.
         """
-        layer = self.layer if self.layer.channel_dim == -1 else SeveralRecords(self.layer)
         groups = persons.alike(self.lefts[0].device)
-
-        def make(group: Alike) -> OuterProducts:
-            rights = [group.of(right, blank=False) for right in self.rights]  # what is beside a zero adds nothing
-            return OuterProducts(layer, [group.of(left) for left in self.lefts], rights, self.families)
-
         from_factors = all(self._cheap_gram(self.positions * group.rows.shape[1]) for group in groups)
-        return Groups(persons, self.families, groups, make, self if from_factors else None)
+        return Groups(persons, groups, self, self.of_people, from_factors=from_factors)
+
+    def of_people(self, group: Alike) -> OuterProducts:
+        """Those of a group of people."""
+        layer = self.layer if self.layer.channel_dim == -1 else SeveralRecords(self.layer)
+        rights = [group.of(right, blank=False) for right in self.rights]  # what is beside a zero adds nothing
+        return OuterProducts(layer, [group.of(left) for left in self.lefts], rights, self.families)
 
     @property
     def _block(self) -> int:
@@ -226,6 +246,10 @@ def write_gradients(
             families.append(torch.sub(values[part], before[part], alpha=scale, out=before[part]))
         squares.append(torch.stack([squares_of(vectors.flatten(1)) for vectors in families], 1))
     return torch.cat(squares)
+
+
+def _sequence(values: Tensor) -> Tensor:
+    return values.flatten(1, -2) if values.dim() > 2 else values.unsqueeze(1)
 
 
 def _gram(left: Tensor, right: Tensor) -> Tensor:

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
+from quietgrad.objectives.networks.places import Place, refuse_other_rows
 
 __all__ = [
     "Batch",
     "Call",
     "LossFunction",
+    "Recording",
+    "Tape",
     "Unit",
-    "UnplannedRows",
-    "backpropagate",
     "batch_length",
     "hooked",
     "mapped",
@@ -40,30 +41,41 @@ Batch = Tensor | tuple[Tensor, ...]
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class UnplannedRows(RuntimeError):
-    """A layer was called with other rows than one for each example."""
-
-
 class Unit:
-    """A layer with trainable parameters: where they lie in the flat vector, and who computes them."""
+    """Trainable parameters that meet the examples in one way: where they lie in the flat vector, who computes them.
 
-    def __init__(self, name: str, module: nn.Module, slots: Mapping[str, slice], kernel: Kernel | None) -> None:
+    A layer (``module``), or an operation that uses parameters outside of one (``module`` is None).
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module | None, slots: Mapping[str, slice], kernel: Kernel | None, why: str = ""
+    ) -> None:
         self.name = name
         self.module = module
         self.slots = slots
         self.kernel = kernel
-        self.input_dims: tuple[int | None, ...] = (0,)
-        self.output_dims: tuple[int | None, ...] = (0,)
+        self.why = why  # it has no kernel
+        self.inputs: tuple[Place | None, ...] = (Place(0),)
+        self.outputs: tuple[Place | None, ...] = (Place(0),)
 
 
 class Call:
-    """One call of a unit in the forward pass, with the output gradients as they arrive."""
+    """One call of a unit in the forward pass, with the output gradients as they arrive.
 
-    def __init__(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int):
+    ``shared`` is for a unit that is an operation: the tensor made of parameters alone which met the examples there.
+    Its one "output gradient" is that of the tensor's copy for each example, (examples, *shape).
+    """
+
+    def __init__(
+        self, unit: Unit, number: int, examples: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int,
+        shared: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.unit = unit
         self.number = number
+        self.examples = examples
         self.args = args
         self.kwargs = kwargs
+        self.shared = shared
         self.output_grads: list[Tensor | None] = [None] * outputs
         self._versions = [t._version for t in tensors_of((args, kwargs))]
 
@@ -85,12 +97,85 @@ class _Root(torch.autograd.Function):
         return None, None
 
 
+_root: Callable[[Tensor, Tensor], Tensor] = _Root.apply
+
+
+class Tape:
+    """What one forward pass has called, and who is told when gradients arrive."""
+
+    def __init__(self, examples: int, like: Tensor, receive: Callable[[Call], None]) -> None:
+        self.examples = examples
+        self.anchor = torch.zeros((), device=like.device, dtype=like.dtype, requires_grad=True)
+        self.receive = receive
+        self.numbers: Counter[Unit] = Counter()
+        self.late: list[Call] = []  # received after the backward pass, when all their outputs' gradients are there
+        self.copies: list[tuple[Call, Tensor, Callable[[Tensor], Tensor]]] = []
+        self.forward = True
+
+    def leave(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A unit was called."""
+        outputs: list[Any] = tensors_of(output)
+        if not self.forward:  # a checkpointed layer runs again on the way back: gradients come to the first call
+            for tensor in outputs:
+                if tensor.is_floating_point() and not tensor.requires_grad and torch.is_grad_enabled():
+                    _root(tensor, self.anchor)
+            return
+        refuse_other_rows(unit.name, tensors_of((args, kwargs)), unit.inputs, self.examples)
+        refuse_other_rows(unit.name, outputs, unit.outputs, self.examples)
+        call = self._call(unit, args, kwargs, len(outputs))
+        if unit.kernel is None:
+            self.late.append(call)
+        for place, tensor in enumerate(outputs):
+            if not tensor.is_floating_point():
+                continue
+            if not tensor.requires_grad:
+                _root(tensor, self.anchor)  # in place: the caller holds the same object
+            tensor.register_hook(_arrival(call, place, self.receive))
+
+    def copied(
+        self, unit: Unit, args: tuple[Any, ...], shared: Tensor, copy: Tensor, rows: Callable[[Tensor], Tensor]
+    ) -> None:
+        """A tensor made of parameters was copied for each example; ``rows`` brings its gradient in their order."""
+        self.copies.append((self._call(unit, args, {}, 1, shared), copy, rows))
+
+    def _call(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int, shared: Tensor | None = None
+    ) -> Call:
+        call = Call(unit, self.numbers[unit], self.examples, args, kwargs, outputs, shared)
+        self.numbers[unit] += 1
+        return call
+
+    def backward(self, results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Send gradients back, and receive what is still to be received."""
+        live = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
+        if live:
+            copies = [copy for _, copy, _ in self.copies]
+            _, *found = torch.autograd.grad(
+                [result for result, _ in live],
+                [self.anchor, *copies],
+                [grad for _, grad in live],
+                allow_unused=True,
+            )
+            for (call, _, rows), grad in zip(self.copies, found, strict=True):
+                if grad is not None:
+                    call.output_grads[0] = rows(grad)
+                    self.late.append(call)
+        self.copies.clear()
+        with torch.no_grad():
+            while self.late:
+                call = self.late.pop()
+                if any(grad is not None for grad in call.output_grads):
+                    self.receive(call)
+
+
 @contextmanager
 def hooked(units: Sequence[Unit], enter: Callable[..., Any] | None, leave: Callable[..., Any]) -> Iterator[None]:
     """Call enter(unit, args, kwargs) and leave(unit, args, kwargs, output) around every call of a unit."""
     handles = []
     try:
         for unit in units:
+            if unit.module is None:
+                continue
             if enter is not None:
                 handles.append(unit.module.register_forward_pre_hook(_bound(enter, unit), with_kwargs=True))
             # First in line: the layer's own output, before any hook of the user's replaces it.
@@ -105,74 +190,50 @@ def _bound(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
     return lambda module, *rest: function(unit, *rest)
 
 
-def backpropagate(
-    module: nn.Module,
-    loss_fn: LossFunction,
-    params: Mapping[str, Tensor],
-    x: Batch,
-    y: Batch,
-    units: Sequence[Unit],
-    receive: Callable[[Call], None],
-    counted: Callable[[Mapping[Unit, int]], None] | None = None,
-    drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Tensor:
-    """Run the module and give `receive` every call of a kernel unit once its output gradient is known.
+class Recording:
+    """A forward pass whose gradients are taken apart on the way back.
 
-    Calls of units without a kernel are received after the backward pass, when all their outputs' gradients
-    have arrived. `counted` is told between the passes how often each unit was called. `drawing` is the context in
-    which the forward pass draws random numbers. Returns the losses, one per example.
+    `receive` gets every call of a kernel unit once its output gradient is known; calls of units without a kernel
+    after the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward pass
+    how often each unit was called. `drawing` is the context in which it draws random numbers, `meeting` the one in
+    which parameters meet examples outside of layers.
+
+    Args:
+        run: the forward pass; what it returns is the ``result``.
     """
-    first = next(iter(params.values()))
-    anchor = torch.zeros((), device=first.device, dtype=first.dtype, requires_grad=True)
-    numbers: Counter[Unit] = Counter()
-    calls: list[Call] = []
-    examples = batch_length(x)
-    forward = True
 
-    root: Callable[[Tensor, Tensor], Tensor] = _Root.apply
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Mapping[str, Tensor],
+        examples: int,
+        run: Callable[[], Any],
+        units: Sequence[Unit],
+        receive: Callable[[Call], None],
+        counted: Callable[[Mapping[Unit, int]], None],
+        drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        meeting: Callable[[Tape], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._module, self._params, self._units = module, params, units
+        self._tape = Tape(examples, next(iter(params.values())), receive)
+        with self._running(), drawing(), meeting(self._tape):
+            self.result = run()
+        self._tape.forward = False
+        counted(self._tape.numbers)
 
-    def leave(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        outputs: list[Any] = tensors_of(output)
-        if not forward:  # a checkpointed layer runs again on the way back: its gradients come to the first call
-            for tensor in outputs:
-                if tensor.is_floating_point() and not tensor.requires_grad and torch.is_grad_enabled():
-                    root(tensor, anchor)
-            return None
-        _refuse_other_rows(unit.name, tensors_of((args, kwargs)), unit.input_dims, examples)
-        _refuse_other_rows(unit.name, outputs, unit.output_dims, examples)
-        call = Call(unit, numbers[unit], args, kwargs, len(outputs))
-        numbers[unit] += 1
-        calls.append(call)
-        for place, tensor in enumerate(outputs):
-            if not tensor.is_floating_point():
-                continue
-            if not tensor.requires_grad:
-                root(tensor, anchor)  # in place: the caller holds the same object
-            tensor.register_hook(_arrival(call, place, receive))
-        return None
+    def backward(self, results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Send the gradients of some results back; once."""
+        with self._running():  # a checkpointed layer runs again
+            self._tape.backward(results, grads)
 
-    with torch.enable_grad(), hooked(units, None, leave), with_parameters(module, params):
-        with drawing():
-            losses = per_example_losses(loss_fn, module(*_args(x)), x, y)
-        forward = False
-        if counted is not None:
-            counted(numbers)
-        late = [call for call in calls if call.unit.kernel is None]
-        calls.clear()  # from here on only the hooks hold the inputs, and they let go one by one
-        if losses.requires_grad:
-            torch.autograd.grad(losses.sum(), anchor, allow_unused=True)
-    with torch.no_grad():
-        for call in late:
-            if any(grad is not None for grad in call.output_grads):
-                receive(call)
-    return losses.detach()
-
-
-def _refuse_other_rows(name: str, tensors: Sequence[Tensor], axes: Sequence[int | None], examples: int) -> None:
-    """Raise UnplannedRows unless there is a row for each example where the plan says so."""
-    rows = [None if axis is None else tensor.shape[axis] for tensor, axis in zip(tensors, axes, strict=False)]
-    if len(tensors) != len(axes) or any(count not in (None, examples) for count in rows):
-        raise UnplannedRows(f"layer {name!r} was not called with one row for each of {examples} examples.")
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with (
+            torch.enable_grad(),
+            hooked(self._units, None, self._tape.leave),
+            with_parameters(self._module, self._params),
+        ):
+            yield
 
 
 def _arrival(call: Call, place: int, receive: Callable[[Call], None]) -> Callable[[Tensor], None]:

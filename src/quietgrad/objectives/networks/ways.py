@@ -12,20 +12,22 @@ mask for a weight), examples are taken apart by vmap or alone, so that each has 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quietgrad.objectives.networks import checks
-from quietgrad.objectives.networks.anatomy import plan_units
+from quietgrad.objectives.networks.anatomy import Plan, plan_units
 from quietgrad.objectives.networks.collector import Collector, Network, Piece
 from quietgrad.objectives.networks.contributions import Combination, Workspace
 from quietgrad.objectives.networks.fallback import model_gradients, refilled
+from quietgrad.objectives.networks.meetings import CannotMeet
+from quietgrad.objectives.networks.places import UnplannedRows
 from quietgrad.objectives.networks.randomness import (
     DrawTrace,
     RecordDraws,
@@ -41,21 +43,28 @@ from quietgrad.objectives.networks.randomness import (
 from quietgrad.objectives.networks.tape import (
     Batch,
     Unit,
-    UnplannedRows,
     per_example_losses,
     select,
     tensors_of,
     with_parameters,
 )
 
-__all__ = ["Way", "choose_way", "joined"]
+__all__ = ["Recorded", "Way", "choose_way", "joined"]
 
 Draws = Literal["none", "rows", "record", "generator"]
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
 _WEIGHTS = (1.0, -2.0, 0.5, 3.0)  # of the made-up examples, so that no two errors cancel
 _EXAMPLES, _CROWD = 16, 300
+_DEMOTIONS = 8  # how often a plan is made anew for parameters that did not fit
 _BY_VALUE = {"poisson", "_standard_gamma"}  # how much they draw depends on what they are given
 _TRIED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class Recorded(NamedTuple):
+    """What a forward pass gave, and the contributions that follow from its outputs' gradients, once."""
+
+    output: Any
+    pieces: Callable[[Sequence[Tensor]], list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -68,15 +77,21 @@ class Way:
 
     network: Network
     space: Workspace
-    units: list[Unit] | None = None
+    plan: Plan | None = None
     vectorised: bool = False
     draws: Draws = "none"
     axes: tuple[int, ...] = ()
+    why: str = ""  # the module is not taken apart
+
+    @property
+    def units(self) -> list[Unit] | None:
+        """The module's layers and operations, if it is taken apart."""
+        return None if self.plan is None else self.plan.units
 
     @property
     def alone(self) -> bool:
         """Whether examples are taken one at a time."""
-        return self.units is None and not self.vectorised
+        return self.plan is None and not self.vectorised
 
     def pieces(
         self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination, keys: RecordKeys
@@ -97,12 +112,28 @@ class Way:
         with preserved():
             return slow._pieces(theta, previous, x, y, mix, keys)
 
+    def record(
+        self, theta: Tensor, args: tuple[Tensor, ...], mix: Combination, keys: RecordKeys
+    ) -> Recorded | None:
+        """A forward pass whose gradients can be taken later; None if the module is not taken apart, or not so."""
+        if self.plan is None:
+            return None
+        before = torch_generator(theta.device)
+        collector = Collector(self.network, self.plan, mix, self.space, self._drawing(keys, theta.device))
+        try:
+            recording = collector.record(theta, args)
+        except (UnplannedDraw, UnplannedRows):
+            return None
+        if not torch.equal(before, torch_generator(theta.device)):
+            return None
+        return Recorded(recording.result, lambda grads: collector.finish(recording, grads))
+
     def _pieces(
         self, theta: Tensor, previous: Tensor | None, x: Batch, y: Batch, mix: Combination, keys: RecordKeys
     ) -> list[Piece]:
-        if self.units is not None:
+        if self.plan is not None:
             drawing = self._drawing(keys, theta.device)
-            return Collector(self.network, self.units, mix, self.space, drawing).collect(theta, previous, x, y)
+            return Collector(self.network, self.plan, mix, self.space, drawing).collect(theta, previous, x, y)
         change = None
         if previous is not None:
             change = self._rows(previous, x, y, keys).mul_(-mix.scale)
@@ -156,7 +187,7 @@ class Way:
 
     def _together(self, run: Callable[[], Any], keys: RecordKeys, device: torch.device) -> tuple[Any] | None:
         """What a forward pass of the batch gives, if its draws can be given to its rows."""
-        if self.draws != "none" and (self.draws != "rows" or self.units is None):
+        if self.draws != "none" and (self.draws != "rows" or self.plan is None):
             return None
         before = torch_generator(device)
         try:
@@ -198,6 +229,7 @@ def choose_way(
 ) -> Way:
     """Refuse what mixes examples or keeps statistics; else the fastest way that agrees with autograd."""
     module, loss_fn = network.module, network.loss_fn
+    why = "" if by_layers else "strategy='functional'"
     checks.refuse_mixing_layers(module)
     params = network.unflatten(theta)
     probe, (x, y) = (x, y), checks.made_up(x, y, 0)
@@ -235,19 +267,79 @@ def choose_way(
             checks.refuse_other_losses(_forward(network, params, x, y), expected[0])
             checks.refuse_crowd(lambda xs, ys: _forward(network, params, xs, ys), make, fit)
         if _loss_uses_parameters(network, slots, params, x, y):
-            by_layers = False  # the tape ends at the layers' outputs: what reaches parameters around them is lost
+            by_layers, why = (
+                False,
+                "loss_fn uses parameters",
+            )  # the tape ends at the layers' outputs: what reaches parameters around them is lost
         trials = [Trial(x, y, expected[1])]
-        for way in _ways(network, space, slots, params, x, slow, draws, axes, by_layers):
+        if draws not in ("none", "rows") or slow.draws == "generator":
+            why = "random numbers are drawn that are no example's own"
+
+        def wrong(way: Way) -> dict[str, str] | None:
+            """Parameters whose gradients are not the definition's; None if all is well, empty if nothing works."""
             try:
-                if not _agrees(way, theta, trials[0], keys):
-                    continue
-                if len(trials) == 1:
-                    trials += _more_trials(slow, params, make, fit)
-                if all(_agrees(way, theta, trial) for trial in trials[1:]) and _steady(way, theta, make, fit):
-                    return way
+                found = _differing(way, theta, trials[0], keys)
+                if not found and len(trials) == 1:
+                    trials.extend(_more_trials(slow, params, make, fit))
+                for trial in trials[1:]:
+                    found = found or _differing(way, theta, trial)
+                if found:
+                    return dict.fromkeys(found, "its gradients by examples were not those of autograd")
+                return None if _steady(way, theta, make, fit) else {}
+            except CannotMeet as failure:
+                return dict.fromkeys(failure.names, failure.why)
             except _TRIED:
-                continue
-    return slow
+                return {}
+
+        if by_layers and slow.draws != "generator" and draws in ("none", "rows"):
+            variants = _variants(network, params, make, fit, x)
+            demoted: dict[str, str] = {}
+            tracing = _tracing(draws, axes, theta.device)
+            for _ in range(_DEMOTIONS):
+                try:
+                    plan = plan_units(module, slots, params, network.slices, variants, tracing, demoted)
+                except _TRIED as error:
+                    why = f"it could not be followed on two examples ({type(error).__name__})"
+                    break
+                if isinstance(plan, str):
+                    why = plan
+                    break
+                why = "the layers' gradients by examples were not those of autograd"
+                way = Way(network, space, plan, False, draws, axes)
+                failed = wrong(way)
+                if failed is None:
+                    return way
+                if not failed.keys() - demoted.keys():
+                    break
+                demoted |= failed
+        if slow.draws != "generator":
+            # vmap puts the examples in front of every draw.
+            whole = Way(network, space, None, True, "none", (), why)
+            if draws != "none":
+                whole = replace(whole, draws="rows", axes=(0,) * 10**4)
+            if wrong(whole) is None:
+                return whole
+    return replace(slow, why=why)
+
+
+def _tracing(
+    draws: Draws, axes: tuple[int, ...], device: torch.device
+) -> Callable[[int], AbstractContextManager[Any]]:
+    """The context in which the first examples of a batch draw: the first the same, alone or with others."""
+    if draws == "none":
+        return lambda count: nullcontext()
+    return lambda count: RecordDraws(RecordKeys(bytes(32), np.arange(count)).draws, axes, device)
+
+
+def _variants(network: Network, params: dict[str, Tensor], make: checks.MadeUp, fit: int, x: Batch) -> list[Batch]:
+    """Examples to plan on: varied, at both ends of the whole numbers (a mask is all or nothing), and as seen."""
+
+    def taken(xs: Batch, ys: Batch) -> Batch:
+        _forward(network, params, xs, ys)
+        return xs
+
+    found = [make.taken(21, min(_EXAMPLES, fit), kind, taken) for kind in ("normal", "zero", "up")]
+    return [*(each for each in found if each is not None), x]
 
 
 @dataclass(frozen=True)
@@ -286,7 +378,7 @@ def _more_trials(slow: Way, params: dict[str, Tensor], make: checks.MadeUp, fit:
 def _steady(way: Way, theta: Tensor, make: checks.MadeUp, fit: int) -> bool:
     """Whether several hundred examples get, layer by layer, the norms of small batches in another order."""
     count = min(_CROWD, fit)
-    if way.units is None or count <= _EXAMPLES:
+    if way.plan is None or count <= _EXAMPLES:
         return True
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     keys = RecordKeys(bytes(32), np.arange(count))
@@ -308,30 +400,7 @@ def _steady(way: Way, theta: Tensor, make: checks.MadeUp, fit: int) -> bool:
     if any(part.keys() != whole.keys() for part in parts):
         return False
     wanted = {where: torch.cat([part[where] for part in parts]) for where in whole}
-    return _close(way, theta, {where: norms[order] for where, norms in whole.items()}, wanted)
-
-
-def _ways(
-    network: Network,
-    space: Workspace,
-    slots: dict[nn.Parameter, slice],
-    params: dict[str, Tensor],
-    x: Batch,
-    slow: Way,
-    draws: Draws,
-    axes: tuple[int, ...],
-    by_layers: bool,
-) -> Iterator[Way]:
-    if slow.draws == "generator":
-        return
-    if by_layers and draws in ("none", "rows"):
-        units = plan_units(network.module, slots, params, network.slices, x)
-        if units is not None:
-            yield Way(network, space, units, False, draws, axes)
-    if draws == "none":
-        yield Way(network, space, None, True)
-    else:
-        yield Way(network, space, None, True, "rows", (0,) * 10**4)  # vmap puts the examples in front
+    return not _far(way, theta, {where: norms[order] for where, norms in whole.items()}, wanted)
 
 
 def _how_it_draws(
@@ -418,11 +487,11 @@ def _definition(
     return losses, [torch.cat([g.flatten().double() for g in one.values()]) for one in gradients]
 
 
-def _agrees(way: Way, theta: Tensor, trial: Trial, keys: RecordKeys | None = None) -> bool:
-    """Whether every layer's norms and a weighted sum are those of the definition."""
+def _differing(way: Way, theta: Tensor, trial: Trial, keys: RecordKeys | None = None) -> list[str]:
+    """Parameters whose norms, or a weighted sum, are not those of the definition."""
     good = [i for i, g in enumerate(trial.expected) if bool(g.isfinite().all())]
     if not good:
-        return True  # nothing to compare: such an example counts as zero
+        return []  # nothing to compare: such an example counts as zero
     keys = keys or RecordKeys(bytes(32), np.arange(len(trial.expected)))
     rows = torch.tensor(good, device=theta.device)
     mix = Combination(gradient=True, change=False)
@@ -431,7 +500,12 @@ def _agrees(way: Way, theta: Tensor, trial: Trial, keys: RecordKeys | None = Non
         pieces = way._pieces(theta.detach(), None, *part, mix, keys.rows(np.array(good)))
     found = {where.start: piece.squared_norms()[:, 0].double().sqrt() for where, piece in pieces}
     expected = torch.stack([trial.expected[i] for i in good])
-    wanted = {where.start: expected[:, where].norm(dim=1) for where, _ in pieces}
+    # A parameter that no piece holds must have no gradient.
+    parts = [where for where, _ in pieces]
+    parts += [where for where in way.network.slices.values() if not any(_within(where, p) for p in parts)]
+    nothing = theta.new_zeros(len(good), dtype=torch.float64)
+    wanted = {where.start: expected[:, where].norm(dim=1) for where in parts}
+    far = _far(way, theta, {where: found.get(where, nothing) for where in wanted}, wanted)
     # Distinct weights, so that no two errors cancel.
     weights = [_WEIGHTS[i % len(_WEIGHTS)] * (1 + i // len(_WEIGHTS)) for i in good]
     total = torch.zeros_like(theta, dtype=torch.float64)
@@ -439,7 +513,15 @@ def _agrees(way: Way, theta: Tensor, trial: Trial, keys: RecordKeys | None = Non
         piece.add_weighted(theta.new_tensor(weights)[:, None], total[where])
     gap = total - expected.T @ expected.new_tensor(weights)
     bound = _tolerance(way, theta) * max(map(abs, weights)) * float(expected.norm(dim=1).sum())
-    return _close(way, theta, found, wanted) and float(gap.norm()) <= bound
+    if float(gap.norm()) > bound:
+        far |= {where.start for where in parts if float(gap[where].norm()) > bound / len(parts)}
+    return [name for name, where in way.network.slices.items() if any(s == where.start for s in far)] or (
+        list(way.network.slices) if far else []
+    )
+
+
+def _within(where: slice, whole: slice) -> bool:
+    return bool(whole.start <= where.start and where.stop <= whole.stop)
 
 
 def _norms(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys) -> dict[int, Tensor]:
@@ -448,19 +530,20 @@ def _norms(way: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys) -> dic
     return {where.start: piece.squared_norms()[:, 0].double().sqrt().cpu() for where, piece in pieces}
 
 
-def _close(way: Way, theta: Tensor, found: dict[int, Tensor], wanted: dict[int, Tensor]) -> bool:
-    """Whether norms agree, each layer's by its own size.
+def _far(way: Way, theta: Tensor, found: dict[int, Tensor], wanted: dict[int, Tensor]) -> set[int]:
+    """Layers whose norms do not agree, each by its own size.
 
     Or by a hundredth of the largest layer's: some gradients, of a bias before a normalisation, are but rounding.
     """
     largest = max(float(norms.nan_to_num().max()) for norms in wanted.values())
+    far = set()
     for where, norms in wanted.items():
-        if not torch.equal(norms.isfinite(), found[where].isfinite()):
-            return False
         gap = (found[where] - norms).nan_to_num(0.0, 0.0, 0.0).abs().max()
-        if float(gap) > _tolerance(way, theta) * max(float(norms.nan_to_num().max()), largest / 100):
-            return False
-    return True
+        if not torch.equal(norms.isfinite(), found[where].isfinite()) or float(gap) > _tolerance(way, theta) * max(
+            float(norms.nan_to_num().max()), largest / 100
+        ):
+            far.add(where)
+    return far
 
 
 def _tolerance(way: Way, theta: Tensor) -> float:

@@ -1,0 +1,110 @@
+"""What a private step costs on the models people train: DP-SGD and DP-SRM ÷ plain SGD, whole steps.
+
+    OMP_NUM_THREADS=1 python benchmarks/zoo.py [PART OF A NAME ...] [--repeats N]
+
+Randomly initialised small configurations (tests/zoo.py, four times as wide and long as in the tests), attention
+with masks, CPU time, one thread, the kinds of step taken in turn within each repeat, ratios of medians. A private
+step is sampling, clipping, secure noise, accounting and update; plain SGD takes random batches of the same size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import quietgrad as qg
+from quietgrad.curators.central import CentralCurator
+from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.training import plan
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.record import save
+from tests.zoo import CASES, Case
+
+BATCH, RECORDS, SCALE, STEPS = 32, 256, 4, 2
+RESULT = Path(__file__).parent / "results" / "zoo.json"
+
+
+def plain(case: Case) -> Callable[[], None]:
+    """Ordinary SGD, one step per call."""
+    optimizer = torch.optim.SGD([p for p in case.model.parameters() if p.requires_grad], lr=0.01)
+
+    def step() -> None:
+        where = torch.randint(0, RECORDS, (BATCH,))
+        optimizer.zero_grad()
+        case.loss(case.model(*(part[where] for part in case.x)), case.y[where]).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def private(case: Case, method: Any) -> tuple[Callable[[], None], str]:
+    """One step of a run as qt.fit makes it, and how the model is differentiated."""
+    objective: Any = ModuleObjective(case.model, case.loss)
+    curator = CentralCurator(objective, (case.x, case.y))
+    chosen = method(steps=10000, batch_size=BATCH, learning_rate=0.01)
+    session = curator.open(plan(chosen, n=RECORDS, budget=qg.Budget(8.0, 1e-5)))
+    state = chosen.init(curator.initial())
+    chosen.step(state, session)  # the first step of DP-SRM has no difference
+    (way,) = objective.engine._ways.values()
+    how = "layers" if way.plan is not None else "vmap" if way.vectorised else "one at a time"
+
+    def step() -> None:
+        chosen.step(state, session)
+
+    return step, how
+
+
+def measured(name: str, repeats: int) -> dict[str, Any]:
+    """Ratios of one model."""
+    torch.manual_seed(0)
+    case = CASES[name](RECORDS, SCALE)
+    sgd = plain(case._replace(model=copy.deepcopy(case.model)))
+    dp_sgd, how = private(case._replace(model=copy.deepcopy(case.model)), qg.DPSGD)
+    dp_srm, _ = private(case, qg.DPSRM)
+    steps = {"sgd": sgd, "dp-sgd": dp_sgd, "dp-srm": dp_srm}
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for repeat in range(repeats + 1):
+        for kind, step in steps.items():
+            began = time.process_time()
+            for _ in range(STEPS):
+                step()
+            if repeat:  # the first one warms up
+                times[kind].append((time.process_time() - began) / STEPS)
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    return {
+        "parameters": sum(p.numel() for p in case.model.parameters() if p.requires_grad),
+        "by": how,
+        "sgd_cpu_ms": round(1000 * medians["sgd"], 1),
+        "dp-sgd": round(medians["dp-sgd"] / medians["sgd"], 2),
+        "dp-srm": round(medians["dp-srm"] / medians["sgd"], 2),
+    }
+
+
+def main() -> None:
+    """Measure and write; models that are not asked for keep their numbers."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
+    for name in CASES:
+        if options.names and not any(part in name for part in options.names):
+            continue
+        table[name] = measured(name, options.repeats)
+        print(name, table[name], flush=True)
+        save(RESULT, {"batch": BATCH, "repeats": options.repeats, "models": table})
+
+
+if __name__ == "__main__":
+    main()
