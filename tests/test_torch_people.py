@@ -60,6 +60,19 @@ class Patches(nn.Module):
         return result
 
 
+class Words(nn.Module):
+    """A table large enough to be measured by Gram matrices, and the last layer's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 24)
+        self.out = nn.Linear(24, 300)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(torch.tanh(self.table(x)).mean(1)))
+
+
 class Visits(nn.Module):
     """A recurrent layer."""
 
@@ -91,6 +104,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "tied transformer": (Sentences, lambda n: torch.randint(0, 11, (n, 6))),
     "tied, many words": (lambda: Sentences(400), lambda n: torch.randint(0, 400, (n, 2))),
     "raw parameters": (Patches, lambda n: torch.randn(n, 4, 6)),
+    "tied table": (Words, lambda n: torch.randint(0, 40, (n, 3))),
     "recurrent": (Visits, lambda n: torch.randn(n, 4, 3)),
 }
 
@@ -110,7 +124,7 @@ def by_hand(model: nn.Module, points: Any, x: Tensor, y: Tensor, rule: Rule, ids
     shapes = [p.shape for p in model.parameters()]
 
     def gradient(theta: Tensor, row: int) -> Tensor:
-        parts = theta.split([shape.numel() for shape in shapes])
+        parts = torch.split(theta, [shape.numel() for shape in shapes])
         params = {
             name: part.view(shape).clone().requires_grad_()
             for name, part, shape in zip(names, parts, shapes, strict=True)
@@ -378,13 +392,18 @@ def private(model: nn.Module, **settings: Any) -> Any:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("combine", "cut"), [("mean", None), ("sum", None), ("mean", 5), ("sum", 1)])
-def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(combine: str, cut: int | None) -> None:
+@pytest.mark.parametrize(
+    ("combine", "cut", "micro_batch"),
+    [("mean", None, None), ("sum", None, None), ("sum", None, 4), ("mean", 5, None), ("sum", 1, 4)],
+)
+def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(
+    combine: str, cut: int | None, micro_batch: int | None
+) -> None:
     """In one call of the model or in pieces that cut through people, whose gradient is then clipped as one."""
     x, y, ids = visits()
     model = perceptron().double()
     people = len(np.unique(ids))
-    made, optimizer, loader = private(model, person=ids, combine=combine, micro_batch=4)
+    made, optimizer, loader = private(model, person=ids, combine=combine, micro_batch=micro_batch)
     theta = torch.cat([p.detach().flatten() for p in model.parameters()])
     batch = next(iter(loader))
     rows = torch.tensor([int((x == row).all(1).nonzero()) for row in batch[0].detach().as_subclass(Tensor)])
@@ -392,8 +411,8 @@ def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(combine: str, cut:
     assert {int(p): int((ids[rows] == p).sum()) for p in np.unique(ids[rows])} == counts  # with all their records
     assert len(loader) == -(-people // 12)
     optimizer.zero_grad()
-    for part in torch.arange(len(rows)).split(cut or len(rows)):
-        nn.functional.cross_entropy(made(batch[0][part].double()), batch[1][part]).backward()
+    for part in torch.split(torch.arange(len(rows)), cut or len(rows)):
+        torch.autograd.backward(nn.functional.cross_entropy(made(batch[0][part].double()), batch[1][part]))
     optimizer.step()
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     owners = ids[rows.numpy()]
@@ -414,7 +433,7 @@ def test_a_loop_is_about_people_and_says_so() -> None:
     for _ in range(2):
         for rows, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(made(rows), labels).backward()
+            torch.autograd.backward(nn.functional.cross_entropy(made(rows), labels))
             optimizer.step()
             assert len(rows) <= 2 * len(np.unique(ids))
     assert "per person" in str(loader.privacy)

@@ -373,9 +373,7 @@ class OfPeople:
             raise ValueError("person: was grouped with other settings of combine and records_per_person.")
         rows = self.loss.prepare(data.data) if rows is None else rows
         if getattr(rows, "is_scanned", False):
-            raise PersonRefused(
-                "person: a scan knows rows, not people; load the table, or give one row per person."
-            )
+            raise PersonRefused("person: a scan knows rows, not people; load the table, or give one row for each.")
         if len(rows) != len(people.order):
             raise DataError("person: must be one id per record; there are more or fewer ids than records.")
         if isinstance(rows, Arranged) and not people.in_order:  # a copy, once: rows read together lie together

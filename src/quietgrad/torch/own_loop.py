@@ -279,7 +279,7 @@ class PrivateLoop:
 
     def _recorded(self, engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
         """A forward pass that needs no second one for the step; of one piece of a sample, so that memory holds."""
-        if type(self.rule) is not FlatClip or self._people is not None or not len(keys.indices):
+        if type(self.rule) is not FlatClip or not len(keys.indices):
             return None
         if any(piece.recorded is not None for piece in self._pieces):
             return None
@@ -486,9 +486,11 @@ class _FromOutputs:
             if len(rows):
                 people, number = np.unique(own[rows], return_inverse=True)
                 whose = Persons(number.reshape(-1), persons.factors[people])
-                x, y, keys = self._rows(piece, rows)
                 engine = loop._engine(piece.layout)
                 with piece.layout.of(engine.module):
+                    if len(rows) == len(own) and self._add_recorded(engine, piece, self._grads(piece), out, whose):
+                        continue
+                    x, y, keys = self._rows(piece, rows)
                     yield engine.add((self.theta,), x, y, rule, out, keys, whose)
         for person in several.tolist():
             whole = loop.engine.nothing(rule)
@@ -505,7 +507,12 @@ class _FromOutputs:
         return select(piece.args, where), select(self._grads(piece), where), piece.keys.rows(rows)
 
     def _add_recorded(
-        self, engine: PerExampleEngine, piece: _Piece, grads: tuple[Tensor, ...], out: Tensor
+        self,
+        engine: PerExampleEngine,
+        piece: _Piece,
+        grads: tuple[Tensor, ...],
+        out: Tensor,
+        persons: Persons | None = None,
     ) -> bool:
         recorded, piece.recorded = piece.recorded, None
         if recorded is None:
@@ -513,7 +520,7 @@ class _FromOutputs:
         loop = self.loop
         if piece.state != _state(loop._params().values(), tensors_of((piece.args, recorded.output))):
             return False
-        return engine.add_recorded(recorded, grads, loop.rule.clip, out)
+        return engine.add_recorded(recorded, grads, loop.rule.clip, out, persons)
 
 
 def _state(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -229,6 +229,11 @@ class TokenSums:
         """The same rows, looked at person by person."""
         return TokenSums(self.tokens, self.values, self.rows, persons)
 
+    def of(self, group: Alike) -> TokenSums:
+        """Those of a group of people: somebody's tokens are those of all their records."""
+        tokens, values = group.of(self.tokens, blank=False), group.of(self.values)
+        return TokenSums(tokens.flatten(1, 2), values.flatten(1, 2), self.rows)
+
     def _owners(self) -> tuple[int, int, Tensor]:
         """How many examples or people there are, the most positions one has, and whose each example is."""
         examples, positions = self.tokens.shape
@@ -250,23 +255,29 @@ class Groups:
     """Vectors of people, a group with about as many records at a time; only that group's rows are copied.
 
     Args:
+        examples: what they are made of.
         make: the contribution of a group's people.
-        whole: the examples they are made of, if a weighted sum of those is one of the very vectors measured.
+        from_factors: whether a weighted sum of the examples is one of the very vectors measured.
     """
 
     def __init__(
         self,
         persons: Persons,
-        families: int,
         groups: Sequence[Alike],
+        examples: Contribution,
         make: Callable[[Alike], Contribution],
-        whole: Contribution | None,
+        *,
+        from_factors: bool = False,
     ) -> None:
         self.persons = persons
-        self.families = families
         self.groups = groups
+        self.examples = examples
         self.make = make
-        self.whole = whole
+        self.from_factors = from_factors
+
+    def held(self) -> int:
+        """Bytes."""
+        return self.examples.held()
 
     def held(self) -> int:
         """Bytes that the largest group is copied into."""
@@ -274,16 +285,16 @@ class Groups:
 
     def squared_norms(self) -> Tensor:
         """Everyone's, from their group."""
-        device = self.groups[0].people.device
-        squares = torch.empty((len(self.persons), self.families), dtype=torch.float64, device=device)
-        for group in self.groups:
-            squares[group.people] = self.make(group).squared_norms()
+        found = [self.make(group).squared_norms() for group in self.groups]
+        squares = found[0].new_empty((len(self.persons), found[0].shape[1]))
+        for group, part in zip(self.groups, found, strict=True):
+            squares[group.people] = part
         return squares
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """All examples at once, or group after group."""
-        if self.whole is not None:
-            self.whole.add_weighted(weights[self.persons.numbers(weights.device)], out)
+        if self.from_factors:
+            self.examples.add_weighted(weights[self.persons.numbers(weights.device)], out)
             return
         for group in self.groups:
             self.make(group).add_weighted(weights[group.people], out)

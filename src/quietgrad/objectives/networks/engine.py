@@ -219,6 +219,7 @@ class PerExampleEngine:
             return theta.new_zeros((0, mix.families), dtype=torch.float64)
         refuse_autocast(theta.device)
         keys = keys or RecordKeys.of(None, np.arange(examples))
+        way = self.way(x, y)
         if persons is not None and len(persons.owners) != examples:
             raise ValueError("person: must be one id per example of the batch.")
         if persons is not None and not persons.single:
@@ -228,7 +229,6 @@ class PerExampleEngine:
                 return select(x, where), select(y, where)
 
             return self.add_people(points, read, rule, lambda part: out.add_(part.to(out.dtype)), keys, persons)
-        way = self.way(x, y)
         weigh = _weighing(rule, mix, self.dtype)
         norms = theta.new_empty((examples, mix.families), dtype=torch.float64)
         for rows in keys.passes(self._pass_size(way, mix) or examples):
@@ -255,7 +255,7 @@ class PerExampleEngine:
         """
         theta, previous = points[0], points[1] if rule.beta else None
         mix = _mixing(rule)
-        way = self.way(*read(np.arange(1))) if not self.planned else self._ways[self._modes]
+        way = self._ways.get(self._modes) or self.way(*read(np.arange(min(4, len(persons.owners)))))
         weigh = _weighing(rule, mix, self.dtype)
         size = min(most or len(persons.owners), self._pass_size(way, mix) or len(persons.owners))
         norms = theta.new_empty((len(persons), mix.families), dtype=torch.float64)
@@ -322,12 +322,7 @@ class PerExampleEngine:
         persons: Persons | None,
     ) -> Tensor:
         pieces = way.pieces(theta, previous, x, y, mix, keys)
-        factors = theta.new_ones((batch_length(x), 1), dtype=torch.float64)
-        if persons is not None and not persons.single:
-            for place, (where, piece) in enumerate(pieces):
-                pieces[place] = where, piece.together(persons)
-            factors = torch.from_numpy(persons.factors).to(theta.device)[:, None]
-        norms = _norms(pieces, len(factors), mix) * factors
+        norms, factors = _norms(pieces, batch_length(x), mix, persons)
         finite = norms.isfinite().all(1)
         if not finite.all():
             # 0 · inf is not 0, so the sum is formed again without these examples; the others draw as before.
@@ -351,14 +346,24 @@ class PerExampleEngine:
         return way.record(self.flatten(dict(self.module.named_parameters())), x, mix, keys)
 
     @torch.no_grad()
-    def add_recorded(self, recorded: Recorded, grads: Sequence[Tensor], clip: float, out: Tensor) -> bool:
-        """out += Σ clip_C(∇⟨grads_i, output_i⟩); False, and nothing added, if one of them is not finite."""
+    def add_recorded(
+        self,
+        recorded: Recorded,
+        grads: Sequence[Tensor],
+        clip: float,
+        out: Tensor,
+        persons: Persons | None = None,
+    ) -> bool:
+        """out += Σ clip_C(∇⟨grads_i, output_i⟩), of examples or of ``persons``.
+
+        False, and nothing added, if one of them is not finite.
+        """
         mix = Combination(gradient=True, change=False)
         pieces = recorded.pieces(grads)
-        norms = _norms(pieces, len(grads[0]), mix)
+        norms, factors = _norms(pieces, len(grads[0]), mix, persons)
         if not norms.isfinite().all():
             return False
-        _add_pieces(pieces, _weighing(positive(Rule.gradient(clip)), mix, self.dtype)(norms), out)
+        _add_pieces(pieces, _weighing(positive(Rule.gradient(clip)), mix, self.dtype)(norms) * factors, out)
         return True
 
     @torch.no_grad()
@@ -488,12 +493,19 @@ def _where(numbers: npt.NDArray[np.int64], total: int, device: torch.device) -> 
     return slice(None) if len(numbers) == total else torch.from_numpy(numbers).to(device)
 
 
-def _norms(pieces: list[Piece], examples: int, mix: Combination) -> Tensor:
-    squares = torch.zeros((examples, mix.families), dtype=torch.float64)
+def _norms(pieces: list[Piece], examples: int, mix: Combination, persons: Persons | None) -> tuple[Tensor, Tensor]:
+    """Norms of examples, or of people, whose pieces these then are; and what the vectors count."""
+    factors = torch.ones((examples, 1), dtype=torch.float64)
+    if persons is not None and not persons.single:
+        for place, (where, piece) in enumerate(pieces):
+            pieces[place] = where, piece.together(persons)
+        factors = torch.from_numpy(persons.factors)[:, None]
+    squares = factors.new_zeros((len(factors), mix.families))
     for _, piece in pieces:
         squares = squares.to(found := piece.squared_norms()) + found
+    factors = factors.to(squares.device)
     # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
-    return squares.sqrt()
+    return squares.sqrt() * factors, factors
 
 
 def _add_pieces(pieces: list[Piece], weights: Tensor, out: Tensor) -> None:

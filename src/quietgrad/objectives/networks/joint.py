@@ -7,7 +7,7 @@ Whatever else is used several times is written out a few examples at a time, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -46,6 +46,22 @@ class Joint:
                     return
         self.parts.append(part)
 
+    def together(self, persons: Persons) -> Contribution:
+        """Uses add up person by person as they do example by example: the same sums, of longer sequences."""
+        if len(self.parts) == 1:
+            return self.parts[0].together(persons)
+        stored = {k: part.together(persons) for k, part in enumerate(self.parts) if isinstance(part, Stored)}
+
+        def make(group: Alike) -> Joint:
+            joint = Joint(self.size)
+            for k, part in enumerate(self.parts):
+                joint.parts.append(
+                    Stored(stored[k].values[:, group.people]) if k in stored else _of_people(part, group)
+                )
+            return joint
+
+        return Groups(persons, persons.alike(_device(self.parts[0])), self, make)
+
     def held(self) -> int:
         """Bytes."""
         return sum(part.held() for part in self.parts)
@@ -67,20 +83,6 @@ class Joint:
             return
         for where, block in self._blocks():
             out.addmv_(block.flatten(0, 1).T, weights[where].T.flatten().double())
-
-    def together(self, persons: Persons) -> Contribution:
-        """A person's vectors of all uses add up: of a group of people at a time, each part's as one example's."""
-        if len(self.parts) == 1:
-            return self.parts[0].together(persons)
-        makers = [_maker(part, persons) for part in self.parts]
-
-        def make(group: Alike) -> Joint:
-            made = Joint(self.size)
-            made.parts = [maker(group) for maker in makers]
-            return made
-
-        families, device = _shape(self.parts[0])
-        return Groups(persons, families, persons.alike(device), make, None)
 
     def _tied(self) -> tuple[OuterProducts, TokenSums] | None:
         if len(self.parts) != 2:
@@ -120,28 +122,18 @@ class Joint:
         return part.values.shape[1]
 
 
-def _maker(part: Contribution, persons: Persons) -> Callable[[Alike], Contribution]:
-    """What makes a group's people's part, as if each were one example."""
+def _of_people(part: Contribution, group: Alike) -> Contribution:
     if isinstance(part, OuterProducts):
-        return part.together(persons).make
-    if isinstance(part, TokenSums):
-        tokens, values, rows = part.tokens, part.values, part.rows
-        return lambda group: TokenSums(
-            group.of(tokens, blank=False).flatten(1, 2), group.of(values).flatten(1, 2), rows
-        )
-    assert isinstance(part, Stored)
-    summed = part.together(persons).values
-    return lambda group: Stored(summed[:, group.people])
+        return part.of_people(group)
+    assert isinstance(part, TokenSums)
+    return part.of(group)
 
 
-def _shape(part: Contribution) -> tuple[int, torch.device]:
-    """How many families of vectors, and where they are."""
+def _device(part: Contribution) -> torch.device:
     if isinstance(part, OuterProducts):
-        return part.families, part.lefts[0].device
-    if isinstance(part, TokenSums):
-        return part.values.shape[2], part.values.device
-    assert isinstance(part, Stored)
-    return len(part.values), part.values.device
+        return part.lefts[0].device
+    assert isinstance(part, Stored | TokenSums)
+    return part.values.device
 
 
 def _written(part: Contribution, where: slice) -> Tensor:

@@ -184,15 +184,15 @@ class OuterProducts:
         What the bound on the Gram matrices' rounding adds is for as many positions as that. Sums from the factors
         are the same in any order, so if all are measured by Gram matrices they are made of the examples at once.
         """
-        layer = self.layer if self.layer.channel_dim == -1 else SeveralRecords(self.layer)
         groups = persons.alike(self.lefts[0].device)
-
-        def make(group: Alike) -> OuterProducts:
-            rights = [group.of(right, blank=False) for right in self.rights]  # what is beside a zero adds nothing
-            return OuterProducts(layer, [group.of(left) for left in self.lefts], rights, self.families)
-
         from_factors = all(self._cheap_gram(self.positions * group.rows.shape[1]) for group in groups)
-        return Groups(persons, self.families, groups, make, self if from_factors else None)
+        return Groups(persons, groups, self, self.of_people, from_factors=from_factors)
+
+    def of_people(self, group: Alike) -> OuterProducts:
+        """Those of a group of people."""
+        layer = self.layer if self.layer.channel_dim == -1 else SeveralRecords(self.layer)
+        rights = [group.of(right, blank=False) for right in self.rights]  # what is beside a zero adds nothing
+        return OuterProducts(layer, [group.of(left) for left in self.lefts], rights, self.families)
 
     @property
     def _block(self) -> int:
