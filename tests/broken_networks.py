@@ -73,8 +73,12 @@ def float32_sums(patch: Patch) -> None:
 
 
 def counted_twice(patch: Patch) -> None:
-    """A parameter that is used twice is two contributions, and nothing is compared with autograd."""
-    patch.setattr(collector.Collector, "_put", lambda self, slot, piece: self.pieces.append((slot, piece)))
+    """A parameter that is used several times counts twice each time, and nothing is compared with autograd."""
+
+    def put(self: Any, slot: slice, piece: Any) -> None:
+        self.pieces += [(slot, piece)] * min(2, self.uses[slot.start])
+
+    patch.setattr(collector.Collector, "_put", put)
     patch.setattr(ways, "_differing", lambda *_: [])
 
 
@@ -82,7 +86,9 @@ def checkpoints_at_the_start(patch: Patch) -> None:
     """The module has other parameters during the forward pass only: a checkpoint runs again at the old ones."""
 
     def backward(self: Any, results: Any, grads: Any) -> None:
-        with torch.enable_grad():
+        old = {name: param.detach() for name, param in self._module.named_parameters()}
+        hooks = tape.hooked(self._units, None, self._tape.leave)
+        with torch.enable_grad(), hooks, tape.with_parameters(self._module, old):
             self._tape.backward(results, grads)
 
     patch.setattr(tape.Recording, "backward", backward)
