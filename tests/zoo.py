@@ -243,7 +243,7 @@ def _with_lora(model: nn.Module, name: str) -> nn.Module:
 class LanguageModel(nn.Module):
     """Tokens, a recurrent layer, the next token."""
 
-    def __init__(self, kind: type[nn.RNNBase], width: int, **options: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], width: int, **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.cell = kind(width, width, batch_first=True, **options)

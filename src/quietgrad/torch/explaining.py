@@ -149,7 +149,7 @@ def _timed(engine: PerExampleEngine, way: Way, batch: tuple[Batch, Batch]) -> Ex
             held[where.start] = piece.held()
     whole = passes + sum(collector.spent.values()) + sum(by_slot.values())
     memory = sum(held.values())
-    rows: dict[tuple[str, ...], list[Any]] = {}
+    rows: dict[tuple[str, str, str, str], list[Any]] = {}
     seen: set[int] = set()
     for unit in way.plan.units:
         spent, size, parameters = collector.spent[unit], 0, 0
