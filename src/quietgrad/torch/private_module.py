@@ -51,8 +51,8 @@ class PrivateModule(nn.Module):
         if not tensors or not all(_known(value) for value in (*args, *kwargs.values())):
             raise TypeError(
                 "a private model takes tensors, examples first, alone or in tuples, lists and dictionaries, beside "
-                "None, flags, numbers and texts: a list of numbers or texts, or an object of another kind, may hold "
-                "records that nobody follows."
+                "None, flags, numbers and texts: a list of numbers or texts, or an object of another kind, may "
+                "hold records that nobody follows."
             )
         owners = owners_of(tensors)
         if isinstance(owners, str):
@@ -111,9 +111,8 @@ class PrivateModule(nn.Module):
 def _known(value: Any) -> bool:
     """Whether all there is in a call can be seen: a list of numbers or texts may have one for each record."""
     if type(value) in (tuple, list):
-        return all(
-            item is None or isinstance(item, Tensor | tuple | list | dict) and _known(item) for item in value
-        )
+        nested = (item for item in value if item is not None)
+        return all(isinstance(item, Tensor | tuple | list | dict) and _known(item) for item in nested)
     if type(value) is dict:
         return all(_known(item) for item in value.values())
     return value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device)
