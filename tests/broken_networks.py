@@ -172,6 +172,16 @@ def stepped_samples_only(patch: Patch) -> None:
     )
 
 
+def states_are_free(patch: Patch) -> None:
+    """What a loaded state cost stays behind."""
+    patch.setattr(history.History, "load", lambda self, data: None)
+
+
+def continuations_forgotten(patch: Patch) -> None:
+    """A loop counts what came with the state, and tells nobody what it goes on to spend."""
+    patch.setattr(history.History, "handed_out", lambda self, name, used: None)
+
+
 def seeded_says_nothing(patch: Patch) -> None:
     init = own_loop.PrivateLoop.__init__
 

@@ -55,6 +55,8 @@ TABLE = [
     Mutation("two iterators, one sample", "L0 reuse", broken.two_iterators, probe_loop_reuse),
     Mutation("earlier loops forgotten", "L0 charge", broken.last_loop_only, probe_loop_charges),
     Mutation("skipped samples free", "L0 charge", broken.stepped_samples_only, probe_loop_charges),
+    Mutation("loaded states are free", "L0 charge", broken.states_are_free, probe_loop_charges),
+    Mutation("continuations forgotten", "L0 charge", broken.continuations_forgotten, probe_loop_charges),
     Mutation("seeded loop says nothing", "L0 charge", broken.seeded_says_nothing, probe_loop_charges),
     Mutation("clipped by record", "L0 sensitivity", broken.clipped_by_record,
              lambda: probe_people("layers", "sum")),

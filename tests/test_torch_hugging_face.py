@@ -117,6 +117,29 @@ def test_a_loss_of_the_whole_batch_and_unknown_objects_are_refused() -> None:
         model(input_ids=batch["input_ids"], attention_mask=torch.ones(len(batch["input_ids"]), 6))
 
 
+def test_constants_of_a_call_do_not_follow_the_records() -> None:
+    """A mean of the batch in a keyword would be in every row's gradient: a record would move all of them."""
+
+    def measured(records: list[dict[str, Tensor]]) -> Any:
+        batch = encoded(records)
+        batch["scale"] = float(batch["input_ids"].float().mean())
+        return batch
+
+    with pytest.raises(DataError, match="of the whole batch"):
+        private(llama(), collate_fn=measured)
+    model, _, loader = private(llama())
+    batches = iter(loader)
+    first, second = (next(batches) for _ in range(2))
+    del first, second["labels"]
+    model(**second, use_cache=False)
+    third = next(batches)
+    del third["labels"]
+    with pytest.raises(BudgetError, match="another number, flag or text"):
+        model(**third, use_cache=True)
+    with pytest.raises(TypeError, match="list of numbers"):
+        model(**third, use_cache=False, num_items=[3, 4])
+
+
 def test_a_collator_that_mixes_is_seen_in_a_batch_encoding() -> None:
     def mixing(records: list[dict[str, Tensor]]) -> Any:
         batch = encoded(records)

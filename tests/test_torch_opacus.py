@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
+from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.events import composed, poisson_gaussian
@@ -232,6 +233,29 @@ def test_per_layer_clipping_clips_each_parameter(memory: dict[str, Any]) -> None
         expected = torch.einsum("b,b...->...", weights, rows[name]) / 15
         assert param.grad is not None
         torch.testing.assert_close(param.grad, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "factored", "functional"])
+def test_per_layer_sums_agree_however_gradients_are_made_and_a_broken_example_is_zero(strategy: Any) -> None:
+    model = network()
+    x, y = table(9).tensors
+    clips = [0.3, 0.1, 0.2, 0.05]
+    rows = rows_of(model, x, y)
+    wanted = []
+    for clip, row in zip(clips, rows.values(), strict=True):
+        weights = (clip / row.flatten(1).norm(dim=1)).clamp(max=1.0)
+        wanted.append(torch.einsum("b,b...->...", weights[1:], row[1:]).flatten())
+    x = x.clone()
+    x[0, 0] = torch.inf
+    engine = PerExampleEngine(
+        model, lambda output, labels: loss_of(output, labels, reduction="none"), strategy=strategy, micro_batch=5
+    )
+    theta = engine.flatten(dict(model.named_parameters()))
+    out = torch.zeros(engine.dim, dtype=torch.float64)
+    norms = engine.add_clipped_by_parameter(theta, x, y, clips, out)
+    assert not norms[0].isfinite()
+    assert bool(norms[1:].isfinite().all())
+    torch.testing.assert_close(out, torch.cat(wanted).double(), rtol=1e-3, atol=1e-6)
 
 
 ADAPTIVE: dict[str, Any] = {

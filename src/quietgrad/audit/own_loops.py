@@ -7,10 +7,13 @@ first record is really gone: all others move up by one place, as they do when so
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -216,7 +219,7 @@ def probe_loop_reuse() -> Finding:
 
 
 def probe_loop_charges() -> Finding:
-    """The least ε said ÷ ε spent: samples skipped at the end, earlier loops of an engine, seeded loops."""
+    """The least ε said ÷ ε spent: skipped samples, earlier loops, seeded loops, states that went on elsewhere."""
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.events import poisson_gaussian
 
@@ -226,16 +229,24 @@ def probe_loop_charges() -> Finding:
 
     engine = PrivacyEngine()
     said = []
-    for loops in (1, 2):
+    for number in (1, 2):
         _, _, loader = _made(engine)
         for _ in loader:  # two samples, none of them stepped on
             pass
-        said.append(engine.get_epsilon(1e-5) / spent(2 * loops))
+        said.append(engine.get_epsilon(1e-5) / spent(2 * number))
     said.append(loader.privacy.epsilon() / spent(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, _, seeded = _made(seed=1)
     next(iter(seeded))
     said.append(1.0 if math.isinf(seeded.privacy.epsilon()) else 0.0)
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, QUIETGRAD_STATE=folder):
+        loops = [_made() for _ in range(3)]
+        next(iter(loops[0][2]))
+        state = loops[0][1].state_dict()
+        for _, optimizer, loader in loops[1:]:  # one state, and two that go on from it
+            optimizer.load_state_dict(state)
+            next(iter(loader))
+        said += [loader.privacy.epsilon() / spent(3) for _, _, loader in loops]
     verdict = "violation" if min(said) < 1.0 - 1e-9 else "pass"
     return Finding("L0 charge", "own loops", "share", 1.0, min(said), verdict)  # type: ignore[arg-type]

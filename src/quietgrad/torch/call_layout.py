@@ -25,7 +25,7 @@ class CallLayout:
     >>> layout = CallLayout((torch.ones(2),), {"mask": None, "flags": {"x": torch.zeros(2)}})
     >>> layout.count, layout.filled((torch.tensor([1]), torch.tensor([2])))
     (2, ((tensor([1]),), {'mask': None, 'flags': {'x': tensor([2])}}))
-    >>> layout.name == CallLayout((torch.zeros(5),), {"mask": None, "flags": {"x": torch.ones(5)}}).name
+    >>> CallLayout((torch.zeros(5), 3), {}).shape == CallLayout((torch.ones(2), 4), {}).shape
     True
     """
 
@@ -34,6 +34,9 @@ class CallLayout:
         self._call = mapped((args, kwargs), lambda _: _Place(next(numbers)))
         self.count = len(tensors_of((args, kwargs)))
         self.name = repr(self._call)
+        """The call, with all that is no tensor."""
+        self.shape = repr(_blank(self._call))
+        """The call without that: where there are tensors, ``None`` and something else."""
 
     @property
     def plain(self) -> bool:
@@ -71,6 +74,14 @@ class _Place:
 
     def __repr__(self) -> str:
         return f"<{self.number}>"
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _blank(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_blank(item) for item in value]
+    return value if value is None or isinstance(value, _Place) else ...
 
 
 def _filled(value: Any, tensors: tuple[Tensor, ...]) -> Any:

@@ -135,6 +135,7 @@ class PrivateLoop:
         self._now: Drawn | None = None  # the sample a step may use; None once it has been used
         self._pieces: list[_Piece] = []
         self._engines: dict[str, PerExampleEngine] = {}  # by how the model is called
+        self._constants: dict[str, str] = {}  # what is no tensor in calls, by where the tensors are
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     def __str__(self) -> str:
@@ -233,6 +234,12 @@ class PrivateLoop:
 
     def _engine(self, layout: CallLayout) -> PerExampleEngine:
         """The engine of calls of this kind: each is tried on made-up examples for itself."""
+        if self._constants.setdefault(layout.shape, layout.name) != layout.name:
+            raise BudgetError(
+                "the private model was called with another number, flag or text than before: one that changes from "
+                "batch to batch may follow its records, and all rows would depend on it. Give such values as "
+                "tensors with a row for each record, or keep them the same in all calls."
+            )
         found = self._engines.get(layout.name)
         if found is None:
             found = copy.copy(self.engine)

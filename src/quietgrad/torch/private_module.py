@@ -48,10 +48,11 @@ class PrivateModule(nn.Module):
                 "gradients are needed. Train with the private model as it is."
             )
         tensors = tuple(tensors_of((args, kwargs)))
-        if not tensors or not _known((args, kwargs)):
+        if not tensors or not all(_known(value) for value in (*args, *kwargs.values())):
             raise TypeError(
                 "a private model takes tensors, examples first, alone or in tuples, lists and dictionaries, beside "
-                "None, flags, numbers and texts: an object of another kind may hold records that nobody follows."
+                "None, flags, numbers and texts: a list of numbers or texts, or an object of another kind, may "
+                "hold records that nobody follows."
             )
         owners = owners_of(tensors)
         if isinstance(owners, str):
@@ -108,9 +109,10 @@ class PrivateModule(nn.Module):
 
 
 def _known(value: Any) -> bool:
-    """Whether all there is in a call can be seen."""
+    """Whether all there is in a call can be seen: a list of numbers or texts may have one for each record."""
     if type(value) in (tuple, list):
-        return all(_known(item) for item in value)
+        nested = (item for item in value if item is not None)
+        return all(isinstance(item, Tensor | tuple | list | dict) and _known(item) for item in nested)
     if type(value) is dict:
         return all(_known(item) for item in value.values())
     return value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device)

@@ -83,7 +83,8 @@ def _without_drawing(collate: Collate, samples: list[Any]) -> Any:
 
 
 def _compare(collate: Collate, batch: Any, samples: list[Any], row: int) -> None:
-    together, alone = _arrays(batch), _arrays(_without_drawing(collate, [samples[row]]))
+    single = _without_drawing(collate, [samples[row]])
+    together, alone = _arrays(batch), _arrays(single)
     for tensor in (*together, *alone):
         count = len(samples) if any(tensor is one for one in together) else 1
         if tensor.dim() < 1 or len(tensor) != count:
@@ -91,6 +92,13 @@ def _compare(collate: Collate, batch: Any, samples: list[Any], row: int) -> None
                 f"collate_fn made a tensor of shape {tuple(tensor.shape)} of {count} samples: examples "
                 "must be its first dimension (batch_first), so that it is known which row is whose."
             )
+
+    if _constants(batch) != _constants(single):
+        raise DataError(
+            "collate_fn makes a number or a text of the whole batch (a mean, a longest length): what a model does "
+            "with it would make every row depend on the others. Leave it out, or give each record its own in a "
+            "tensor."
+        )
 
     def is_at(place: int) -> bool:
         pairs = zip(together, alone, strict=True)
@@ -115,6 +123,20 @@ def _arrays(batch: Any) -> list[Tensor]:
     """The tensors of a batch, and its arrays of numbers as tensors."""
     leaves = [leaf for leaf in leaves_of(batch) if not isinstance(leaf, np.ndarray) or leaf.dtype.kind in "biuf"]
     return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+
+
+def _constants(batch: Any) -> list[Any]:
+    """Numbers and texts of a batch that are not one for each record, by where they are."""
+    if not isinstance(batch, dict | UserDict | tuple | list):
+        return []
+    items = batch.items() if isinstance(batch, dict | UserDict) else enumerate(batch)
+    found: list[Any] = []
+    for place, item in items:
+        if isinstance(item, bool | int | float | str | np.generic):
+            found.append((place, item))
+        elif isinstance(item, dict | UserDict):
+            found.append((place, _constants(item)))
+    return found
 
 
 def _standing() -> tuple[Any, ...]:
