@@ -33,8 +33,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
-    import json
-
     from quietgrad.cli.options import usage
     from quietgrad.cli.predict import records_for
     from quietgrad.errors import DataError
@@ -42,7 +40,11 @@ def evaluate(
     from quietgrad.estimators.scoring import private_score
 
     model = from_run(folder)
-    facts = model.result_.details["model"]
+    facts = model.result_.details.get("model")
+    if facts is None:
+        raise DataError(
+            f"{folder}: an additive model is scored from Python: private_score(from_run(folder), X, y)."
+        )
     X, y = records_for(folder, data, facts)
     if y is None:
         raise DataError(f"{data}: has no labels to score against.")
@@ -53,7 +55,7 @@ def evaluate(
         score = private_score(
             model, X, labels, epsilon=epsilon, delta=delta, relation=relation, ledger=book, account=account
         )
-    (folder / "evaluation.json").write_text(json.dumps(score.to_json(), indent=1) + "\n")
+    score.save(folder)
     if as_json:
         show_json(score.to_json())
         return

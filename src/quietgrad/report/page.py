@@ -15,6 +15,7 @@ from quietgrad.errors import DataError, QuietgradError
 from quietgrad.files import read_json, write_atomically
 from quietgrad.report.certificate import ASSUMPTIONS, NOT_COVERED, Certificate, certify_run
 from quietgrad.report.charts import Series, line_chart
+from quietgrad.report.tables import table_section
 from quietgrad.shown import shown
 from quietgrad.training.result import Result, load
 from quietgrad.training.verification import problems_of, refuted
@@ -137,6 +138,7 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
             promises=_promises(runs),
             assumptions=ASSUMPTIONS,
             not_covered=NOT_COVERED,
+            tables=[table_section(run.result, Path(folder)) for run, folder in zip(runs, folders, strict=True)],
             version=__version__,
             date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
         )
