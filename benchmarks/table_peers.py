@@ -15,7 +15,7 @@ import pandas as pd
 
 DELTA = 1e-5
 FITS = {"dp-ebm": 3, "diffprivlib": 5}
-EPSILONS = {"dp-ebm": (0.2, 0.5, 1.0, 3.0, 4.0), "diffprivlib": (0.2, 0.5, 1.0, 3.0)}
+EPSILONS = {"dp-ebm": (0.2, 1.0, 4.0), "diffprivlib": (0.2, 0.5, 1.0, 3.0)}
 
 
 def main(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,34 @@ def test_models_are_saved_as_runs_and_back(tmp_path: Path) -> None:
     assert again.privacy_.epsilon == model.privacy_.epsilon
     with pytest.raises(ValueError, match="order"):
         again.predict(frame[list("bacdef")])
+
+
+def test_an_additive_model_and_its_evaluation_are_on_the_page(tmp_path: Path) -> None:
+    from quietgrad.report.page import write_report
+
+    rng = np.random.default_rng(11)
+    frame = pd.DataFrame({"x": rng.uniform(-2, 2, 6000)})
+    frame["c"] = pd.Categorical(rng.choice(["a", "<b>"], 6000), categories=["a", "<b>"])
+    y = (frame.x**2 + (frame.c == "a") > 1.5).to_numpy()
+    model = PrivateAdditiveClassifier(epsilon=2.0, feature_bounds={"x": (-2, 2)}).fit(frame[:4000], y[:4000])
+    again = from_run(to_run(model, tmp_path))
+    assert np.array_equal(again.predict(frame), model.predict(frame))
+    assert str(again.shape_functions_) == str(model.shape_functions_)
+    private_score(again, frame[4000:], y[4000:], epsilon=1.0).save(tmp_path)
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    for words in ("What each feature adds", "&lt;b&gt;", "On held-out people", "Calibration", "may be published"):
+        assert words in text
+    told = json.loads((tmp_path / "evaluation.json").read_text())
+    told["privacy"]["epsilon"] = 0.01  # less than its releases cost
+    (tmp_path / "evaluation.json").write_text(json.dumps(told))
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert "not borne out" in text
+    assert "may be published" not in text
+    target = PrivateAdditiveRegressor(epsilon=2.0, feature_bounds={"x": (-2, 2)}, target_bounds=(0, 4))
+    target.fit(frame, frame.x**2)
+    back = from_run(to_run(target, tmp_path / "numbers"))
+    assert np.array_equal(back.predict(frame), target.predict(frame))
+    assert str(back.shape_functions_) == str(target.shape_functions_)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,11 +156,19 @@ def _people(relation: Relation) -> Iterator[tuple[Any, Any]]:
             yield table(place), table(other)
 
 
+def _cells(relation: Relation, records: Any) -> list[Query]:
+    return [CellSums(4, 2, relation)]
+
+
+def _asked(queries: list[Query], records: Any) -> list[Query]:
+    return queries
+
+
 def _evaluation_findings() -> Iterator[Finding]:
     scores = [0.0, 1.0, 5.0, -2.0, np.nan, np.inf]
     for relation in Relation:
         yield probe_sensitivity(
-            Tabulation(), _people(relation), lambda r, at=relation: [CellSums(4, 2, at)], relation,
+            Tabulation(), _people(relation), partial(_cells, relation), relation,
             f"CellSums, {relation}", whole=True,
         )  # fmt: skip
         pairs = [
@@ -167,13 +176,13 @@ def _evaluation_findings() -> Iterator[Finding]:
             for a, b in itertools.permutations(scores, 2)
         ]
         held = np.array([0, 1])
-        queries = [
+        queries: list[Query] = [
             MeanScore(lambda X, y: X[:, 0], held),
             Correct(lambda X: np.asarray(X[:, 0] > 0.5, dtype=int), held),
         ]
         if relation is Relation.REPLACE_ONE:  # which records are held out is fixed before: none is added
             yield probe_sensitivity(
-                Scoring(), pairs, lambda r, q=queries: q, relation, "MeanScore and Correct", whole=True
+                Scoring(), pairs, partial(_asked, queries), relation, "MeanScore and Correct", whole=True
             )
 
 

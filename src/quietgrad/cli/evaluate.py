@@ -37,8 +37,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
-    import json
-
     import numpy as np
 
     from quietgrad.cli.options import usage
@@ -51,7 +49,11 @@ def evaluate(
     from quietgrad.files import are_many
 
     model = from_run(folder)
-    facts = model.result_.details["model"]
+    facts = model.result_.details.get("model")
+    if facts is None:
+        raise DataError(
+            f"{folder}: an additive model is scored from Python: private_score(from_run(folder), X, y)."
+        )
     ids = None
     if are_many(data):
         if person is not None or model.privacy_.unit == "person":
@@ -76,7 +78,7 @@ def evaluate(
             model, X, labels, epsilon=epsilon, delta=delta, relation=relation, ledger=book, account=account,
             person=ids,
         )  # fmt: skip
-    (folder / "evaluation.json").write_text(json.dumps(score.to_json(), indent=1) + "\n")
+    score.save(folder)
     if as_json:
         show_json(score.to_json())
         return

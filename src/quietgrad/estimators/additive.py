@@ -231,7 +231,7 @@ class _Additive(PrivateLinearModel):
         return figure
 
     @property
-    def partial_fit(self) -> Any:  # type: ignore[override]
+    def partial_fit(self) -> Any:
         """Not offered: an additive model is fitted at once."""
         raise AttributeError("an additive model is fitted at once; give fit all records.")
 

@@ -184,7 +184,8 @@ class PrivateLinearModel(Charged):
 
     def _settings(self) -> dict[str, Any]:
         """What every loss is told."""
-        if not isinstance(self.regularization, numbers.Real):
+        given: Any = self.regularization
+        if not isinstance(given, numbers.Real):
             raise ValueError(f"regularization={self.regularization!r}: must be a number >= 0.")
         penalty = L2(self.regularization) if self.regularization else NoRegularizer()
         return {"regularizer": penalty, "intercept": self.fit_intercept}

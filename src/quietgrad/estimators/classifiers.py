@@ -149,8 +149,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             raise ValueError(
                 "class_weight: must be a mapping of classes to public weights; 'balanced' would count the labels."
             )
-        given = self.class_weight.values()
-        if not all(isinstance(w, numbers.Real) and math.isfinite(w) and w > 0.0 for w in given):
+        given: Any = self.class_weight.values()
+        if not all(isinstance(w, numbers.Real) and math.isfinite(w) and float(w) > 0.0 for w in given):
             raise ValueError("class_weight: each must be a finite number > 0.")
         return tuple(float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist())
 

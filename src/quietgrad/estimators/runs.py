@@ -36,6 +36,8 @@ def from_run(folder: str | Path) -> Any:
     from importlib import import_module
 
     result = load(folder)
+    if result.details.get("additive"):
+        return _additive_from(result)
     facts = result.details.get("model")
     if facts is None:
         raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
@@ -71,8 +73,13 @@ def coefficients(result: Result, facts: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def to_run(model: Any, folder: str | Path) -> Path:
-    """Save a fitted estimator so that ``quietgrad predict``, ``evaluate`` and ``report`` can read it."""
+    """Save a fitted estimator so that ``quietgrad predict``, ``evaluate`` and ``report`` can read it.
+
+    Of an additive model the report shows the functions; it predicts in Python, by :func:`from_run`.
+    """
     kind = type(model).__name__
+    if hasattr(model, "shapes_"):
+        return _save_additive(model, Path(folder))
     if kind not in {name for _, name in _KINDS.values()}:
         raise ValueError(f"{kind}: only linear estimators are saved as runs.")
     several = len(getattr(model, "classes_", ())) > 2
@@ -97,6 +104,66 @@ def to_run(model: Any, folder: str | Path) -> Path:
     result = replace(model.result_, details={**model.result_.details, "model": facts}, privacy=model.privacy_)
     result.save(folder)
     return Path(folder)
+
+
+def _save_additive(model: Any, folder: Path) -> Path:
+    """The public map, the coefficients and the functions with their errors, as JSON values."""
+    facts = {
+        "columns": [model._columns.names, model._columns.named],
+        "features": [
+            [f.name, f.low, f.high, f.bins, [_plain(v) for v in f.values]] for f in model.shapes_.features
+        ],
+        "pairs": [list(pair) for pair in model.shapes_.pairs],
+        "coef": model.coef_.tolist(),
+        "intercept": np.asarray(model.intercept_).tolist(),
+        "classes": None if not hasattr(model, "classes_") else model.classes_.tolist(),
+        "target": None if not hasattr(model, "target_range_") else list(model.target_range_),
+        "limits": [model._frame.low.tolist(), model._frame.high.tolist()],
+    }
+    shapes = [
+        {"name": name, "named": isinstance(where, list), "where": [_plain(x) for x in where],
+         "values": values.tolist(), "errors": errors.tolist()}
+        for name, (where, values, errors) in model.shape_functions_.items()
+    ]  # fmt: skip
+    details = {**model.result_.details, "additive": facts, "shapes": shapes}
+    replace(model.result_, details=details, privacy=model.privacy_).save(folder)
+    return folder
+
+
+def _additive_from(result: Result) -> Any:
+    from quietgrad.estimators import additive
+    from quietgrad.estimators.columns import Columns
+    from quietgrad.objectives.tables.shapes import Feature, Shapes
+
+    facts = result.details["additive"]
+    regression = facts["target"] is not None
+    model: Any = additive.PrivateAdditiveRegressor() if regression else additive.PrivateAdditiveClassifier()
+    features = [
+        Feature(name, low, high, bins, tuple(values)) for name, low, high, bins, values in facts["features"]
+    ]
+    model.shapes_ = Shapes(tuple(features), tuple((int(a), int(b)) for a, b in facts["pairs"]))
+    vocabularies = {f.name: list(f.values) for f in features if not f.bins}
+    names, named = facts["columns"]
+    model._columns = Columns(names, named, vocabularies)
+    model.n_features_in_ = len(names)
+    if named:
+        model.feature_names_in_ = np.array(names, dtype=object)
+    model.coef_, model.intercept_ = np.array(facts["coef"]), np.array(facts["intercept"])
+    low, high = facts["limits"]
+    target = None if facts["target"] is None else (float(facts["target"][0]), float(facts["target"][1]))
+    model._frame = Frame(np.array(low), np.array(high), target)
+    if target is not None:
+        model.target_range_ = target
+    if facts["classes"] is not None:
+        model.classes_ = np.array(facts["classes"])
+    model.result_, model.privacy_ = result, result.privacy
+    model.n_iter_ = max(1, sum(result.privacy.releases.values()))
+    return model
+
+
+def _plain(value: Any) -> Any:
+    """A category or an edge as JSON knows it."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _label(text: str) -> Any:

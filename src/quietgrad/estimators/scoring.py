@@ -7,10 +7,12 @@ both the noise and the sampling of the people, by redrawing both.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from quietgrad.algorithms.tabulate import Tabulate
 from quietgrad.errors import DataError
 from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
 from quietgrad.estimators.whom import Whom, named
+from quietgrad.files import write_atomically
 from quietgrad.objectives.people import People
 from quietgrad.objectives.queries.evaluation import Tabulation
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
@@ -70,6 +73,12 @@ class PrivateScore:
             "notes": list(self.notes),
             "privacy": self.privacy.to_json(),
         }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the score beside a run, where ``quietgrad report`` shows it."""
+        target = Path(folder) / "evaluation.json"
+        write_atomically(target, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        return target
 
     def __str__(self) -> str:
         names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")

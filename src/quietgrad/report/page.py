@@ -23,6 +23,7 @@ from quietgrad.report.certificate import (
     certify_run,
 )
 from quietgrad.report.repeating import command_of
+from quietgrad.report.tables import table_section
 from quietgrad.shown import shown
 from quietgrad.training.result import Result, load
 from quietgrad.training.verification import ledger_of, problems_of, refuted
@@ -146,6 +147,7 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
             promises=_promises(runs),
             assumptions=assumptions(run.result.privacy for run in runs),
             not_covered=NOT_COVERED,
+            tables=[table_section(run.result, Path(folder)) for run, folder in zip(runs, folders, strict=True)],
             version=__version__,
             date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
         )

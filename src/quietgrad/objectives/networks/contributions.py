@@ -279,10 +279,6 @@ class Groups:
         """Bytes."""
         return self.examples.held()
 
-    def held(self) -> int:
-        """Bytes that the largest group is copied into."""
-        return max(self.make(group).held() for group in self.groups)
-
     def squared_norms(self) -> Tensor:
         """Everyone's, from their group."""
         found = [self.make(group).squared_norms() for group in self.groups]
