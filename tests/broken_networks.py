@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.nn.utils.stateless import _reparametrize_module
 
-from quietgrad.objectives.networks import anatomy, checks, examples, module, tape, ways
+from quietgrad.objectives.networks import anatomy, checks, engine, examples, module, tape, ways
+from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.people import People, PeopleRecords
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.torch import distributed, opacus_verbs, own_loop, poisson_loader, private_module
 from quietgrad.torch.rows import Owners, Rows
@@ -196,6 +198,73 @@ def seeded_says_nothing(patch: Patch) -> None:
 def processes_by_settings(patch: Patch) -> None:
     """Processes compare models and settings by name, and how many records there are."""
     patch.setattr(distributed, "_digests", lambda objective, records, key: (repr(objective), str(len(records)), ""))
+
+
+def clipped_by_record(patch: Patch) -> None:
+    """Each record of a person is clipped by itself."""
+
+    def add_people(self: Any, batch: Any, groups: Any, points: Any, rule: Any, out: Any) -> None:
+        self.add(batch._replace(indices=groups.flat()[0]), points, rule, out)
+
+    patch.setattr(module.ModuleObjective, "add_people", add_people)
+
+
+def person_in_two_passes(patch: Patch) -> None:
+    """A batch is cut through people, and what each half holds of somebody is clipped there."""
+    whole = engine.PerExampleEngine.add_people
+
+    def halves(
+        self: Any, points: Any, read: Any, rule: Any, add: Any, keys: Any, persons: Any, most: int | None = None
+    ) -> Any:
+        for rows in np.array_split(np.arange(len(persons.owners)), 2):
+
+            def some(which: Any, rows: Any = rows) -> Any:
+                return read(rows[which])
+
+            whose = Persons.of(persons.owners[rows], mean=False)
+            whole(self, points, some, rule, add, keys.rows(rows), whose, most)
+        return torch.zeros(1, 1)
+
+    patch.setattr(engine.PerExampleEngine, "add_people", halves)
+
+
+def person_on_two_processes(patch: Patch) -> None:
+    """Records are shared out, not people: each process clips what it has of somebody."""
+
+    def share_of(batch: Any, rank: int, world: int) -> Any:
+        held = batch.records.people
+        rows = np.flatnonzero(np.arange(len(held.order)) % world == rank)
+        owners = np.repeat(np.arange(len(held)), held.sizes)[rows]
+        kept = owners if batch.indices is None else owners[np.isin(owners, batch.indices)]
+        rows = rows if batch.indices is None else rows[np.isin(owners, batch.indices)]
+        sizes = np.bincount(kept)
+        sizes = sizes[sizes > 0]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        some = People(held.order[rows], starts, held.combine, held.records_per_person)
+        return batch._replace(records=PeopleRecords(batch.records.rows, some), indices=np.arange(len(some)))
+
+    patch.setattr(distributed, "share_of", share_of)
+
+
+def one_nan_for_everybody(patch: Patch) -> None:
+    """People's records are added up by a product with a matrix of zeros and ones."""
+
+    def summed(self: Any, values: Any) -> Any:
+        ones = torch.zeros(len(self), len(self.owners), dtype=values.dtype)
+        ones[torch.from_numpy(self.owners), torch.arange(len(self.owners))] = 1.0
+        return ones @ values
+
+    patch.setattr(Persons, "summed", summed)
+
+
+def records_drawn(patch: Patch) -> None:
+    """A loop's samples are of records, whoever they are about."""
+
+    def keys(self: Any, drawn: Any) -> RecordKeys:
+        _, indices, key = self._session.batch(drawn)
+        return RecordKeys.of(key, indices * 3)
+
+    patch.setattr(own_loop.PrivateLoop, "_keys", keys)
 
 
 def under(break_it: Callable[[Patch], None] | None, probe: Callable[[], Any]) -> Any:

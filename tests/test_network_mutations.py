@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from quietgrad.audit.network_people import probe_people, probe_people_drawn
 from quietgrad.audit.networks import (
     probe_agreement,
     probe_gradients,
@@ -55,6 +56,15 @@ TABLE = [
     Mutation("earlier loops forgotten", "L0 charge", broken.last_loop_only, probe_loop_charges),
     Mutation("skipped samples free", "L0 charge", broken.stepped_samples_only, probe_loop_charges),
     Mutation("seeded loop says nothing", "L0 charge", broken.seeded_says_nothing, probe_loop_charges),
+    Mutation("clipped by record", "L0 sensitivity", broken.clipped_by_record,
+             lambda: probe_people("layers", "sum")),
+    Mutation("a person in two passes", "L0 sensitivity", broken.person_in_two_passes,
+             lambda: probe_people("layers", "sum")),
+    Mutation("a person on two processes", "L0 sensitivity", broken.person_on_two_processes,
+             lambda: probe_people("layers", "sum", processes=2)),
+    Mutation("one NaN for everybody", "L0 sensitivity", broken.one_nan_for_everybody,
+             lambda: probe_people("convolutions", "mean")),
+    Mutation("records drawn, not people", "L0 sampling", broken.records_drawn, probe_people_drawn),
     Mutation("processes compared by name", "L0 agreement", broken.processes_by_settings, probe_agreement),
 ]  # fmt: skip
 

@@ -23,7 +23,9 @@ ALGORITHMS: dict[str, Any] = {
     "srm": qg.DPSRM(steps=6, batch_size=80, learning_rate=1.0, gamma=0.4),
     "gd": qg.DPGD(steps=2),
     "dropout": qg.DPSRM(steps=4, batch_size=80, learning_rate=1.0, gamma=0.4),
+    "people": qg.DPSRM(steps=4, batch_size=40, learning_rate=1.0, gamma=0.4),
 }
+PERSON = [record**2 % 101 for record in range(301)]  # up to six records each, scattered
 
 
 def network(width: int = 8, dropout: float = 0.0) -> nn.Sequential:
@@ -37,9 +39,12 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(name: str, folder: Path | None = None) -> Any:
-    model = network(dropout=0.5 if name == "dropout" else 0.0)
+    model = network(dropout=0.5 if name in ("dropout", "people") else 0.0)
     ledger = None if folder is None else folder / f"{name}.jsonl"
-    result = qt.fit(model, LOSS, data(), ALGORITHMS[name], budget=qg.Budget(4.0, 1e-5), seed=7, ledger=ledger)
+    people: dict[str, Any] = {"person": PERSON, "records_per_person": 3} if name == "people" else {}
+    result = qt.fit(
+        model, LOSS, data(), ALGORITHMS[name], budget=qg.Budget(4.0, 1e-5), seed=7, ledger=ledger, **people
+    )
     written = torch.cat([param.detach().flatten() for param in model.parameters()])
     assert torch.equal(written, result.params)
     return result
@@ -63,15 +68,17 @@ def process(rank: int, port: int, folder: str) -> None:
     other: Any = network()
     frozen[0].requires_grad_(False).weight.data.mul_(1.0 + rank)
     other[0].weight.data.mul_(1.0 + rank)
-    for what, model, records in (
-        ("order", network(), (x[order], y[order])),
-        ("frozen", frozen, (x, y)),
-        ("start", other, (x, y)),
-        ("refused on one", network(), (x / (1 - rank), y)),
+    for what, model, records, person in (
+        ("order", network(), (x[order], y[order]), None),
+        ("frozen", frozen, (x, y), None),
+        ("start", other, (x, y), None),
+        ("refused on one", network(), (x / (1 - rank), y), None),
+        ("ids", network(), (x, y), PERSON[rank:] + PERSON[:rank]),
+        ("ids on one", network(), (x, y), PERSON[rank:]),
     ):
         try:
             qt.fit(
-                model, LOSS, records, ALGORITHMS["sgd"], budget=qg.Budget(4.0, 1e-5),
+                model, LOSS, records, ALGORITHMS["people"], budget=qg.Budget(4.0, 1e-5), person=person,
                 ledger=Path(folder) / "refused.jsonl",
             )  # fmt: skip
         except (ValueError, QuietgradError) as error:
@@ -117,6 +124,7 @@ def test_two_processes_give_the_model_of_one(name: str, both: tuple[Path, list[d
 
 @pytest.mark.parametrize(("what", "message"), [
     ("order", "the records, their order"), ("frozen", "frozen parameters"), ("start", "training begins with"),
+    ("ids", "whose they are"),
 ])  # fmt: skip
 def test_processes_that_hold_different_things_are_refused(
     what: str, message: str, both: tuple[Path, list[dict[str, Any]]]
@@ -135,3 +143,5 @@ def test_what_fails_on_one_fails_on_both(both: tuple[Path, list[dict[str, Any]]]
     assert "batch_size=999" in second["failure"]
     assert "another process refused" in first["refused on one"]
     assert "not finite" in second["refused on one"]
+    assert "another process refused" in first["ids on one"]
+    assert "one id per record" in second["ids on one"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.audit.distinguish import Finding
+from quietgrad.audit.network_people import people_probes
 from quietgrad.audit.zoo import MIXERS, MODELS, Augmented, loss, table
 from quietgrad.errors import QuietgradError
 from quietgrad.objectives.base import Batch, Rule
@@ -43,6 +44,7 @@ def network_probes() -> Iterator[Finding]:
     yield from (probe_gradients(name) for name in MODELS)
     yield probe_refusals()
     yield probe_agreement()
+    yield from people_probes()
 
 
 def probe_network(

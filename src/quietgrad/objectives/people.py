@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, Constants, Indices, Reading, Records, Regularizer, Rule
-from quietgrad.objectives.person_ids import first_seen
+from quietgrad.objectives.person_ids import asked_ids, first_seen
 from quietgrad.vectors import Vector, zeros_like
 
 Floats = npt.NDArray[np.float64]
@@ -348,12 +349,15 @@ class OfPeople:
             return data.seen(self.loss.prepare(data.rows))
         if not isinstance(data, OfRecords):
             raise DataError("person: the ids must come with the data they are about.")
-        people = data.person
+        people, rows = data.person, None
+        if callable(people):
+            rows = self.loss.prepare(data.data)
+            people = asked_ids(people, len(rows))
         if not isinstance(people, People):
             people = People.of(people, combine=self.combine, records_per_person=self.records_per_person)
         if (people.combine, people.records_per_person) != (self.combine, self.records_per_person):
             raise ValueError("person: was grouped with other settings of combine and records_per_person.")
-        rows = self.loss.prepare(data.data)
+        rows = self.loss.prepare(data.data) if rows is None else rows
         if len(rows) != len(people.order):
             raise DataError("person: must be one id per record; there are more or fewer ids than records.")
         return PeopleRecords(rows, people)
@@ -408,16 +412,23 @@ class OfPeople:
 
     def risk(self, records: PeopleRecords, params: Vector) -> float:
         """F(θ), the mean over people of their combined loss: an evaluation, not private."""
-        total = self.loss_sum(Batch(records, None), params, math.inf)
+        with self._evaluating():
+            total = self.loss_sum(Batch(records, None), params, math.inf)
         return total / len(records) + self.regularizer.value(params)
 
     def risk_gradient(self, records: PeopleRecords, params: Vector) -> Vector:
         """∇F(θ) without clipping: an evaluation, not private."""
         out = zeros_like(params)
-        self.add(Batch(records, None), (params,), Rule.gradient(math.inf), out)
+        with self._evaluating():
+            self.add(Batch(records, None), (params,), Rule.gradient(math.inf), out)
         out /= len(records)
         out += self.regularizer.gradient(params)
         return out
+
+    def _evaluating(self) -> AbstractContextManager[Any]:
+        """A network is evaluated in another mode than it is trained in."""
+        context: AbstractContextManager[Any] = getattr(self.loss, "evaluating", nullcontext)()
+        return context
 
 
 def of_people(

@@ -12,6 +12,7 @@ import datetime
 import hmac
 import unicodedata
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,33 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     return codes.astype(np.int64), len(known)
 
 
+def asked_ids(person: Callable[[int], Any], records: int) -> list[Any]:
+    """The ids that a function of the record's number gives, asked for twice: one that changes is nobody's.
+
+    >>> asked_ids(lambda record: record // 2, 3)
+    [0, 0, 1]
+    """
+    try:
+        first, again = ([_number(person(record)) for record in range(records)] for _ in range(2))
+        same = all(bool(a == b) for a, b in zip(first, again, strict=True))
+    except Exception as error:  # what it says may name somebody
+        raise DataError(
+            f"person: the function failed for a record ({type(error).__name__}). It is called with a record's "
+            "number from 0 on and returns the id of a person, a whole number or a text."
+        ) from None
+    if not same:
+        raise DataError(
+            "person: the function gave another id for a record when it was asked again. Make it one of the "
+            "record's number alone: a person whose id changes from pass to pass would be protected as nobody."
+        )
+    return first
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one number as that number."""
+    return value.item() if hasattr(value, "item") and hasattr(value, "shape") and not value.shape else value
+
+
 def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
 
@@ -102,6 +130,8 @@ def _array(ids: Any) -> npt.NDArray[Any]:
     try:
         if hasattr(ids, "to_numpy"):  # a column of pandas or polars: its own missing values become objects or NaN
             return np.asarray(ids.to_numpy())
+        if hasattr(ids, "cpu"):  # a tensor
+            return np.asarray(ids.cpu())
         array = np.asarray(ids)
         # numpy would make texts of mixed numbers and texts, and floats of whole numbers with one that is missing
         return array if isinstance(ids, np.ndarray) else np.asarray([*ids, None], dtype=object)[:-1]

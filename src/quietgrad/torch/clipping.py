@@ -18,7 +18,6 @@ from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length
 from quietgrad.objectives.people import Combine, check_combination
 from quietgrad.objectives.person_ids import first_seen
-from quietgrad.torch.ids import as_ids
 
 __all__ = ["clipped_difference_sum", "clipped_gradient_sum"]
 
@@ -104,5 +103,5 @@ def _persons(person: Any, combine: Combine, batch: tuple[Batch, Batch]) -> Perso
     check_combination(combine, None)
     if person is None:
         return None
-    codes, _ = first_seen(as_ids(person, None), batch_length(batch[0]))
+    codes, _ = first_seen(person, batch_length(batch[0]))
     return Persons.numbered(codes, mean=combine == "mean")

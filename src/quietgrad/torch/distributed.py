@@ -18,13 +18,14 @@ from torch import Tensor
 
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import BaseObjective, Batch, Regularizer, Rule
+from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.people import OfPeople, told
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
 
-__all__ = ["one_leader"]
+__all__ = ["one_leader", "share_of"]
 
 _LEADER = 0
 
@@ -43,7 +44,7 @@ def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) 
     examples = _agreed(objective, data)
     if dist.get_rank() != _LEADER:
         return _serve(objective, examples)
-    shared = _Shared(objective)
+    shared = _SharedPeople.of(objective) if isinstance(objective, OfPeople) else _Shared(objective)
     try:
         result = lead(shared, examples)
     except BaseException as error:
@@ -54,9 +55,9 @@ def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) 
 
 
 class _Shared(BaseObjective):
-    """A :class:`ModuleObjective`, maybe asked about people, whose sums are computed by all processes together."""
+    """A :class:`ModuleObjective` whose sums are computed by all processes together."""
 
-    def __init__(self, objective: Asked) -> None:
+    def __init__(self, objective: ModuleObjective) -> None:
         self._objective = objective
 
     def __repr__(self) -> str:
@@ -66,28 +67,34 @@ class _Shared(BaseObjective):
     def regularizer(self) -> Regularizer:
         return self._objective.regularizer
 
-    def prepare(self, data: Any) -> Any:
+    def prepare(self, data: Any) -> Examples:
         return self._objective.prepare(data)
 
-    def initial(self, records: Any) -> Any:
+    def initial(self, records: Examples) -> Tensor:
         return self._objective.initial(records)
 
     def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
-        if batch.key is None:
-            batch = batch._replace(key=fresh_key())  # one for all processes
-        _send(("add", batch.indices, batch.key, len(points), rule))
-        for point in points:
-            dist.broadcast(point, _LEADER)
-        out += _shares_added(self._objective, batch, points, rule)
+        out += _sum(self._objective, batch, points, rule)
 
     def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
         return self._objective.loss_sum(batch, params, bound)
 
-    def risk(self, records: Any, params: Tensor) -> float:
+    def risk(self, records: Examples, params: Tensor) -> float:
         return self._objective.risk(records, params)
 
-    def risk_gradient(self, records: Any, params: Tensor) -> Any:
+    def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
         return self._objective.risk_gradient(records, params)
+
+
+class _SharedPeople(OfPeople):
+    """The same, asked about people: they are what is shared out, so that each is on one process with all theirs."""
+
+    @staticmethod
+    def of(asked: OfPeople) -> _SharedPeople:
+        return _SharedPeople(asked.loss, asked.combine, asked.records_per_person)
+
+    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        out += _sum(self.around(self.loss), batch, points, rule)
 
 
 def _serve(objective: Asked, examples: Any) -> Result:
@@ -107,13 +114,28 @@ def _serve(objective: Asked, examples: Any) -> Result:
         _shares_added(objective, Batch(examples, indices, key), points, rule)
 
 
-def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+    """The leader's side of a sum: everybody is told what is asked, and gives their share."""
+    if batch.key is None:
+        batch = batch._replace(key=fresh_key())  # one for all processes
+    _send(("add", batch.indices, batch.key, len(points), rule))
+    for point in points:
+        dist.broadcast(point, _LEADER)
+    return _shares_added(objective, batch, points, rule)
+
+
+def share_of(batch: Batch, rank: int, world: int) -> Batch:
+    """The part of a batch that process ``rank`` of ``world`` sums: whole people, where records are people's.
+
+    By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    """
     everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-    # By secret words, as passes are: cut by position, every later record would change places when one leaves. These
-    # are positions of people where records are people's.
-    mine = RecordKeys.of(batch.key, everyone).share(dist.get_rank(), dist.get_world_size())
+    return batch._replace(indices=everyone[RecordKeys.of(batch.key, everyone).share(rank, world)])
+
+
+def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
     total = torch.zeros_like(points[0], dtype=torch.float64)
-    objective.add(batch._replace(indices=everyone[mine]), points, rule, total)
+    objective.add(share_of(batch, dist.get_rank(), dist.get_world_size()), points, rule, total)
     dist.reduce(total, _LEADER)
     return total
 

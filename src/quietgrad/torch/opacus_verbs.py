@@ -26,10 +26,10 @@ from quietgrad.objectives.networks.examples import (
     refuse_own_generators,
     refuse_repeated_records,
 )
-from quietgrad.objectives.people import Combine, People
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People, of_people
+from quietgrad.objectives.person_ids import asked_ids
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.torch.affording import affordable
-from quietgrad.torch.ids import asked_about, people_of
 from quietgrad.torch.own_loop import OutputGradients, OwnLoop, PrivateLoop, pairing
 from quietgrad.torch.poisson_loader import PoissonLoader
 from quietgrad.torch.private_module import PrivateModule
@@ -100,7 +100,7 @@ def make_private_with_epsilon(
     >>> round(loader.privacy.epsilon(), 2)
     2.0
     """
-    people = people_of(person, data_loader.dataset, combine, records_per_person)
+    people = _people(data_loader, person, combine, records_per_person)
     loop = _epochs(data_loader, people, epochs, noise_schedule, batch_schedule)
     budget = Budget(target_epsilon, target_delta, Relation.parse(relation))
     return _private(
@@ -142,7 +142,7 @@ def make_private(
     """
     if epochs is None and (noise_schedule is not None or batch_schedule is not None or ledger is not None):
         raise ValueError("epochs=None: a schedule or a ledger needs the number of epochs beforehand; give epochs.")
-    people = people_of(person, data_loader.dataset, combine, records_per_person)
+    people = _people(data_loader, person, combine, records_per_person)
     if epochs is None:
         n, size = _checked(data_loader, people)
         steps = _OPEN_END
@@ -201,6 +201,11 @@ class PrivacyEngine:
                 "get_epsilon: loops of this engine were made for different relations, which do not add up. Use one "
                 "relation for all loops on the same records."
             )
+        if len({loop.plan.unit for loop in self._loops}) > 1:
+            raise ValueError(
+                "get_epsilon: some loops of this engine were about records and some about people, which do not add "
+                "up. Use another engine for each."
+            )
         events = [event for event in (loop.event() for loop in self._loops) if event is not None]
         return account(composed(events), delta=delta, relation=relations.pop()) if events else 0.0
 
@@ -244,12 +249,17 @@ def _private(
     engine = PerExampleEngine(module, pairing, micro_batch=micro_batch, memory_budget=memory_budget)
     _check_optimizer(optimizer, module)
     method: Any = OwnLoop(stretches, max_grad_norm)
-    plan = training.plan(method, n=n, budget=budget, noise_multiplier=noise_multiplier)
+    unit = Unit.RECORD if people is None else Unit.PERSON
+    plan = training.plan(method, n=n, budget=budget, noise_multiplier=noise_multiplier, unit=unit)
     if noise_multiplier is not None and budget.epsilon < _NO_PROMISE:
         plan = affordable(plan)
     if seed is not None:
         warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
-    objective, data = asked_about(people, OutputGradients(engine), data_loader.dataset)
+    objective: Any = OutputGradients(engine)
+    data: Any = data_loader.dataset
+    if people is not None:
+        objective = OfPeople(objective, people.combine, people.records_per_person)
+        data = OfRecords(data, people)
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, seed=seed)
     loop = PrivateLoop(plan, curator, engine, max_grad_norm, loss_reduction == "mean")
     _attach(optimizer, loop)
@@ -304,20 +314,36 @@ def _batches(loader: DataLoader[Any], n: int, size: int) -> int:
     return n // size if loader.drop_last else math.ceil(n / size)
 
 
-def _checked(loader: DataLoader[Any], people: People | None) -> tuple[int, int]:
-    """n and the batch size, in people, of a loader whose only wish is to go through its data set."""
-    dataset, sampler = loader.dataset, loader.sampler
+def _people(
+    loader: DataLoader[Any], person: Any, combine: Combine, records_per_person: int | None
+) -> People | None:
+    """Who the records of a loader's data set are about; ``None``: each is a person's own."""
+    if person is None:
+        of_people(None, None, None, combine, records_per_person)
+        return None
+    records = _length(loader)
+    ids = asked_ids(person, records) if callable(person) else person
+    return People.of(ids, combine=combine, records_per_person=records_per_person, records=records)
+
+
+def _length(loader: DataLoader[Any]) -> int:
+    dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise DataError(
             f"a data set of type {type(dataset).__name__} has no length, so no sample of known probability can be "
             "drawn from it. Use a map-style data set."
         )
+    return len(dataset)
+
+
+def _checked(loader: DataLoader[Any], people: People | None) -> tuple[int, int]:
+    """n and the batch size, in people, of a loader whose only wish is to go through its data set."""
+    n, sampler = _length(loader), loader.sampler
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise DataError(
             f"batches of {type(loader.batch_sampler).__name__} have no law that can be accounted for. Give the "
             "loader a batch_size instead."
         )
-    n = len(dataset)
     plain = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == n
     )

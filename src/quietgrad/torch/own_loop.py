@@ -39,6 +39,7 @@ from quietgrad.objectives.networks.tape import mapped, select, tensors_of
 from quietgrad.objectives.networks.ways import joined
 from quietgrad.objectives.people import PeopleRecords
 from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.privacy.budget import Unit
 from quietgrad.privacy.events import Event
 from quietgrad.sampling import Poisson
 from quietgrad.torch.rows import Owners, Rows, Sample, plain
@@ -110,7 +111,8 @@ class PrivateLoop:
         told = f"{self.handed_out} steps"
         if not self.is_private:
             return f"NOT PRIVATE (seeded), {told}"
-        return f"({self.epsilon():.4g}, {self.plan.budget.delta:g})-DP, {self.plan.budget.relation}, {told}"
+        whom = " per person" if self.plan.unit is Unit.PERSON else ""
+        return f"({self.epsilon():.4g}, {self.plan.budget.delta:g})-DP{whom}, {self.plan.budget.relation}, {told}"
 
     def epsilon(self, delta: float | None = None) -> float:
         """ε of the samples handed out so far, at ``delta`` (default: the plan's); infinite if the loop was seeded.

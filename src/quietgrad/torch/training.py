@@ -20,14 +20,14 @@ from quietgrad.objectives.base import Regularizer
 from quietgrad.objectives.networks.examples import Collate
 from quietgrad.objectives.networks.module import ModuleObjective, evaluating
 from quietgrad.objectives.networks.tape import LossFunction
-from quietgrad.objectives.people import Combine, People
+from quietgrad.objectives.people import Combine, of_people
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.budget import Budget, Unit
 from quietgrad.torch.affording import Shortened, affordable, affordable_steps
 from quietgrad.torch.callbacks import Callback, Progress
 from quietgrad.torch.distributed import one_leader
-from quietgrad.torch.ids import asked_about, people_of
 from quietgrad.training import checkpoint
+from quietgrad.training.minimizing import check_people
 from quietgrad.training.progress import SpentSoFar
 from quietgrad.training.progress import progress as progress_bar
 from quietgrad.training.result import Result
@@ -118,11 +118,13 @@ def fit(
         collate_fn=collate_fn, views=views,
     )  # fmt: skip
     watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
-    people = people_of(person, train_set, combine, records_per_person)
+    asked = of_people(objective, train_set, person, combine, records_per_person)
+    check_people(algorithm, asked[0])
+    unit = Unit.RECORD if person is None else Unit.PERSON
 
     def lead(shared: Any, examples: Any) -> Result:
         plan = training.plan(
-            algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier
+            algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier, unit=unit
         )
         within, plan = _within_budget(algorithm, plan)
         with watch.watching(plan) as callback:
@@ -133,7 +135,7 @@ def fit(
                 planned=plan if within is algorithm else None,
             )  # fmt: skip
 
-    return _train(objective, people, train_set, lead, watch)
+    return _train(objective, *asked, lead, watch)
 
 
 def resume(
@@ -170,7 +172,9 @@ def resume(
         collate_fn=collate_fn, views=views,
     )  # fmt: skip
     watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
-    people = people_of(person, train_set, combine, records_per_person)
+    asked = of_people(objective, train_set, person, combine, records_per_person)
+    check_people(algorithm, asked[0])
+    unit = Unit.RECORD if person is None else Unit.PERSON
 
     def lead(shared: Any, examples: Any) -> Result:
         saved = checkpoint.load(Path(folder) / "checkpoint.safetensors")
@@ -185,6 +189,7 @@ def resume(
             n=meta["n_public"],
             budget=None if meta["budget"] is None else Budget.from_json(meta["budget"]),
             noise_multiplier=meta["noise_multiplier"],
+            unit=unit,
         )
         within, plan = _within_budget(algorithm, plan)
         with watch.watching(plan) as callback:
@@ -193,22 +198,18 @@ def resume(
                 checkpoint_seconds=checkpoint_seconds, callback=callback,
             )  # fmt: skip
 
-    return _train(objective, people, train_set, lead, watch)
+    return _train(objective, *asked, lead, watch)
 
 
 def _train(
-    objective: ModuleObjective,
-    people: People | None,
-    train_set: Any,
-    lead: Callable[[Any, Any], Result],
-    watch: _Watch,
+    objective: ModuleObjective, asked: Any, data: Any, lead: Callable[[Any, Any], Result], watch: _Watch
 ) -> Result:
     module = objective.module
     modes = {layer: layer.training for layer in module.modules()}
     if not module.training:
         module.train()  # else each layer stays as it is: a BatchNorm in evaluation mode is frozen on purpose
     try:
-        result = one_leader(*asked_about(people, objective, train_set), lead)
+        result = one_leader(asked, data, lead)
     finally:
         for layer, mode in modes.items():
             layer.training = mode

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -185,6 +185,10 @@ class ModuleObjective(BaseObjective):
         for losses in self._losses(batch.records, batch.indices, params, batch.key):
             total += float(losses.double().nan_to_num(nan=bound).clamp(0.0, bound).sum())
         return total
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The module in evaluation mode."""
+        return evaluating(self.module)
 
     def risk(self, records: Examples, params: Tensor) -> float:
         """F(θ) in evaluation mode, with the regulariser: not private."""

@@ -1,0 +1,412 @@
+"""People with several records, in modules: their sums are the definition's, and nobody exceeds C."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.errors import BudgetError, DataError
+from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
+from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.objectives.networks.persons import Persons
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.people import OfPeople, OfRecords, PersonRefused
+
+KEY = bytes(range(32))
+RULES = [Rule.gradient(0.3), Rule.difference(0.1), Rule.momentum(0.3, 0.3, 0.1), Rule.joint(0.3, 0.2)]
+LOSS = nn.CrossEntropyLoss(reduction="none")
+SIZES = [1, 2, 9, 3, 11, 4]
+
+
+class Sentences(nn.Module):
+    """A transformer on tokens whose table is also its output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 11)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.layer(self.table(x))).mean(1)
+        return result
+
+
+class Visits(nn.Module):
+    """A recurrent layer, which has no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(3, 4, batch_first=True)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.cell(x)[0][:, -1])
+        return result
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2),
+        nn.Flatten(), nn.Linear(54, 3),
+    )  # fmt: skip
+
+
+def perceptron(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Dropout(dropout), nn.Linear(40, 3))
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "perceptron": (perceptron, lambda n: torch.randn(n, 5)),
+    "convolutions": (convolutions, lambda n: torch.randn(n, 2, 8, 8)),
+    "tied transformer": (Sentences, lambda n: torch.randint(0, 11, (n, 6))),
+    "recurrent": (Visits, lambda n: torch.randn(n, 4, 3)),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def scattered(sizes: list[int], seed: int = 0) -> Any:
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+
+
+def by_hand(model: nn.Module, points: Any, x: Tensor, y: Tensor, rule: Rule, ids: Any, mean: bool) -> Tensor:
+    """One record at a time by autograd, added up by person, clipped, summed."""
+    names = [name for name, _ in model.named_parameters()]
+    shapes = [p.shape for p in model.parameters()]
+
+    def gradient(theta: Tensor, row: int) -> Tensor:
+        parts = theta.split([shape.numel() for shape in shapes])
+        params = {
+            name: part.view(shape).clone().requires_grad_()
+            for name, part, shape in zip(names, parts, shapes, strict=True)
+        }
+        loss = LOSS(functional_call(model, params, (x[row : row + 1],)), y[row : row + 1]).sum()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(params.values()))])
+
+    def clipped(vector: Tensor, clip: float) -> Tensor:
+        return vector * min(1.0, clip / float(vector.norm()))
+
+    total = torch.zeros_like(points[0])
+    for person in np.unique(ids):
+        rows = np.flatnonzero(ids == person)
+        now, before = (torch.stack([gradient(p, int(r)) for r in rows]).sum(0) for p in points)
+        if mean:
+            now, before = now / len(rows), before / len(rows)
+        total += rule.alpha * clipped(now - rule.beta * before, rule.clip)
+        if rule.gamma:
+            total += rule.gamma * clipped(now, rule.second_clip)
+    return total
+
+
+@pytest.mark.parametrize("strategy", ["auto", "factored"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_are_those_of_a_loop_over_people(name: str, strategy: Strategy) -> None:
+    """Kernels written out, by Gram matrices, from factors, by vmap; passes that people do and do not fit into."""
+    make, inputs = MODELS[name]
+    model = make().double()
+    ids = scattered(SIZES)
+    x, y = inputs(len(ids)), torch.randint(0, 3, (len(ids),))
+    x = x.double() if x.is_floating_point() else x
+    engine = PerExampleEngine(model, LOSS, strategy=strategy)
+    theta = engine.flatten(dict(model.named_parameters()))
+    points = theta, theta + 0.1 * torch.randn_like(theta)
+    for micro_batch, mean in ((None, True), (7, False)):
+        engine.micro_batch = micro_batch
+        for rule in RULES if strategy == "auto" else RULES[1:3]:
+            out = torch.zeros_like(theta)
+            engine.add(points, x, y, rule, out, None, Persons.of(ids, mean=mean))
+            torch.testing.assert_close(out, by_hand(model, points, x, y, rule, ids, mean), rtol=1e-9, atol=1e-12)
+
+
+def test_clipped_sums_of_a_batch_by_person() -> None:
+    model = perceptron().double()
+    ids = [f"id-{i}" for i in scattered(SIZES)]
+    x, y = torch.randn(len(ids), 5).double(), torch.randint(0, 3, (len(ids),))
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    before = {name: p.detach() - 0.1 for name, p in model.named_parameters()}
+    sums, norms = qt.clipped_gradient_sum(model, LOSS, (x, y), 0.3, person=ids)
+    wanted = by_hand(model, (theta, theta), x, y, RULES[0], np.array(ids), True)
+    torch.testing.assert_close(torch.cat([s.flatten() for s in sums.values()]), wanted, rtol=1e-9, atol=1e-12)
+    assert norms.shape == (len(SIZES),)
+    changes, _ = qt.clipped_difference_sum(model, before, LOSS, (x, y), 0.1, person=ids, combine="sum")
+    wanted = by_hand(model, (theta, theta - 0.1), x, y, RULES[1], np.array(ids), False)
+    torch.testing.assert_close(torch.cat([s.flatten() for s in changes.values()]), wanted, rtol=1e-9, atol=1e-12)
+    with pytest.raises(DataError, match="one id per record"):
+        qt.clipped_gradient_sum(model, LOSS, (x, y), 0.3, person=ids[1:])
+    with pytest.raises(ValueError, match="combine"):
+        qt.clipped_gradient_sum(model, LOSS, (x, y), 0.3, person=ids, combine="average")  # type: ignore[arg-type]
+
+
+def test_tensors_are_ids_too() -> None:
+    model = perceptron()
+    x, y = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+    _, norms = qt.clipped_gradient_sum(model, LOSS, (x, y), 0.3, person=torch.tensor([4, 2, 4, 4]))
+    assert len(norms) == 2
+
+
+@pytest.mark.parametrize("strategy", ["auto", "factored", "functional"])
+def test_a_person_with_a_record_that_is_not_finite_counts_as_zero_and_nobody_else_does(strategy: Strategy) -> None:
+    model = convolutions()
+    ids = scattered([1, 7, 30, 2, 3])
+    x, y = torch.randn(len(ids), 2, 8, 8), torch.randint(0, 3, (len(ids),))
+    engine = PerExampleEngine(model, LOSS, strategy=strategy)
+    theta = engine.flatten(dict(model.named_parameters()))
+    for person, value in ((2, float("nan")), (1, float("inf")), (2, 3e38)):
+        broken = x.clone()
+        broken[np.flatnonzero(ids == person)[0], 0, 0, 0] = value
+        others = torch.from_numpy(ids != person)
+        for micro_batch in (None, 6):
+            engine.micro_batch = micro_batch
+            out, rest = (torch.zeros(engine.dim, dtype=torch.float64) for _ in range(2))
+            keys = RecordKeys(KEY, np.arange(len(ids)))
+            norms = engine.add((theta,), broken, y, RULES[0], out, keys, Persons.of(ids, mean=True))
+            kept = keys.rows(np.flatnonzero(others))
+            engine.add((theta,), x[others], y[others], RULES[0], rest, kept, Persons.of(ids[others], mean=True))
+            assert norms.isfinite()[:, 0].tolist() == [k != person for k in range(5)]
+            torch.testing.assert_close(out, rest, rtol=1e-4, atol=1e-6)
+
+
+def objective(dropout: float = 0.5, **settings: Any) -> OfPeople:
+    micro_batch = settings.pop("micro_batch", None)
+    model = perceptron(dropout)
+    return OfPeople(ModuleObjective(model, LOSS, micro_batch=micro_batch), **settings)
+
+
+def summed(asked: OfPeople, records: Any, people: Any, key: bytes = KEY) -> Tensor:
+    theta: Any = asked.initial(records)
+    out = torch.zeros_like(theta, dtype=torch.float64)
+    asked.add(Batch(records, people, key), (theta, theta - 0.1), RULES[2], out)
+    return out
+
+
+def test_what_a_person_contributes_depends_on_nobody_else() -> None:
+    """Given the key: alone or with all others, in passes of 1024 or of 4, with masks and chosen records."""
+    ids = scattered([1, 7, 60, 2, 3])
+    x, y = torch.randn(len(ids), 5), torch.randint(0, 3, (len(ids),))
+    for most in (None, 3):
+        asked = objective(records_per_person=most, combine="sum")
+        records = asked.prepare(OfRecords((x, y), ids))
+        whole = summed(asked, records, None)
+        each = [summed(asked, records, np.array([person])) for person in range(5)]
+        torch.testing.assert_close(torch.stack(each).sum(0), whole, rtol=1e-5, atol=1e-6)
+        small = objective(records_per_person=most, combine="sum", micro_batch=4)
+        torch.testing.assert_close(summed(small, records, None), whole, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(summed(asked, records, None, bytes(32)), whole, rtol=1e-3)  # another release
+        if most is not None:
+            assert torch.equal(summed(asked, records, np.array([0])), each[0])
+
+
+def test_losses_and_risks_of_people() -> None:
+    ids = scattered([1, 7, 4])
+    x, y = torch.randn(12, 5), torch.randint(0, 3, (12,))
+    asked = objective(dropout=0.0, micro_batch=5)
+    records = asked.prepare(OfRecords((x, y), ids))
+    theta: Any = asked.initial(records)
+    losses = LOSS(asked.loss.module(x), y).detach().double().numpy()
+    means = [losses[ids == person].mean() for person in range(3)]
+    assert asked.loss_sum(Batch(records, None, KEY), theta, 0.9) == pytest.approx(
+        np.minimum(means, 0.9).sum(), 1e-5
+    )
+    assert asked.risk(records, theta) == pytest.approx(np.mean(means), 1e-5)
+    random = objective(dropout=0.9)
+    assert random.risk(records, theta) == pytest.approx(asked.risk(records, theta), 1e-5)  # without dropout
+    assert random.loss.module.training
+
+
+def visits(n: int = 90) -> tuple[Tensor, Tensor, Any]:
+    generator = torch.Generator().manual_seed(0)
+    ids = np.random.default_rng(1).integers(0, n // 3, n)
+    x = torch.randn(n, 5, generator=generator)
+    return x, torch.randint(0, 3, (n,), generator=generator), ids
+
+
+def test_a_fit_says_that_it_is_about_people(tmp_path: Path) -> None:
+    x, y, ids = visits()
+    people = len(np.unique(ids))
+    algorithm = qg.DPSGD(steps=3, batch_size=10)
+    folder = tmp_path / "run"
+    result = qt.fit(
+        perceptron(), LOSS, TensorDataset(x, y), algorithm, budget=qg.Budget(2.0, 1e-5), person=ids, combine="sum",
+        records_per_person=5, ledger=tmp_path / "ledger.jsonl", account="patients", folder=folder, progress=False,
+    )  # fmt: skip
+    assert result.privacy.unit == "person"
+    assert "per person" in str(result.privacy)
+    assert "the sum of at most 5 of their records" in "".join(result.privacy.notes)
+    plan = qg.plan(algorithm, n=people, budget=qg.Budget(2.0, 1e-5), unit="person")
+    assert result.privacy.noise_multiplier == plan.noise_multiplier  # n is how many people there are
+    assert f"{people} people" in plan.explain()
+    with pytest.raises(BudgetError, match="person"):  # one account, one unit
+        qt.fit(
+            perceptron(), LOSS, (x, y), algorithm, budget=qg.Budget(2.0, 1e-5), ledger=tmp_path / "ledger.jsonl",
+            account="patients", progress=False,
+        )  # fmt: skip
+
+
+def test_minimize_and_fit_and_a_function_of_the_record_are_the_same_run() -> None:
+    x, y, ids = visits()
+    settings: dict[str, Any] = {"budget": qg.Budget(2.0, 1e-5), "seed": 4, "combine": "mean"}
+    algorithm = qg.DPSRM(steps=3, batch_size=10)
+    found = []
+    for person in (ids, lambda record: f"patient {ids[record]}", torch.from_numpy(ids)):
+        model = perceptron()
+        found.append(qt.fit(model, LOSS, (x, y), algorithm, person=person, progress=False, **settings).params)
+    found.append(qg.minimize(ModuleObjective(perceptron(), LOSS), (x, y), algorithm, person=ids, **settings).params)
+    assert all(torch.equal(params, found[0]) for params in found)
+    rows = qt.fit(perceptron(), LOSS, (x, y), algorithm, progress=False, budget=settings["budget"], seed=4).params
+    assert not torch.equal(rows, found[0])
+
+
+def test_an_interrupted_fit_about_people_goes_on_and_others_do_not(tmp_path: Path) -> None:
+    x, y, ids = visits()
+    algorithm = qg.DPSGD(steps=6, batch_size=10)
+    settings: dict[str, Any] = {"person": ids, "folder": tmp_path, "progress": False, "checkpoint_seconds": 0.0}
+
+    def stop(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = perceptron(0.5)
+    with pytest.raises(KeyboardInterrupt):
+        qt.fit(model, LOSS, (x, y), algorithm, budget=qg.Budget(2.0, 1e-5), callbacks=[stop], every=3, **settings)
+    for other in ({"person": None}, {"combine": "sum"}, {"records_per_person": 2}):
+        with pytest.raises(DataError, match="counted its people otherwise"):
+            qt.resume(perceptron(0.5), LOSS, (x, y), algorithm, **settings | other)
+    result = qt.resume(perceptron(0.5), LOSS, (x, y), algorithm, **settings)
+    assert result.privacy.unit == "person"
+    assert result.privacy.releases == {"gradient": 6}
+
+
+class Shaky:
+    """Ids that change from pass to pass."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, record: int) -> str:
+        self.asked += 1
+        return f"secret-{self.asked}"
+
+
+def missing(record: int) -> str:
+    raise KeyError(f"secret-{record}")
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "too few": ([f"secret {i // 2}" for i in range(89)], "one id per record"),
+    "none": ([None] * 90, "has no id"),
+    "mixed": (["secret", 7] * 45, "all whole numbers"),
+    "one for nearly all": (["secret"] * 89 + ["other"], "nine tenths"),
+    "changing": (Shaky(), "another id"),
+    "failing": (missing, "KeyError"),
+    "a name": ("secret", "one id per record"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_ids_that_cannot_be_used_cost_nothing_and_are_not_shown(bad: str, tmp_path: Path) -> None:
+    x, y, _ = visits()
+    person, message = BAD[bad]
+    ledger = tmp_path / "ledger.jsonl"
+    with pytest.raises(DataError, match=message) as refused:
+        qt.fit(
+            perceptron(), LOSS, (x, y), qg.DPSGD(steps=3, batch_size=10), budget=qg.Budget(2.0, 1e-5),
+            person=person, ledger=ledger,
+        )  # fmt: skip
+    assert "secret" not in str(refused.value)
+    with pytest.raises(DataError, match=message) as refused:
+        private(perceptron(), person=person, ledger=ledger, epochs=1)
+    assert "secret" not in str(refused.value)
+    assert not ledger.exists()
+
+
+def test_what_needs_the_mean_of_all_records_is_refused_before_anything_is_spent() -> None:
+    x, y, ids = visits()
+    with pytest.raises(ValueError, match="give person="):
+        qt.fit(
+            perceptron(), LOSS, (x, y), qg.DPGD(), budget=qg.Budget(2.0, 1e-5), records_per_person=3
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="give person="):
+        private(perceptron(), combine="sum")
+    with pytest.raises(ValueError, match="records_per_person=0"):
+        private(perceptron(), person=ids, records_per_person=0)
+    assert issubclass(PersonRefused, DataError)
+
+
+def private(model: nn.Module, **settings: Any) -> Any:
+    x, y, _ = visits()
+    settings = {"noise_multiplier": 1e-7, "max_grad_norm": 0.3, "seed": 3} | settings
+    size = settings.pop("batch_size", 12)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "seed=3")
+        return qt.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(x, y), batch_size=size), **settings,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("combine", "cut"), [("mean", None), ("sum", None), ("mean", 5), ("sum", 1)])
+def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(combine: str, cut: int | None) -> None:
+    """In one call of the model or in pieces that cut through people, whose gradient is then clipped as one."""
+    x, y, ids = visits()
+    model = perceptron().double()
+    people = len(np.unique(ids))
+    made, optimizer, loader = private(model, person=ids, combine=combine, micro_batch=4)
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    batch = next(iter(loader))
+    rows = torch.tensor([int((x == row).all(1).nonzero()) for row in batch[0].detach().as_subclass(Tensor)])
+    counts = {int(p): int((ids == p).sum()) for p in np.unique(ids[rows])}
+    assert {int(p): int((ids[rows] == p).sum()) for p in np.unique(ids[rows])} == counts  # with all their records
+    assert len(loader) == -(-people // 12)
+    optimizer.zero_grad()
+    for part in torch.arange(len(rows)).split(cut or len(rows)):
+        nn.functional.cross_entropy(made(batch[0][part].double()), batch[1][part]).backward()
+    optimizer.step()
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    owners = ids[rows.numpy()]
+    wanted = by_hand(model, (theta, theta), x[rows].double(), y[rows], RULES[0], owners, combine == "mean")
+    torch.testing.assert_close(found, wanted / 12, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loop_is_about_people_and_says_so() -> None:
+    _, _, ids = visits()
+    x, y, _ = visits()
+    model = perceptron(0.5)
+    engine = qt.PrivacyEngine()
+    made, optimizer, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), target_epsilon=2.0, target_delta=1e-5,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=10), epochs=2, max_grad_norm=1.0, person=ids,
+        records_per_person=2,
+    )  # fmt: skip
+    for _ in range(2):
+        for rows, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(made(rows), labels).backward()
+            optimizer.step()
+            assert len(rows) <= 2 * len(np.unique(ids))
+    assert "per person" in str(loader.privacy)
+    assert engine.get_epsilon(1e-5) == pytest.approx(2.0, abs=0.01)
+    other = perceptron()
+    engine.make_private(
+        module=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="some about people"):
+        engine.get_epsilon(1e-5)
+    with pytest.raises(DataError, match="people of the data set"):
+        private(perceptron(), person=ids, batch_size=60)
