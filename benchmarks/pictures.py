@@ -68,7 +68,8 @@ def features(name: str) -> tuple[Any, Any, Any, Any]:
 def folded(rows: Any, pictures: Pictures) -> Any:
     """Each feature and its mirror image as one: half as many features, and half the noise on them.
 
-    Mirrored left to right an angle θ is −θ: with θ = (3 − k)π/8, k becomes 6 − k modulo 8.
+    Mirrored left to right an angle θ is −θ: with θ = (3 − k)π/8, k becomes 6 − k modulo 8. The two are a pixel
+    apart, as places are sampled from the left.
     """
     turned = (6 - np.arange(8)) % 8
     first = [1 + 8 * scale + k for scale in range(2) for k in turned]

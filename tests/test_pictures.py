@@ -97,6 +97,7 @@ def test_words() -> None:
     for key, value in (("features", "hog"), ("size", 30), ("size", 10**9), ("size", True), ("channels", 2)):
         with pytest.raises(DataError, match="not described"):
             Pictures.from_json({**good, key: value})
+    wrong: Any
     for wrong in (None, [], {}, {**good, "normalization": "people"}):
         with pytest.raises(DataError, match="not described"):
             Pictures.from_json(wrong)

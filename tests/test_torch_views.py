@@ -114,7 +114,8 @@ def test_views_of_people_s_records(combine: Any) -> None:
     plain, objective = ModuleObjective(model, LOSS), ModuleObjective(model, LOSS, views=VIEWS)
     asked = OfPeople(objective, combine)
     records = asked.prepare(OfRecords(data, [0, 0, 1, 2, 2, 2, 1]))
-    theta = objective.initial(records.rows)
+    rows: Any = records.rows
+    theta = objective.initial(rows)
     expected = torch.zeros_like(theta, dtype=torch.float64)
     for rows in ((0, 1), (2, 6), (3, 4, 5)):
         means = [torch.stack([gradient(plain, data, theta, i, j) for j in range(VIEWS)]).mean(0) for i in rows]
