@@ -58,10 +58,11 @@ def parse_csv(
         header = list(schema.names) if schema is not None and schema.names else [h.strip() for h in next(rows, [])]
         if schema is None and header and all(_is_number(h) for h in header):
             raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
-        quick = quick_chunks(content, header, delimiter, schema, label)
+        # Ids are taken as they are written: 007 is not 7.
+        quick = None if person is not None else quick_chunks(content, header, delimiter, schema, label)
         if quick is not None:
             try:
-                return _assemble(quick, header, schema, label, task, classes, name)
+                return _assemble(quick, header, schema, label, task, classes, name, None)
             except NotPlainError:
                 pass  # what the quick reader cannot take, the strict one reads or refuses, saying why
         chunks = _column_chunks(rows, header, name)
@@ -201,7 +202,11 @@ def _assemble(
         raw = np.fromiter((seen.setdefault(word, len(seen)) for word in words), np.int64, len(words))
         if isinstance(said, Coded):
             raw = raw[said.codes]
-        whose = [] if person is None else [v.strip() if isinstance(v, str) else v for v in columns[person]]
+        whose: list[Any] = []
+        if person is not None:
+            ids_here = columns[person]
+            assert not isinstance(ids_here, Coded)
+            whose = [v.strip() if isinstance(v, str) else v for v in ids_here]
         if schema is not None and schema.drop_incomplete:
             complete = np.asarray(np.isfinite(block).all(axis=1))
             block, raw = block[complete], raw[complete]

@@ -524,10 +524,11 @@ class _FromOutputs:
         recorded, piece.recorded = piece.recorded, None
         if recorded is None:
             return False
-        loop = self.loop
-        if piece.state != _state(loop._params().values(), tensors_of((piece.args, recorded.output))):
+        rule = self.loop.rule
+        assert type(rule) is FlatClip
+        if piece.state != _state(self.loop._params().values(), tensors_of((piece.args, recorded.output))):
             return False
-        return engine.add_recorded(recorded, grads, loop.rule.clip, out, persons)
+        return engine.add_recorded(recorded, grads, rule.clip, out, persons)
 
 
 def _state(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> tuple[int, ...]:
