@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import bz2
 import contextlib
 import gzip
 import io
+import json
 import lzma
 import os
 import random
@@ -28,6 +30,8 @@ from quietgrad.data.containers import SMALL, unpacked
 from quietgrad.data.libsvm import MOST_FEATURES, parse_libsvm
 from quietgrad.data.tables import _parquet_columns, parse_csv
 from quietgrad.errors import DataError, LedgerError
+from quietgrad.federation.provision import _read_request, request
+from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.ledger import Ledger
 from tests.hostile import ALLOWED, READERS, Reader
@@ -243,6 +247,22 @@ def test_codes_beyond_the_list_of_words() -> None:
     words = pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(["a", "b"]), safe=False)
     with pytest.raises(pyarrow.ArrowException):  # which its caller says in one sentence
         _parquet_columns(pyarrow.record_batch([words], names=["s"]), ["s"])
+
+
+def test_a_request_of_another_version_is_not_a_valid_one(tmp_path: Path) -> None:
+    """cryptography has an error of its own for it, which was not one sentence."""
+    body = json.loads(request("a", tmp_path / "a").read_bytes())
+    begin, *lines, end = body["request"].strip().splitlines()
+    der = base64.b64decode("".join(lines)).replace(b"\x02\x01\x00", b"\x02\x01\x20", 1)
+    body["request"] = "\n".join([begin, base64.b64encode(der).decode(), end, ""])
+    (tmp_path / "request.json").write_text(json.dumps(body))
+    with pytest.raises(DataError, match="not a valid request of 'a'"):
+        _read_request(tmp_path / "request.json", "a")
+
+
+def test_a_plan_with_a_number_of_thousands_of_digits() -> None:
+    with pytest.raises(DataError, match="a number has too many digits"):
+        parse_plan(f"rounds = 1{'0' * 5000}\n")
 
 
 def test_pipes_sockets_and_devices_are_refused_before_they_are_opened(

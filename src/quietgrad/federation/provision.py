@@ -262,7 +262,10 @@ def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, byt
         good = body["name"] == name and asked.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey)
     except FileNotFoundError:
         raise DataError(f"{path}: no such request.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, InvalidSignature, UnsupportedAlgorithm):
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OSError, InvalidSignature, UnsupportedAlgorithm,
+        x509.InvalidVersion,
+    ):  # fmt: skip
         good = False
     if not good:
         raise DataError(f"{path}: not a valid request of {name!r}.")

@@ -149,8 +149,9 @@ def parse_plan(text: str, source: str = "plan") -> PlanFile:
     """
     try:
         content = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        why = "nested too deep" if isinstance(error, RecursionError) else error
+    except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
+        known = "nested too deep" if isinstance(error, RecursionError) else "a number has too many digits"
+        why = error if isinstance(error, tomllib.TOMLDecodeError) else known
         raise DataError(f"{source}: not a TOML file: {why}.") from None
     try:
         return _plan(content)
