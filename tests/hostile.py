@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.certificates.document import Document, canonical, parse
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.wire import WireError
 
@@ -340,6 +341,71 @@ def _request() -> bytes:
         return request("a", Path(folder) / "a").read_bytes()
 
 
+def _certificate() -> bytes:
+    import tempfile
+
+    import quietgrad as qg
+    from quietgrad.certificates import issue
+
+    X = np.linspace(-1.0, 1.0, 50)[:, None]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        budget, ledger = qg.Budget(1.0, 1e-5), run / "ledger.jsonl"
+        run.mkdir()
+        result = qg.minimize(
+            qg.objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), qg.DPGD(steps=2), budget=budget, ledger=ledger
+        )
+        result.save(run)
+        return canonical(issue(run).body)
+
+
+def _certified(body: bytes) -> bytes:
+    """A certificate with a digest that fits, where the body is still JSON: otherwise the digest alone is tried."""
+    try:
+        return Document(json.loads(body)).to_bytes()
+    except (ValueError, RecursionError, TypeError):
+        return body
+
+
+def _read_certificate(content: bytes, folder: Path) -> object:
+    from quietgrad.certificates import check
+
+    return check(parse(content, "certificate"))
+
+
+def _scanned(suffix: str) -> Callable[[bytes, Path], object]:
+    def read(content: bytes, folder: Path) -> object:
+        from quietgrad.data import scan
+        from quietgrad.objectives import Squared
+        from quietgrad.objectives.base import Batch, Rule
+
+        path = folder / f"rows{suffix}"
+        path.write_bytes(content)
+        records = Squared().prepare(scan(path, target="y", columns=["a", "b"], threads=1))
+        out = np.zeros(records.dim)
+        Squared().add(Batch(records, None), [np.zeros(records.dim)], Rule.gradient(1.0), out)
+        assert float(np.linalg.norm(out)) <= len(records)  # nobody exceeds the clip, whatever is in the file
+        return out
+
+    return read
+
+
+def _loop_checkpoint() -> bytes:
+    import torch
+
+    from quietgrad.torch.loop_checkpoint import save
+
+    file = io.BytesIO()
+    save(file, {"epoch": 3, "w": torch.ones(2), "names": ["a", ("b", 1.5)]}, {"loops": [], "families": ["f"]})
+    return file.getvalue()
+
+
+def _read_loop_checkpoint(content: bytes, folder: Path) -> object:
+    from quietgrad.torch.loop_checkpoint import load
+
+    return load(io.BytesIO(content))
+
+
 READERS = (
     Reader("libsvm", _table(".libsvm"), lambda: [LIBSVM, b"1 1:1\n0 2:1\n"]),
     Reader("csv", _table(".csv"), lambda: [NUMBERS, b"a,y\n1,0\n2,1\n", NUMBERS.replace(b"\n", b"\r\n")]),
@@ -360,4 +426,8 @@ READERS = (
     Reader("ledger", _read_ledger, lambda: [_ledger()]),
     Reader("forged ledger", _read_forged_ledger, lambda: [_bodies()]),
     Reader("request.json", _read_request, lambda: [_request()]),
+    Reader("certificate", _read_certificate, lambda: [_certificate()], _certified),
+    Reader("scanned parquet", _scanned(".parquet"), _parquet_seeds),
+    Reader("scanned csv", _scanned(".csv"), lambda: [b"a,b,y\n1,2,0\n0.5,-3,1\n2,1e3,0\n"]),
+    Reader("loop checkpoint", _read_loop_checkpoint, lambda: [_loop_checkpoint()]),
 )

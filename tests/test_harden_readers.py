@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quietgrad.cli import main
-from quietgrad.data import load
+from quietgrad.data import load, scan
 from quietgrad.data.arrays import open_npz
 from quietgrad.data.containers import SMALL, unpacked
 from quietgrad.data.libsvm import MOST_FEATURES, parse_libsvm
@@ -258,6 +258,12 @@ def test_a_request_of_another_version_is_not_a_valid_one(tmp_path: Path) -> None
     (tmp_path / "request.json").write_text(json.dumps(body))
     with pytest.raises(DataError, match="not a valid request of 'a'"):
         _read_request(tmp_path / "request.json", "a")
+
+
+def test_a_scanned_header_that_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(b"a,\rb,y\n1,2,0\n")
+    with pytest.raises(DataError, match="not readable as delimited text"):
+        scan(tmp_path / "rows.csv", target="y")
 
 
 def test_a_plan_with_a_number_of_thousands_of_digits() -> None:

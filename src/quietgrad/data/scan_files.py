@@ -140,7 +140,10 @@ def _csv_names(path: str, filesystem: Any, schema: Schema | None) -> tuple[tuple
     except UnicodeDecodeError:
         raise DataError(f"{shown(path)}: the file is not UTF-8 text; is it a CSV file?") from None
     delimiter = schema.delimiter if schema is not None else max(",;\t", key=line.count)
-    row = next(csv.reader(io.StringIO(line), delimiter=delimiter, skipinitialspace=True), [])
+    try:
+        row = next(csv.reader(io.StringIO(line), delimiter=delimiter, skipinitialspace=True), [])
+    except csv.Error as error:
+        raise DataError(f"{shown(path)}: not readable as delimited text ({error}).") from None
     return tuple(name.strip() for name in row), delimiter, True
 
 
