@@ -101,7 +101,7 @@ def test_noise_is_as_loud_as_a_person_known_to_several_parties(trust: Any) -> No
 
 @pytest.mark.parametrize("trust", ["curator", "secure"])
 def test_the_noise_that_is_heard_is_for_as_many_parties(trust: Any) -> None:
-    """Silent parties: what is released is the noise. Its deviation over 2000 coordinates is within 8 % but for 10⁻⁶."""
+    """Silent parties: what is released is noise. Its deviation over 2000 numbers is within 8 % but for 10⁻⁶."""
     secure: Any = "masks" if trust == "secure" else None
     heard = []
     for times in (1, 2):
