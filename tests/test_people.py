@@ -212,6 +212,7 @@ def test_records_are_chosen_evenly_and_by_the_key_alone() -> None:
 @pytest.mark.parametrize("ids", [
     [1, "1", 2], [1, None, 2], [1.0, math.nan, 2.0], ["a", "", "b"], [[1], [2], [3]], [1.5, 2.0, 3.0],
     [True, False, True], ["é", "e\u0301", "x"], ["a", "a ", "b"], [1, 2], [b"a", "a", "b"], np.ones((3, 1)),
+    ["a", "a\u200b", "b"], [b"a", b"a ", b"b"], {1, 2, 3}, np.ma.masked_equal([1, 2, 3], 2), ["a b", "a  b", "c"],
     np.array(["2020-01-01", "NaT", "2020-01-02"], "datetime64[D]"), [2.0**60, 1.0, 2.0], "abc", [1, 1.0, 2],
 ])  # fmt: skip
 def test_ids_that_cannot_be_trusted_are_refused_without_being_shown(ids: Any) -> None:
@@ -220,6 +221,18 @@ def test_ids_that_cannot_be_trusted_are_refused_without_being_shown(ids: Any) ->
     message = str(error.value)
     assert message.startswith("person: ")
     assert not any(secret in message for secret in ("é", "NaT", "1.5", "1152921504606846976"))
+
+
+def test_slots_do_not_know_the_numbers_of_people() -> None:
+    """Two words that differ in their lowest bits only are put in their own order, not in that of places."""
+    from quietgrad.sampling.samplers import permuted_slots
+
+    class Words:
+        def uint64(self, block: int, size: int) -> Any:
+            return np.array([5 << 20 | 3, 1 << 20, 5 << 20 | 1, 9 << 20], np.uint64)
+
+    stream: Any = Words()
+    assert permuted_slots(4, stream).tolist() == [2, 0, 1, 3]
 
 
 def test_an_id_of_nearly_everybody_is_no_persons() -> None:

@@ -59,7 +59,7 @@ def test_one_record_each_is_the_run_on_rows() -> None:
     assert np.array_equal(rows.params, people.params)
 
 
-def test_units_do_not_mix_on_an_account(tmp_path: Path) -> None:
+def test_units_do_not_mix_on_an_account(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     X, y, ids = visits()
     book, method = tmp_path / "ledger.jsonl", qg.DPGD(steps=3)
     qg.minimize(LOSS, (X, y), method, budget=BUDGET, ledger=book, account="rows")
@@ -69,6 +69,11 @@ def test_units_do_not_mix_on_an_account(tmp_path: Path) -> None:
         with pytest.raises(BudgetError, match="do not add up"):
             qg.minimize(LOSS, (X, y), method, budget=BUDGET, ledger=book, account=account, person=person)
     assert len(Ledger(book).entries()) == before
+    from quietgrad.cli import main
+
+    assert main(["ledger", "show", str(book), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {row["account"]: row["unit"] for row in told["accounts"]} == {"rows": "record", "visits": "person"}
     from quietgrad.estimators import spent
 
     for person in (None, ids):
@@ -308,6 +313,8 @@ def test_train_evaluate_and_predict_by_person(tmp_path: Path, capsys: pytest.Cap
 
     assert any("has the run about a person" in why for why in problems_of(qg.load(out), out, out / "ledger.jsonl"))
     assert main(["train", str(file), "--person", "doctor", "--epsilon", "1", "--out", str(tmp_path / "x")]) == 1
+    assert main(["train", "--person", "patient", "--epsilon", "1", "--out", str(tmp_path / "x")]) == 1  # the demo's
+    assert main(["train", "--landscape", "strict-saddle", "--person", "p", "--out", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x" / "ledger.jsonl").exists()
     capsys.readouterr()
     assert main(["plan", "dp-gd", "--n", "1500", "--people", "--epsilon", "1"]) == 0

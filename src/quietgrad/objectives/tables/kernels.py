@@ -452,9 +452,9 @@ def _take_two_of(
 @_EXACT
 def _sparse_square(held: Any, t: float, whole: float, slack: float) -> float:
     """‖g − t·s∘m‖², rounded up by what all the sums may have lost; ``whole`` is ‖s∘m‖²."""
-    square = held[0] - 2.0 * t * held[2] + t * t * whole
-    square = max(square, 0.0) if square < math.inf else math.inf  # keeps what is not a number out
-    return square + slack * (held[1] * held[1] + t * t * whole)
+    square: float = held[0] - 2.0 * t * held[2] + t * t * whole
+    lost: float = slack * (held[1] * held[1] + t * t * whole)
+    return max(square, 0.0) + lost if square < math.inf else math.inf  # what is not a number is as bad as infinite
 
 
 def _settle(
