@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
+from scipy.sparse.linalg import LinearOperator, cg
 
 from quietgrad.algorithms import one_step
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
@@ -137,7 +138,8 @@ class WhitenedGD(Algorithm):
         gradient *= 1.0 / door.expected_batch("gradient")
         gradient += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(extra["inner"])))
         extra["velocity"] = extra["momentum"] * extra["velocity"] + gradient
-        extra["inner"] = extra["inner"] - (self.learning_rate * extra["rate"] / curvature) * extra["velocity"]
+        rate = self.learning_rate * extra["rate"] / curvature
+        extra["inner"] = extra["inner"] - rate * self._tempered(state, door, whitening, rate)
         state.estimate.value = gradient
         state.step += 1
         if 2 * state.step > self.steps:  # average the second half
@@ -150,6 +152,27 @@ class WhitenedGD(Algorithm):
             state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, door)
             self._tell(state, door, whitening)
         return state
+
+    def _tempered(self, state: State, door: Session, whitening: Whitening, rate: float) -> Any:
+        """(I + cH)⁻¹v: the velocity v, shortened where the regulariser is steep; H is its Hessian, here and now.
+
+        Whitening stretches features that vary little, and the penalty on them with it: plain steps of the length
+        that suits the data would leap over its minimum, further each time. With c the longest way that momentum
+        goes, no direction is leapt over, whatever the strength. H is public, and applied without being written out.
+        """
+        extra = state.extra
+        velocity = extra["velocity"]
+        bend = np.maximum(door.regularizer.curvature(whitening.to_raw(extra["inner"])), 0.0)
+        if not bend.any():
+            return velocity
+        far = rate / (1.0 - extra["momentum"])
+        size = len(velocity)
+        system = LinearOperator(
+            (size, size),
+            matvec=lambda v: v + far * whitening.pull_back(bend * whitening.to_raw(v)),
+            dtype=np.float64,
+        )
+        return cg(system, velocity, rtol=1e-8, maxiter=100)[0]
 
     def _tell(self, state: State, door: Session, whitening: Whitening) -> None:
         """What a model needs besides its parameters, and what could not be found, for whoever reads the result."""
