@@ -64,13 +64,13 @@ def _numbered(whose: npt.NDArray[Any], combine: Combine) -> People:
 
 def _rows(rng: np.random.Generator, size: int, kind: str) -> npt.NDArray[np.float64]:
     if kind == "aligned":
-        rows: npt.NDArray[np.float64] = np.tile(1e3 * rng.standard_normal(_FEATURES), (size, 1))
-        return rows
-    if kind == "huge":
-        return 1e200 * rng.standard_normal((size, _FEATURES))
-    if kind == "mixed":
-        return rng.standard_normal((size, _FEATURES)) * np.exp2(rng.integers(-300, 300, (size, 1)).astype(float))
-    return rng.standard_normal((size, _FEATURES))
+        return np.ones((size, 1)) * (1e3 * rng.standard_normal(_FEATURES))
+    scales = {
+        "huge": np.full((size, 1), 1e200),
+        "mixed": np.exp2(rng.integers(-300, 300, (size, 1)).astype(np.float64)),
+        "plain": np.ones((size, 1)),
+    }
+    return np.asarray(rng.standard_normal((size, _FEATURES)) * scales[kind])
 
 
 def probe_people(asking: Asking = OfPeople, losses: dict[str, Any] | None = None) -> Iterator[Finding]:

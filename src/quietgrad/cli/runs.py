@@ -91,6 +91,8 @@ class RunSpec:
         from quietgrad.objectives.people import People, check_combination
 
         check_combination(self.combine, self.records_per_person)
+        if data.person is None and "person" in self.reading:
+            raise DataError("--person: names a column of a file; these data have none.")
         if data.person is None:
             if self.combine != "mean" or self.records_per_person is not None:
                 raise ValueError("combine, records_per_person: say how a person's records count; give --person.")

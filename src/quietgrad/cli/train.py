@@ -147,6 +147,8 @@ def train(
     )  # fmt: skip
     if landscape is not None and data is not None:
         raise typer.BadParameter("a landscape samples its own records; give no DATA.", param_hint="--landscape")
+    if landscape is not None and person is not None:
+        raise typer.BadParameter("a landscape's records are nobody's; give no --person.", param_hint="--person")
     spec.budget()  # a mistake in the promise is told before the data is read
     _check_folder(out, overwrite=overwrite)
     if not (quiet or as_json) and (words := reminder()) is not None:

@@ -22,7 +22,7 @@ from quietgrad.curators.base import Spent, relative
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
-from quietgrad.objectives.people import told
+from quietgrad.objectives.people import OfPeople, told
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
@@ -282,6 +282,10 @@ class CentralSession:
 
     def reread(self, objective: Reading, data: Any) -> None:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
+        if isinstance(objective, OfPeople) != isinstance(self._reading, OfPeople):
+            raise DataError(
+                "what counts as one cannot change within a run: go on by record, or by person, as begun."
+            )
         records = objective.prepare(data)
         if len(records) != len(self._records):
             raise DataError("the records changed within a run: go on with the same people in the same order.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.person_ids import first_seen, hashed_ids
+from quietgrad.objectives.person_ids import first_seen, hashed_ids, kind_of
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.rng import fresh_key
 
@@ -82,6 +82,8 @@ def check_people(parties: Sequence[Party], most: int | None) -> bool:
     if any(whose) and most is not None:
         if any(party.ids is not None for party in parties):
             raise ValueError("ids: name records across parties, for tests; leave them out where people are named.")
+        if len({kind_of(party.person) for party in parties}) > 1:
+            raise DataError("parties: their ids of people are of different kinds, so nobody would be the same.")
         key = fresh_key()
         met = Counter(each for party in parties for each in hashed_ids(party.person, key))
         if max(met.values()) > most:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
@@ -140,6 +140,11 @@ class People:
     def alone(self) -> bool:
         """Whether everybody has one record: the arithmetic for rows then does, with the same result."""
         return len(self.order) == len(self)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether everybody's records lie together, person by person."""
+        return bool((self.order == np.arange(len(self.order))).all())
 
     @cached_property
     def sizes(self) -> Indices:
@@ -297,6 +302,15 @@ class SumsPeople(Protocol):
         ...
 
 
+@runtime_checkable
+class Arranged(Protocol):
+    """Records that can be laid out in another order."""
+
+    def arranged(self, order: Indices) -> Any:
+        """The same records, the one at ``order[0]`` first."""
+        ...
+
+
 class OfRecords(NamedTuple):
     """Data and the id of the person that each record is about; what :meth:`OfPeople.prepare` takes."""
 
@@ -360,6 +374,8 @@ class OfPeople:
         rows = self.loss.prepare(data.data) if rows is None else rows
         if len(rows) != len(people.order):
             raise DataError("person: must be one id per record; there are more or fewer ids than records.")
+        if isinstance(rows, Arranged) and not people.in_order:  # a copy, once: rows read together lie together
+            rows, people = rows.arranged(people.order), replace(people, order=np.arange(len(people.order)))
         return PeopleRecords(rows, people)
 
     def initial(self, records: PeopleRecords) -> Vector:
@@ -384,7 +400,7 @@ class OfPeople:
         records: PeopleRecords = batch.records
         people = records.people
         if people.alone:  # one record is its own mean and sum
-            rows = batch.indices if batch.indices is None else people.order[batch.indices]
+            rows = batch.indices if people.in_order or batch.indices is None else people.order[batch.indices]
             self.loss.add(Batch(records.rows, rows, batch.key), points, rule, out)
             return
         groups = people.groups(batch.indices, batch.key)

@@ -12,7 +12,7 @@ import datetime
 import hmac
 import unicodedata
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from quietgrad.errors import DataError
 Codes = npt.NDArray[np.int64]
 
 _NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
+_INVISIBLE = ("Cc", "Cf")
 _MISSING = "person: a record has no id. Remove such records, or give each an id of its own."
 _KINDS = (
     "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
@@ -58,16 +59,16 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
         raise DataError(_KINDS)
     if array.dtype.kind == "O":
         codes, known = _numbered(array)
-        texts = known if isinstance(known[0], str) else []
+        texts = known if isinstance(known[0], (str, bytes)) else []
     else:
         values, first, codes = np.unique(array, return_index=True, return_inverse=True)
         codes = np.argsort(np.argsort(first))[codes]
         known = values.tolist()
-        texts = known if array.dtype.kind == "U" else []
+        texts = known if array.dtype.kind in "US" else []
     if len({_plain(text) for text in texts}) < len(texts):
         raise DataError(
-            "person: some ids differ only in spaces around them or in how accents are written. If they are one "
-            "person's make them equal, else make them differ."
+            "person: some ids differ only in spaces, in how accents are written or in what cannot be seen. If they "
+            "are one person's make them equal, else make them differ."
         )
     return codes.astype(np.int64), len(known)
 
@@ -99,6 +100,17 @@ def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and hasattr(value, "shape") and not value.shape else value
 
 
+def kind_of(ids: Any) -> str:
+    """What ids are: the same people have ids of the same kind wherever they are met.
+
+    >>> kind_of([1, 2]), kind_of(["1", "2"])
+    ('number', 'text')
+    """
+    array = _array(ids)
+    values = _one_kind(array) if array.dtype.kind == "O" else array
+    return _kind((_whole(values) if values.dtype.kind == "f" else values).tolist()[0])
+
+
 def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
 
@@ -116,7 +128,14 @@ def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    return unicodedata.normalize("NFC", value).strip() if isinstance(value, str) else value
+    """What two spellings of one id have in common: no spaces around or doubled, nothing invisible, one form."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value = unicodedata.normalize("NFKC", value)
+        if not value.isprintable():
+            value = "".join(c for c in value if c.isspace() or unicodedata.category(c) not in _INVISIBLE)
+        return " ".join(value.split())
+    return b" ".join(value.split()) if isinstance(value, bytes) else value
 
 
 def _kind(value: Any) -> str:
@@ -127,6 +146,10 @@ def _kind(value: Any) -> str:
 def _array(ids: Any) -> npt.NDArray[Any]:
     if isinstance(ids, (str, bytes)) or callable(ids):
         raise DataError("person: must be one id per record here, not a name or a function.")
+    if isinstance(ids, (set, frozenset, Mapping)):
+        raise DataError("person: must be one id per record in the records' order, a list or a column.")
+    if isinstance(ids, np.ma.MaskedArray) and np.ma.getmaskarray(ids).any():
+        raise DataError(_MISSING)
     try:
         if hasattr(ids, "to_numpy"):  # a column of pandas or polars: its own missing values become objects or NaN
             return np.asarray(ids.to_numpy())

@@ -34,6 +34,8 @@ class TwoScalars(Algorithm):
     name: ClassVar[str] = "private-certificate"
     private: ClassVar[bool] = True
 
+    needs_means: ClassVar[bool] = True  # a Hessian of a sum of records has no bound
+
     def schedule(self, n_public: int) -> Schedule:
         return Schedule((Slot("norm", FullBatch()), Slot("curvature", FullBatch())))
 

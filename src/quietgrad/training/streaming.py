@@ -22,7 +22,7 @@ from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Reading
 from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
-from quietgrad.objectives.person_ids import hashed_ids
+from quietgrad.objectives.person_ids import hashed_ids, kind_of
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
@@ -122,6 +122,7 @@ class Stream:
         self._session: _Arrivals | None = None
         self._saver: Saver | None = None
         self._met: set[bytes] = set()
+        self._kind = ""
         self._secret = fresh_key()
         self._start: Vector | None = None
 
@@ -182,7 +183,10 @@ class Stream:
             raise ValueError("person: a stream by person needs one id per record with every batch.")
         asked = self._objective
         people = People.of(person, combine=asked.combine, records_per_person=asked.records_per_person)
-        met = hashed_ids(person, self._secret)
+        met, kind = hashed_ids(person, self._secret), kind_of(person)
+        self._kind = self._kind or kind
+        if kind != self._kind:
+            raise DataError("person: ids are of another kind than those before, so nobody would be known again.")
         if met & self._met:
             raise DataError("person: somebody of this batch was in an earlier one; a person comes once.")
         return OfRecords(data, people), met

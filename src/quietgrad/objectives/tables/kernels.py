@@ -374,95 +374,127 @@ def add_classes(table: Any, batch: Any, classes: int, params: Any, previous: Any
 # summed up apart, as for rows.
 
 
-def _mark(rows: Any, i: int, marks: Any, touched: Any, count: int) -> Any:
-    """Note the columns of row i among the ``count`` touched ones; how many there are then."""
-
-
-@_means(_mark)
-def _mark_of(rows: Any, i: Any, marks: Any, touched: Any, count: Any) -> Any:
-    def sparse(rows: Any, i: Any, marks: Any, touched: Any, count: Any) -> Any:
-        for p in range(rows[0][i], rows[0][i + 1]):
-            j = rows[1][p]
-            if not marks[j]:
-                marks[j] = True
-                touched[count] = j
-                count += 1
-        return count
-
-    return (lambda rows, i, marks, touched, count: 0) if len(rows) == 1 else sparse
-
-
 @_SUM
-def _dense_square(total: Any, features: int, t: float, shift: Any, scale: Any) -> float:
+def _dense_square(total: Any, t: float, shift: Any, scale: Any) -> float:
     """Move the sum of raw rows to the transformed ones, in place; its squared norm."""
     square = 0.0
     if scale.size:
-        for j in range(features):
+        for j in range(total.size):
             total[j] = (total[j] - t * shift[j]) * scale[j]
-    for j in range(features):
+    for j in range(total.size):
         square += total[j] * total[j]
     return square
 
 
-@_EXACT
-def _sparse_square(total: Any, touched: Any, t: float, shift: Any, scale: Any, whole: float, slack: float) -> float:
-    """The squared norm of the transformed sum, rounded up, of which only ``touched`` columns are not −t·s∘m.
+@_SUM
+def _sparse_take(rows: Any, i: int, a: float, total: Any, shift: Any, scale: Any, held: Any) -> None:
+    """total += a·x of a sparse row, scaled, and what its norm is made of: ‖g + ax‖² = ‖g‖² + 2a⟨g, x⟩ + a²‖x‖².
 
-    Only the scale is applied in place; ``whole`` is ‖s∘m‖².
+    ``held`` is (‖g‖², Σ|a|‖x‖, ⟨g, s∘m⟩). No column is looked at twice.
     """
-    square = 0.0
-    if not scale.size:
-        for j in touched:
-            square += total[j] * total[j]
-        return square
-    raw, seen = 0.0, 0.0
-    for j in touched:
-        total[j] *= scale[j]
-        m = shift[j] * scale[j]
-        seen += m * m
-        raw += total[j] * total[j]
-        square += (total[j] - t * m) * (total[j] - t * m)
-    return square + t * t * max(whole - seen, 0.0) + slack * (raw + t * t * whole)
+    dot = 0.0
+    own = 0.0
+    pull = 0.0
+    if scale.size:
+        for p in range(rows[0][i], rows[0][i + 1]):
+            j = rows[1][p]
+            x = rows[2][p] * scale[j]
+            g = total[j]
+            dot += x * g
+            own += x * x
+            pull += x * shift[j] * scale[j]
+            total[j] = g + a * x
+    else:
+        for p in range(rows[0][i], rows[0][i + 1]):
+            j = rows[1][p]
+            x = np.float64(rows[2][p])
+            g = total[j]
+            dot += x * g
+            own += x * x
+            total[j] = g + a * x
+    held[0] += 2.0 * a * dot + a * a * own
+    held[1] += abs(a) * math.sqrt(own)
+    held[2] += a * pull
 
 
-def _square(
-    rows: Any, total: Any, features: int, touched: Any, t: float, shift: Any, scale: Any, whole: float, slack: float
+def _take(rows: Any, i: int, a: float, total: Any, shift: Any, scale: Any, held: Any) -> Any:
+    """Add a·xᵢ to a person's sum."""
+
+
+def _take_two(
+    rows: Any, i: int, a: float, b: float, total: Any, other: Any, shift: Any, scale: Any, held: Any
 ) -> Any:
-    """The squared norm of a person's transformed sum."""
+    """Add a·xᵢ to one sum of a person and b·xᵢ to the other."""
 
 
-def _put(rows: Any, total: Any, features: int, touched: Any, factor: float, out: Any) -> Any:
-    """out += factor × the person's sum, which is forgotten."""
-
-
-@_means(_square)
-def _square_of(
-    rows: Any, total: Any, features: Any, touched: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any
-) -> Any:
+@_means(_take)
+def _take_of(rows: Any, i: Any, a: Any, total: Any, shift: Any, scale: Any, held: Any) -> Any:
     if len(rows) == 1:
-        return lambda rows, total, features, touched, t, shift, scale, whole, slack: _dense_square(
-            total, features, t, shift, scale
-        )
-    return lambda rows, total, features, touched, t, shift, scale, whole, slack: _sparse_square(
-        total, touched, t, shift, scale, whole, slack
-    )
+        return lambda rows, i, a, total, shift, scale, held: _accumulate(rows, i, a, total)
+    return lambda rows, i, a, total, shift, scale, held: _sparse_take(rows, i, a, total, shift, scale, held[0])
 
 
-@_means(_put)
-def _put_of(rows: Any, total: Any, features: Any, touched: Any, factor: Any, out: Any) -> Any:
-    def dense(rows: Any, total: Any, features: Any, touched: Any, factor: Any, out: Any) -> Any:
+@_means(_take_two)
+def _take_two_of(
+    rows: Any, i: Any, a: Any, b: Any, total: Any, other: Any, shift: Any, scale: Any, held: Any
+) -> Any:
+    def sparse(
+        rows: Any, i: Any, a: Any, b: Any, total: Any, other: Any, shift: Any, scale: Any, held: Any
+    ) -> Any:  # fmt: skip
+        _sparse_take(rows, i, a, total, shift, scale, held[0])
+        _sparse_take(rows, i, b, other, shift, scale, held[1])
+
+    if len(rows) == 1:
+        return lambda rows, i, a, b, total, other, shift, scale, held: _accumulate_two(rows, i, a, b, total, other)
+    return sparse
+
+
+@_EXACT
+def _sparse_square(held: Any, t: float, whole: float, slack: float) -> float:
+    """‖g − t·s∘m‖², rounded up by what all the sums may have lost; ``whole`` is ‖s∘m‖²."""
+    square: float = held[0] - 2.0 * t * held[2] + t * t * whole
+    lost: float = slack * (held[1] * held[1] + t * t * whole)
+    return max(square, 0.0) + lost if square < math.inf else math.inf  # what is not a number is as bad as infinite
+
+
+def _settle(
+    rows: Any, mine: Any, total: Any, held: Any, t: float, shift: Any, scale: Any, whole: float, slack: float,
+    rest: float, weight: float, clip: float, out: Any,
+) -> Any:  # fmt: skip
+    """out += weight × the person's clipped sum, which is forgotten; the factor. ``rest`` is the square of its
+    intercept, which is the caller's to add."""
+
+
+@_means(_settle)
+def _settle_of(
+    rows: Any, mine: Any, total: Any, held: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any, rest: Any,
+    weight: Any, clip: Any, out: Any,
+) -> Any:  # fmt: skip
+    def dense(
+        rows: Any, mine: Any, total: Any, held: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any,
+        rest: Any, weight: Any, clip: Any, out: Any,
+    ) -> Any:  # fmt: skip
+        factor = weight * _shrink(_dense_square(total, t, shift, scale) + rest, out.size, clip)
         if factor != 0.0:  # never 0·∞
-            for j in range(features):
+            for j in range(total.size):
                 out[j] += factor * total[j]
-        for j in range(features):
+        for j in range(total.size):
             total[j] = 0.0
+        return factor
 
-    def sparse(rows: Any, total: Any, features: Any, touched: Any, factor: Any, out: Any) -> Any:
-        if factor != 0.0:
-            for j in touched:
-                out[j] += factor * total[j]
-        for j in touched:
-            total[j] = 0.0
+    def sparse(
+        rows: Any, mine: Any, total: Any, held: Any, t: Any, shift: Any, scale: Any, whole: Any, slack: Any,
+        rest: Any, weight: Any, clip: Any, out: Any,
+    ) -> Any:  # fmt: skip
+        factor = weight * _shrink(_sparse_square(held, t, whole, slack) + rest, out.size, clip)
+        held[:] = 0.0
+        for i in mine:  # a column that comes again adds nothing: it is 0 by then
+            for p in range(rows[0][i], rows[0][i + 1]):
+                j = rows[1][p]
+                if factor != 0.0:
+                    out[j] += factor * total[j]
+                total[j] = 0.0
+        return factor
 
     return dense if len(rows) == 1 else sparse
 
@@ -544,8 +576,7 @@ def add_people_scalar(
         other_constant = column * previous[-1] if column != 0.0 else 0.0
     _check_people(people, order, starts, y.size)
     moved_sum, plain_sum = np.zeros(features), np.zeros(features if gamma != 0.0 else 0)
-    marks, touched, apart = np.zeros(features, np.bool_), np.empty(features, np.int64), _shift_is_apart(rows)
-    whole, slack = 0.0, (32 + features) * 2.220446049250313e-16
+    held, apart, whole = np.zeros((2, 3)), _shift_is_apart(rows), 0.0
     for j in range(shift.size):
         whole += (shift[j] * scale[j]) ** 2
     shortened = 0.0
@@ -553,7 +584,6 @@ def add_people_scalar(
         _look_ahead(rows, y, people, order, starts, k)
         begin, end = starts[people[k]], starts[people[k] + 1]
         share = 1.0 / (end - begin) if mean else 1.0
-        count = 0
         moved_total, moved_short, plain_total, plain_short = 0.0, 0.0, 0.0, 0.0
         for place in range(begin, end):
             i = order[place]
@@ -573,31 +603,50 @@ def add_people_scalar(
             if gamma != 0.0:
                 plain_total += r
                 plain_short += r * factor
-                _accumulate_two(rows, i, moved * factor, r * factor, moved_sum, plain_sum)
+                _take_two(rows, i, moved * factor, r * factor, moved_sum, plain_sum, shift, scale, held)
             else:
-                _accumulate(rows, i, moved * factor, moved_sum)
-            count = _mark(rows, i, marks, touched, count)
-        seen = touched[:count]
-        square = _square(rows, moved_sum, features, seen, moved_short, shift, scale, whole, slack)
-        weight = alpha * _shrink(square + (column * moved_total) ** 2, out.size, first)
-        _put(rows, moved_sum, features, seen, weight, out)
+                _take(rows, i, moved * factor, moved_sum, shift, scale, held)
+        mine = order[begin:end]
+        # Each of the inner products rounds by at most eps times its terms, which are at most (Σ|a|‖x‖)².
+        slack = (64 + 4 * features + 8 * mine.size) * 2.220446049250313e-16
+        weight = _settle(
+            rows, mine, moved_sum, held[0], moved_short, shift, scale, whole, slack,
+            (column * moved_total) ** 2, alpha, first, out,
+        )  # fmt: skip
         if weight != 0.0:
             shortened += weight * moved_short
             if column != 0.0:
                 out[features] += weight * column * moved_total
         if gamma != 0.0:
-            square = _square(rows, plain_sum, features, seen, plain_short, shift, scale, whole, slack)
-            weight = gamma * _shrink(square + (column * plain_total) ** 2, out.size, second)
-            _put(rows, plain_sum, features, seen, weight, out)
+            weight = _settle(
+                rows, mine, plain_sum, held[1], plain_short, shift, scale, whole, slack,
+                (column * plain_total) ** 2, gamma, second, out,
+            )  # fmt: skip
             if weight != 0.0:
                 shortened += weight * plain_short
                 if column != 0.0:
                     out[features] += weight * column * plain_total
-        for j in seen:
-            marks[j] = False
     if apart:
         for j in range(shift.size):
             out[j] -= shortened * shift[j] * scale[j]
+
+
+def _mark(rows: Any, i: int, marks: Any, touched: Any, count: int) -> Any:
+    """Note the columns of a sparse row i among the ``count`` touched ones; how many there are then."""
+
+
+@_means(_mark)
+def _mark_of(rows: Any, i: Any, marks: Any, touched: Any, count: Any) -> Any:
+    def sparse(rows: Any, i: Any, marks: Any, touched: Any, count: Any) -> Any:
+        for p in range(rows[0][i], rows[0][i + 1]):
+            j = rows[1][p]
+            if not marks[j]:
+                marks[j] = True
+                touched[count] = j
+                count += 1
+        return count
+
+    return (lambda rows, i, marks, touched, count: 0) if len(rows) == 1 else sparse
 
 
 @_EXACT

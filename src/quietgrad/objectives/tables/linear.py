@@ -221,8 +221,9 @@ class LinearObjective(BaseObjective, ABC):
         if not len(params) == len(previous) == len(out) == records.dim:
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
         mixed = records.transform is not None and records.transform.is_matrix
-        # A person's sum of sparse rows is kept sparse by the kernel; dense rows are quicker in BLAS, all at once.
-        if groups.people is None and (mixed or self.full_batch_only or not records.is_sparse):
+        # Several scores of dense rows are quicker in BLAS; one score, or sparse rows, one person at a time.
+        in_blocks = mixed or self.full_batch_only or (self.outputs > 1 and not records.is_sparse)
+        if groups.people is None and in_blocks:
             out += self._person_sum(records, groups, params, previous, rule)
             return
         self.add_grouped(records.packed, groups.visited(), params, previous, rule.numbers, out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -155,6 +156,17 @@ class Table:
         scale = self.transform.scale if self.transform else _NO_FLOATS
         per_row = (_frozen(a) for a in (self.y, self.norms, self.factors, shift, scale))
         return (tuple(_frozen(a) for a in rows), *per_row, float(self.intercept))
+
+    def arranged(self, order: npt.NDArray[Any]) -> Table:
+        """The same records in another order, copied once."""
+        other = copy(self)
+        for name in ("packed", "_sparse_blocks"):
+            vars(other).pop(name, None)
+        other.X, other.views = self.X[order], {}
+        other.y = None if self.y is None else self.y[order]
+        other.norms = self.norms[order]
+        other.factors = self.factors[order] if self.factors.size else self.factors
+        return other
 
     def blocks(self, indices: npt.NDArray[Any] | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (which rows, their raw features): all records, or those at ``indices``, a few MB at a time.
