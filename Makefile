@@ -18,7 +18,8 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[torch,federated,report,data,docs,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[torch,federated,report,data,docs,dev,zoo]'
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/zoo torchvision==0.28.0 timm==1.0.30
 	touch $@
 
 lint: $(VENV)/.ready

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.stateless import _reparametrize_module
 
-from quietgrad.objectives.networks import anatomy, checks, engine, examples, module, tape, ways
+from quietgrad.objectives.networks import checks, collector, engine, examples, module, tape, ways
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.people import People, PeopleRecords
@@ -77,28 +75,26 @@ def float32_sums(patch: Patch) -> None:
 
 
 def counted_twice(patch: Patch) -> None:
-    """A parameter with two names is two contributions, and nothing is compared with autograd."""
-    patch.setattr(anatomy, "_owners_below", lambda layer, slots: False)
-    patch.setattr(ways, "_agrees", lambda *_: True)
+    """A parameter that is used several times counts twice each time, and nothing is compared with autograd."""
+
+    def put(self: Any, slot: slice, piece: Any) -> None:
+        self.pieces += [(slot, piece)] * min(2, self.uses[slot.start])
+
+    patch.setattr(collector.Collector, "_put", put)
+    patch.setattr(ways, "_differing", lambda *_: [])
 
 
 def checkpoints_at_the_start(patch: Patch) -> None:
     """The module has other parameters during the forward pass only: a checkpoint runs again at the old ones."""
 
-    @contextmanager
-    def forward_only(module: Any, params: Any) -> Iterator[None]:
-        old = {name: param.detach() for name, param in module.named_parameters() if name in params}
-        with _reparametrize_module(module, dict(params), tie_weights=True), ExitStack() as back:
-            handle = module.register_forward_hook(
-                lambda *_: back.enter_context(_reparametrize_module(module, old, tie_weights=True)) and None
-            )
-            try:
-                yield
-            finally:
-                handle.remove()
+    def backward(self: Any, results: Any, grads: Any) -> None:
+        old = {name: param.detach() for name, param in self._module.named_parameters()}
+        hooks = tape.hooked(self._units, None, self._tape.leave)
+        with torch.enable_grad(), hooks, tape.with_parameters(self._module, old):
+            self._tape.backward(results, grads)
 
-    patch.setattr(tape, "with_parameters", forward_only)
-    patch.setattr(ways, "_agrees", lambda *_: True)
+    patch.setattr(tape.Recording, "backward", backward)
+    patch.setattr(ways, "_differing", lambda *_: [])
 
 
 def mixing_accepted(patch: Patch) -> None:

@@ -89,6 +89,7 @@ def recorded(engine: PerExampleEngine, point: Tensor, x: Tensor, y: Tensor) -> l
     def receive(call: Call) -> None:
         (grad,) = call.output_grads
         assert grad is not None
+        assert call.unit.module is not None
         records.append((call.unit.module, Record(call.args[0].detach(), grad)))
 
     units = next(iter(engine._ways.values())).units

@@ -91,7 +91,7 @@ class Patches(nn.Module):
         z = torch.cat([self.first.expand(len(z), -1, -1), z], 1) + self.places[:, : x.shape[1] + 1]
         z = z + self.scale * torch.tanh(z @ self.mix) * self.heat
         z += self.scale
-        heads = z.unflatten(-1, (4, 2)).transpose(1, 2)
+        heads = z.view(*z.shape[:2], 4, 2).transpose(1, 2)
         mixed = (heads @ heads.mT + self.bias).softmax(-1) @ heads
         z = self.norm(self.turn(mixed.transpose(1, 2).flatten(2)))
         return torch.einsum("btd,de->bte", z, self.mix).mean(1)[:, :3]
@@ -126,7 +126,7 @@ def test_two_points_of_raw_parameters() -> None:
     case = patches()
     model = case.model.double()
     case = case._replace(x=(case.x[0].double(),))
-    engine, oracle = (PerExampleEngine(model, case.loss, strategy=s) for s in ("auto", "functional"))  # type: ignore[arg-type]
+    engine, oracle = (PerExampleEngine(model, case.loss, strategy=s) for s in ("auto", "functional"))
     theta = engine.flatten(dict(model.named_parameters()))
     previous = theta + 0.01 * torch.randn_like(theta)
     sums = [torch.zeros_like(theta), torch.zeros_like(theta)]

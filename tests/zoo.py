@@ -67,10 +67,10 @@ def _tokens(count: int, length: int) -> tuple[Tensor, Tensor]:
     return tokens, (torch.arange(length) < lengths).long()
 
 
-def _image(build: Callable[[], nn.Module], size: int = 32) -> Callable[[int, int], Case]:
+def _image(build: Callable[[int], nn.Module], size: int = 32) -> Callable[[int, int], Case]:
     def case(count: int, scale: int) -> Case:
         vision()
-        return Case(build(), *_images(size, count), classified)
+        return Case(build(scale), *_images(size, count), classified)
 
     return case
 
@@ -79,50 +79,50 @@ def _group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(4, channels) if channels % 4 == 0 else nn.GroupNorm(1, channels)
 
 
-def _resnet() -> nn.Module:
+def _resnet(wide: int) -> nn.Module:
     from torchvision.models import resnet18
 
     model: nn.Module = resnet18(num_classes=CLASSES, norm_layer=_group_norm)
     return model
 
 
-def _mobilenet() -> nn.Module:
+def _mobilenet(wide: int) -> nn.Module:
     from torchvision.models import mobilenet_v2
 
     model: nn.Module = mobilenet_v2(num_classes=CLASSES, width_mult=0.35, norm_layer=_group_norm, dropout=0.0)
     return model
 
 
-def _vit() -> nn.Module:
+def _vit(wide: int) -> nn.Module:
     from torchvision.models import VisionTransformer
 
-    model: nn.Module = VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES)
+    model: nn.Module = VisionTransformer(32, 8, 2, 2, 32 * wide, 64 * wide, num_classes=CLASSES)
     nn.init.normal_(model.heads.head.weight)  # type: ignore[union-attr, arg-type]  # it begins at zero
     return model
 
 
-def _swin() -> nn.Module:
+def _swin(wide: int) -> nn.Module:
     from torchvision.models import SwinTransformer
 
     model: nn.Module = SwinTransformer(
-        [4, 4], 16, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=CLASSES
+        [4, 4], 16 * wide, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=CLASSES
     )
     return model
 
 
-def _convnext() -> nn.Module:
+def _convnext(wide: int) -> nn.Module:
     from torchvision.models import ConvNeXt
     from torchvision.models.convnext import CNBlockConfig
 
-    blocks = [CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)]
+    blocks = [CNBlockConfig(16 * wide, 32 * wide, 1), CNBlockConfig(32 * wide, None, 1)]
     model: nn.Module = ConvNeXt(blocks, layer_scale=0.5, num_classes=CLASSES)
     return model
 
 
-def _timm_vit() -> nn.Module:
+def _timm_vit(wide: int) -> nn.Module:
     timm = pytest.importorskip("timm", reason="timm is not installed: make setup")
     model: nn.Module = timm.models.vision_transformer.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=CLASSES, init_values=0.5,
+        img_size=32, patch_size=8, embed_dim=32 * wide, depth=2, num_heads=2, num_classes=CLASSES, init_values=0.5,
     )  # fmt: skip
     return model
 
@@ -243,7 +243,7 @@ def _with_lora(model: nn.Module, name: str) -> nn.Module:
 class LanguageModel(nn.Module):
     """Tokens, a recurrent layer, the next token."""
 
-    def __init__(self, kind: type[nn.RNNBase], width: int, **options: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], width: int, **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.cell = kind(width, width, batch_first=True, **options)

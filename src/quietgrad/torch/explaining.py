@@ -149,7 +149,7 @@ def _timed(engine: PerExampleEngine, way: Way, batch: tuple[Batch, Batch]) -> Ex
             held[where.start] = piece.held()
     whole = passes + sum(collector.spent.values()) + sum(by_slot.values())
     memory = sum(held.values())
-    rows: dict[tuple[str, ...], list[Any]] = {}
+    rows: dict[tuple[str, str, str, str], list[Any]] = {}
     seen: set[int] = set()
     for unit in way.plan.units:
         spent, size, parameters = collector.spent[unit], 0, 0
@@ -159,7 +159,7 @@ def _timed(engine: PerExampleEngine, way: Way, batch: tuple[Batch, Batch]) -> Ex
                 spent += by_slot.get(slot.start, 0.0)
                 size += held.get(slot.start, 0)
                 parameters += slot.stop - slot.start
-        kind = type(unit.module).__name__ if unit.module is not None else "used outside of a layer"
+        kind = type(unit.module).__name__ if unit.module is not None else "operation"
         how = "kernel" if unit.kernel is not None or not unit.why else "fallback"
         row = rows.setdefault((unit.name, kind, how, unit.why), [0.0, 0, 0])
         for k, value in enumerate((spent, size, parameters)):

@@ -1,8 +1,8 @@
 """A training loop of the user's own, made private: the model, the loader and the optimizer share one session.
 
-The loader hands out Poisson samples. The model runs without a graph in training mode and returns leaves, so that
-``loss.backward()`` stops at its outputs: no gradient of the data ever reaches a parameter. Before
-``optimizer.step()`` the engine turns the outputs' gradients b into clipped sums: the gradient of fᵢ with respect
+The loader hands out Poisson samples. In training mode the model returns leaves, so that ``loss.backward()`` stops
+at its outputs: no gradient of the data ever reaches a parameter. Before ``optimizer.step()`` the engine sends the
+outputs' gradients b back through the recorded pass and makes clipped sums of them: the gradient of fᵢ with respect
 to θ is that of ⟨b_i, output_i(θ)⟩. The session adds noise, counts, and refuses what the plan does not hold.
 """
 

@@ -314,7 +314,8 @@ class _Study:
                 unit.inputs, unit.outputs = inputs, outputs
                 return Meeting("kernel", full, outputs, (unit,), given=given)
         units = tuple(None if origin is None else self._unit(origin) for origin in a.origins)
-        if a.single and getattr(a.func, "__name__", "") in ELEMENTWISE:
+        masked = _name(a) == "scaled_dot_product_attention" and not any(a.origins[:3])
+        if a.single and (masked or _name(a) in ELEMENTWISE):
             return Meeting("copied", full, outputs, units)
         if in_place(a.func):
             raise CannotMeet(_names(a), f"{_name(a)} writes it into another tensor")

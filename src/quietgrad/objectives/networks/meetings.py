@@ -60,9 +60,9 @@ class Origin(NamedTuple):
 class Meeting:
     """How one operation on shared tensors is done.
 
-    "shared": it gives a shared tensor; "kernel": by a layer's kernel; "copied": element by
-    element; "mapped": by vmap. ``places`` are those of the leaves of its arguments, ``units`` one for each shared
-    leaf that is copied; ``scaled`` leaves are sizes that count examples.
+    "shared": it gives a shared tensor; "kernel": by a layer's kernel; "copied": element by element, or as the mask
+    of an attention; "mapped": by vmap. ``places`` are those of the leaves of its arguments, ``units`` one for each
+    shared leaf that is copied; ``scaled`` leaves are sizes that count examples.
     """
 
     kind: Literal["shared", "kernel", "copied", "mapped"]
@@ -283,17 +283,15 @@ class Meetings(Sharing):
         """Element by element: a copy broadcasts as the shared tensor does, with an axis for the examples."""
         (place,) = meeting.outputs
         assert place is not None
-        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not self.origin(leaf)]
-        sizes = torch.broadcast_shapes(*(t.shape for t in others))
-        rank = max([len(sizes), *(t.dim() for t in leaves if isinstance(t, Tensor))])
-        # The axis of the output is that of the longest operand.
-        rows = sizes[place.axis - rank + len(sizes)] // self.tape.examples
+        rank = max(leaf.dim() for leaf in leaves if isinstance(leaf, Tensor))
+        (rows, *_) = {parted(leaves[i], p, self.tape.examples)[0].shape[p.axis + (not p.inner)]
+                      for i, p in enumerate(meeting.places) if p is not None}  # fmt: skip
         for i, unit in enumerate(meeting.units):
             if unit is None:
                 continue
             shared = leaves[i]
             wide = shared.detach().reshape((1,) * (rank - shared.dim()) + shared.shape)
-            if wide.shape[place.axis] != 1 or rows < 1:
+            if wide.shape[place.axis] != 1:
                 raise UnplannedRows("a shared tensor met the axis of the examples.")
             axis = place.axis + place.inner
             sizes_of_copy = list(wide.unsqueeze(place.axis).shape)

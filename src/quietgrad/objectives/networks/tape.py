@@ -194,9 +194,9 @@ class Recording:
     """A forward pass whose gradients are taken apart on the way back.
 
     `receive` gets every call of a kernel unit once its output gradient is known; calls of units without a kernel
-    after the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward pass
-    how often each unit was called. `drawing` is the context in which it draws random numbers, `meeting` the one in
-    which parameters meet examples outside of layers.
+    after the backward pass, when all their outputs' gradients have arrived. `counted` is told after the forward
+    pass how often each unit was called. `drawing` is the context in which it draws, `meeting` the one
+    in which parameters meet examples outside of layers.
 
     Args:
         run: the forward pass; what it returns is the ``result``.
