@@ -223,6 +223,18 @@ def test_ids_that_cannot_be_trusted_are_refused_without_being_shown(ids: Any) ->
     assert not any(secret in message for secret in ("é", "NaT", "1.5", "1152921504606846976"))
 
 
+def test_slots_do_not_know_the_numbers_of_people() -> None:
+    """Two words that differ in their lowest bits only are put in their own order, not in that of places."""
+    from quietgrad.sampling.samplers import permuted_slots
+
+    class Words:
+        def uint64(self, block: int, size: int) -> Any:
+            return np.array([5 << 20 | 3, 1 << 20, 5 << 20 | 1, 9 << 20], np.uint64)
+
+    stream: Any = Words()
+    assert permuted_slots(4, stream).tolist() == [2, 0, 1, 3]
+
+
 def test_an_id_of_nearly_everybody_is_no_persons() -> None:
     with pytest.raises(DataError, match="one and the same id"):
         People.of([7] * 9 + [1])

@@ -59,7 +59,7 @@ def test_one_record_each_is_the_run_on_rows() -> None:
     assert np.array_equal(rows.params, people.params)
 
 
-def test_units_do_not_mix_on_an_account(tmp_path: Path) -> None:
+def test_units_do_not_mix_on_an_account(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     X, y, ids = visits()
     book, method = tmp_path / "ledger.jsonl", qg.DPGD(steps=3)
     qg.minimize(LOSS, (X, y), method, budget=BUDGET, ledger=book, account="rows")
@@ -69,6 +69,11 @@ def test_units_do_not_mix_on_an_account(tmp_path: Path) -> None:
         with pytest.raises(BudgetError, match="do not add up"):
             qg.minimize(LOSS, (X, y), method, budget=BUDGET, ledger=book, account=account, person=person)
     assert len(Ledger(book).entries()) == before
+    from quietgrad.cli import main
+
+    assert main(["ledger", "show", str(book), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {row["account"]: row["unit"] for row in told["accounts"]} == {"rows": "record", "visits": "person"}
     from quietgrad.estimators import spent
 
     for person in (None, ids):

@@ -146,6 +146,7 @@ def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> 
         row |= {"epsilon": proof.epsilon, "accountant": proof.accountant, "problem": None}
     except (UnprovableError, OverflowError) as error:
         row |= {"epsilon": None, "accountant": None, "problem": str(error)}
+    row["unit"] = " and ".join(book.units(name)) or None
     row["cap"] = cap.to_json() if cap else None
     row["reservations"] = [
         {
@@ -167,7 +168,7 @@ def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> 
 def _print_tables(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    accounts = Table("account", "spent ε", "δ", "relation", "cap ε", "proved by", title="Accounts")
+    accounts = Table("account", "spent ε", "δ", "relation", "per", "cap ε", "proved by", title="Accounts")
     runs = Table("account", "run", "reserved at (UTC)", "state", "counts as", title="Runs")
     for row in rows:
         spent = "not provable" if row["epsilon"] is None else f"{row['epsilon']:.4g}"
@@ -178,6 +179,7 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
             spent,
             f"{row['delta']:g}",
             row["relation"],
+            row["unit"] or "nobody yet",
             cap or "none",
             row["accountant"] or "nobody",
         )

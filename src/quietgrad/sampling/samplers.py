@@ -144,16 +144,20 @@ class KeyedSampler:
 def permuted_slots(n: int, stream: SecureStream) -> Indices:
     """Return a secret permutation of n slots: the slot of each record.
 
-    Random words are sorted that carry their place in the lowest bits, which is quicker than to sort places. Words
-    that agree in all other bits stay in order; that makes some orders a little likelier, and parallel composition
-    holds for any assignment that does not look at the data.
+    Random words are sorted that carry their place in the lowest bits, which is quicker than to sort places; if two
+    agree in all other bits, whole words decide. Every order is then as likely as any other. For records that keep
+    their places parallel composition would hold for any assignment; people are numbered by their first records, so
+    that somebody else's records move them, and only a law that does not know numbers is the same for both tables.
     """
     _check_records(n)
     low = np.uint64((1 << max(n - 1, 1).bit_length()) - 1)
-    words = (stream.uint64(0, n) & ~low) | np.arange(n, dtype=np.uint64)
+    drawn = stream.uint64(0, n)
+    words = (drawn & ~low) | np.arange(n, dtype=np.uint64)
     words.sort()
+    high = words & ~low
+    order = (words & low).astype(np.int64) if (high[1:] != high[:-1]).all() else np.argsort(drawn, kind="stable")
     slots = np.empty(n, np.int64)
-    slots[(words & low).astype(np.int64)] = np.arange(n)
+    slots[order] = np.arange(n)
     return slots
 
 
