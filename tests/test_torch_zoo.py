@@ -357,3 +357,46 @@ def test_explain_refuses_by_name() -> None:
     assert "mixes the examples" in str(found)
     mixing = qt.explain(nn.Linear(4, 2), batch, lambda out, y: (out - out.mean(0)).square().sum(1))
     assert [part.how for part in mixing.parts] == ["refused"]
+
+
+class Counting(nn.Module):
+    """Counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.shift, self.runs = nn.Linear(4, 3), nn.Parameter(torch.randn(3)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.lift(x) * self.shift  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_own_loop_runs_the_model_once(pieces: int, overflows: bool) -> None:
+    """The first piece of a sample runs once, later ones twice; records that overflow, and count as zero, again."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 4), torch.randint(3, (64,))
+    if overflows:
+        x[::2] = torch.finfo(torch.float32).max
+    model = Counting()
+    private, optimizer, loader = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1e-3,
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=16),
+    )  # fmt: skip
+    for number, (inputs, labels) in enumerate(loader):
+        optimizer.zero_grad()
+        parts = [slice(k, None, pieces) for k in range(pieces)] if len(labels) >= 2 else [slice(None)]
+        started = model.runs
+        for part in parts:
+            F.cross_entropy(private(inputs[part]), labels[part], reduction="sum").backward()
+        before = model.runs
+        optimizer.step()
+        if number:  # the first one was planned
+            assert before - started == len(parts)
+            assert overflows or model.runs - before == len(parts) - 1
+        if number == 2:
+            break
+    assert all(p.isfinite().all() for p in model.parameters())

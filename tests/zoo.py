@@ -48,10 +48,11 @@ def vision() -> Any:
     place = Path(sys.prefix) / "zoo"
     if place.is_dir() and str(place) not in sys.path:
         sys.path.append(str(place))
-    operators = torch.library.Library("torchvision", "FRAGMENT")
+    operators = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
-            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            operators.define(schema)  # type: ignore[no-untyped-call]
     vision.operators = operators  # type: ignore[attr-defined]  # they are there as long as it is
     return pytest.importorskip("torchvision", reason="torchvision is not installed: make setup")
 

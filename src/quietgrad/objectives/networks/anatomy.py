@@ -320,9 +320,9 @@ class _Study:
         if in_place(a.func):
             raise CannotMeet(_names(a), f"{_name(a)} writes it into another tensor")
         if _name(a) not in _REPEATING:
-            for unit in units:
-                if unit is not None and unit.kernel is None:
-                    unit.why = f"{_name(a)} is mapped over the examples"
+            for each in units:
+                if each is not None and each.kernel is None:
+                    each.why = f"{_name(a)} is mapped over the examples"
         return Meeting("mapped", full, outputs, units, _scaled(a, b))
 
     def _unit(self, origin: Origin) -> Unit:

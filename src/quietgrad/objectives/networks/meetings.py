@@ -324,6 +324,8 @@ class Meetings(Sharing):
                 leaves[i] = leaf // examples
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
+        made: Any = None
+
         def one(*values: Tensor) -> tuple[Tensor, ...]:
             filled = list(leaves)
             for i, value in zip(tensors, values, strict=True):
@@ -333,7 +335,6 @@ class Meetings(Sharing):
             made = func(*args, **kwargs)
             return tuple(tensors_of(made))
 
-        made: Any = None
         out = tuple(place.axis + place.inner for place in meeting.outputs if place is not None)
         with vmapping():
             results = vmap(one, in_dims=tuple(axes), out_dims=out)(*(leaves[i] for i in tensors))

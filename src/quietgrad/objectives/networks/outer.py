@@ -95,11 +95,13 @@ class OuterProducts:
         """The sum of both, as outer products over one sequence of positions; None if the layer has no sequences."""
         if self.layer.channel_dim != -1 or self.layer.shape != other.layer.shape:
             return None
-        sides = []
-        for mine, theirs in ((self.lefts, other.lefts), (self.rights, other.rights)):
+
+        def both(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
             longest = range(max(len(mine), len(theirs)))
-            sides.append([torch.cat([_sequence(t[k]) for t in (mine, theirs) if k < len(t)], 1) for k in longest])
-        return OuterProducts(self.layer, *sides, self.families)
+            return [torch.cat([_sequence(t[k]) for t in (mine, theirs) if k < len(t)], 1) for k in longest]
+
+        lefts, rights = both(self.lefts, other.lefts), both(self.rights, other.rights)
+        return OuterProducts(self.layer, lefts, rights, self.families)
 
     def held(self) -> int:
         """Bytes."""

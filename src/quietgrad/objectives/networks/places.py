@@ -36,8 +36,8 @@ def parted(value: Tensor, place: Place | None, examples: int) -> tuple[Tensor, i
     if rows % examples or (rows != examples and not place.folded):
         raise UnplannedRows(f"{rows} rows for {examples} examples.")
     if place.inner:
-        return value.unflatten(place.axis, (rows // examples, examples)), place.axis + 1
-    return value.unflatten(place.axis, (examples, rows // examples)), place.axis
+        return _split(value, place.axis, rows // examples, examples), place.axis + 1
+    return _split(value, place.axis, examples, rows // examples), place.axis
 
 
 def rejoined(value: Tensor, place: Place) -> Tensor:
@@ -73,10 +73,14 @@ def example_places(two: Sequence[Tensor], one: Sequence[Tensor]) -> tuple[Place 
             continue
         (axis,) = grown
         rows = b.shape[axis]
-        outer = a.unflatten(axis, (2, rows)).select(axis, 0)
-        inner = a.unflatten(axis, (rows, 2)).select(axis + 1, 0)
+        outer = _split(a, axis, 2, rows).select(axis, 0)
+        inner = _split(a, axis, rows, 2).select(axis + 1, 0)
         places.append(Place(axis, rows > 1, rows > 1 and _distance(inner, b) < _distance(outer, b)))
     return tuple(places)
+
+
+def _split(value: Tensor, axis: int, *sizes: int) -> Tensor:
+    return value.reshape(*value.shape[:axis], *sizes, *value.shape[axis + 1 :])
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
