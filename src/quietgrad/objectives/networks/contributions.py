@@ -257,7 +257,7 @@ class Groups:
     Args:
         examples: what they are made of.
         make: the contribution of a group's people.
-        from_factors: whether a weighted sum of the examples is one of the very vectors measured.
+        from_factors: whether a weighted sum of a group's examples is one of the very vectors measured.
     """
 
     def __init__(
@@ -266,8 +266,7 @@ class Groups:
         groups: Sequence[Alike],
         examples: Contribution,
         make: Callable[[Alike], Contribution],
-        *,
-        from_factors: bool = False,
+        from_factors: Callable[[Alike], bool] = lambda group: False,
     ) -> None:
         self.persons = persons
         self.groups = groups
@@ -288,11 +287,16 @@ class Groups:
         return squares
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
-        """All examples at once, or group after group."""
-        if self.from_factors:
-            self.examples.add_weighted(weights[self.persons.numbers(weights.device)], out)
-            return
-        for group in self.groups:
+        """All examples of groups whose factors were measured at once; what was written out group after group."""
+        whole = [group for group in self.groups if self.from_factors(group)]
+        apart = self.groups
+        if 2 * sum(group.rows.numel() for group in whole) >= len(self.persons.owners):
+            kept = torch.zeros_like(weights)  # times numbers that are finite, since the norms were
+            for group in whole:
+                kept[group.people] = weights[group.people]
+            self.examples.add_weighted(kept[self.persons.numbers(weights.device)], out)
+            apart = [group for group in self.groups if not self.from_factors(group)]
+        for group in apart:
             self.make(group).add_weighted(weights[group.people], out)
 
     def together(self, persons: Persons) -> Contribution:

@@ -184,11 +184,13 @@ class OuterProducts:
         """A person is one example with all positions of all their records: the same products, of longer sequences.
 
         What the bound on the Gram matrices' rounding adds is for as many positions as that. Sums from the factors
-        are the same in any order, so if all are measured by Gram matrices they are made of the examples at once.
+        are the same in any order, so people measured by Gram matrices are added up from the examples at once.
         """
-        groups = persons.alike(self.lefts[0].device)
-        from_factors = all(self._cheap_gram(self.positions * group.rows.shape[1]) for group in groups)
-        return Groups(persons, groups, self, self.of_people, from_factors=from_factors)
+
+        def by_gram(group: Alike) -> bool:
+            return self._cheap_gram(self.positions * group.rows.shape[1])
+
+        return Groups(persons, persons.alike(self.lefts[0].device), self, self.of_people, by_gram)
 
     def of_people(self, group: Alike) -> OuterProducts:
         """Those of a group of people."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quietgrad.objectives.networks import passes
 from quietgrad.objectives.networks.randomness import RecordKeys
 
 __all__ = ["Alike", "Persons"]
 
 _Numbers = npt.NDArray[np.int64]
-_LONG = 1 << 12  # numbers of a row from which on people are added up one by one
 
 
 class Alike(NamedTuple):
@@ -143,18 +142,10 @@ class Persons:
 
         Never as a product with a matrix of zeros and ones: it would carry one record's NaN to everybody.
         """
-        families, _, size = values.shape
-        if families * size < _LONG:
-            total = values.new_zeros((families, len(self), size), dtype=torch.float64)
-            return total.index_add_(1, self.numbers(values.device), values.double()).to(values.dtype)
-        out = values.new_empty((families, len(self), size))
-        order, starts = self._sorted
-        for person, (first, last) in enumerate(pairwise(starts.tolist())):
-            rows = order[first:last]
-            run = _run(rows)
-            own = values[:, torch.from_numpy(rows).to(values.device) if run is None else run]
-            out[:, person] = own.sum(1, dtype=torch.float64)
-        return out
+        if passes.takes(values):
+            return torch.stack([passes.sum_rows(family, *self._sorted) for family in values])
+        total = values.new_zeros((len(values), len(self), values.shape[2]), dtype=torch.float64)
+        return total.index_add_(1, self.numbers(values.device), values.double()).to(values.dtype)
 
 
 def _run(rows: _Numbers) -> slice | None:
