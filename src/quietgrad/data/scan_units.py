@@ -18,6 +18,7 @@ from quietgrad.data.quick_csv import line_blocks, read_block
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.shown import shown
 
+_PAGE = 1 << 20  # bytes that a page of a column usually has at most
 _BUFFER = 1 << 16  # bytes of a column chunk read at a time: a chunk is never held whole
 LEAST_ROWS = 1 << 15
 """Row groups smaller than this are read together."""
@@ -69,6 +70,18 @@ class FileUnit:
                 "the schema does not say."
             ) from None
         self.check()
+
+    def held(self, columns: Sequence[str]) -> int:
+        """Bytes that reading takes beside the rows: of parquet, a page of every column, and dictionaries twice."""
+        if self.kind != "parquet":
+            return 4 * _PAGE
+        group = parquet_facts(self.path, self.filesystem, self.stamp).row_group(self.groups[0])
+        total = 0
+        for place in range(group.num_columns):
+            chunk = group.column(place)
+            if chunk.path_in_schema in columns:
+                total += min(chunk.total_uncompressed_size, _PAGE) * (3 if chunk.has_dictionary_page else 1)
+        return total + len(columns) * _BUFFER
 
     def check(self) -> None:
         """Raise unless the file is as it was when the scan was made."""

@@ -30,9 +30,9 @@ from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged,
 
 Value = TypeVar("Value")
 
-_CELLS = 3 << 19  # numbers of a block: few enough to stay near the processor, many enough to ask for at once
-_MOST_ROWS = 16_000  # not a power of two, which would put all columns into the same lines of the cache
-_PAGE = 1 << 20  # bytes of a column that a parquet reader may hold unpacked
+_CELLS = 1 << 21  # numbers of a block: few enough to stay near the processor, many enough to ask for at once
+_MOST_ROWS = 20_000  # not a power of two, which would put all columns into the same lines of the cache
+_PAGE = 1 << 20  # bytes of a column that a reader may hold unpacked
 _SPARE = 40  # MB: what libraries and results take, whatever the table
 
 
@@ -382,7 +382,7 @@ def scan(
 
     layout, pieces, client, notes = cut_source(source, asked, filesystem, cluster)
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
-    runner = client or Threads(_affordable(threads, memory, layout, rows))
+    runner = client or Threads(_affordable(threads, memory, layout, rows, [unit for unit, _ in pieces]))
     sizes = [size for _, size in pieces]
     known = (
         None
@@ -435,15 +435,21 @@ class _Asked:
         return RowLayout(name, chosen, target, None, self.classes, self.task)
 
 
-def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int) -> int:
+def _firsts(units: Sequence[Any]) -> list[Any]:
+    """One piece of each file that tells what reading it takes."""
+    return list({unit.path: unit for unit in reversed(units) if hasattr(unit, "held")}.values())
+
+
+def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int, units: Sequence[Any]) -> int:
     """How many pieces can be read and summed at a time within ``memory`` MB."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r}: must be ≥ 1.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     wanted = cores if threads is None else threads
     read = len(layout.read)
-    # Two batches read ahead, their rows laid out, a view of them by a frame; and a page of every column.
-    one = (rows * (2 * read + 3 * layout.width) * 8 + read * _PAGE) / 2**20
+    held = max((unit.held(layout.read) for unit in _firsts(units)), default=read * _PAGE)
+    # Two batches read ahead, their rows laid out, a view of them by a frame; and what a reader holds of a file.
+    one = (rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20
     if _SPARE + one > memory:
         raise DataError(
             f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "
