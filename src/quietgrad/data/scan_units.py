@@ -71,7 +71,7 @@ class FileUnit:
             ) from None
         self.check()
 
-    def held(self, columns: Sequence[str]) -> int:
+    def room(self, columns: Sequence[str]) -> int:
         """Bytes that reading takes beside the rows: of parquet, a page of every column, and dictionaries twice."""
         if self.kind != "parquet":
             return 4 * _PAGE

@@ -437,7 +437,7 @@ class _Asked:
 
 def _firsts(units: Sequence[Any]) -> list[Any]:
     """One piece of each file that tells what reading it takes."""
-    return list({unit.path: unit for unit in reversed(units) if hasattr(unit, "held")}.values())
+    return list({unit.path: unit for unit in reversed(units) if hasattr(unit, "room")}.values())
 
 
 def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int, units: Sequence[Any]) -> int:
@@ -447,7 +447,7 @@ def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     wanted = cores if threads is None else threads
     read = len(layout.read)
-    held = max((unit.held(layout.read) for unit in _firsts(units)), default=read * _PAGE)
+    held = max((unit.room(layout.read) for unit in _firsts(units)), default=read * _PAGE)
     # Two batches read ahead, their rows laid out, a view of them by a frame; and what a reader holds of a file.
     one = (rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20
     if _SPARE + one > memory:
