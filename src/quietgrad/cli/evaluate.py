@@ -51,8 +51,9 @@ def evaluate(
     if are_many(data):
         spec = RunSpec.load(folder)
         X: Any = open_scan(data, {**spec.reading, "pair": facts["class_names"]}, spec.scanning).table
-        X, labels = X.named() if X.classes is None else X, None
-        model.classes_ = model.classes_ if X.classes is None else np.asarray(X.classes)
+        labels = None
+        if X.classes is not None:
+            model.classes_ = np.asarray(X.classes)
     else:
         X, y = records_for(folder, data, facts)
         if y is None:

@@ -319,6 +319,10 @@ class _Verification:
                     f"{self.name}: the features hold gaps, NaN or infinite values. Say in a schema what stands for "
                     "a gap (`fill`), leave such rows out (`drop_incomplete`), or remove them first."
                 )
+            if y.dtype.kind == "f" and not np.isfinite(y).all():
+                raise DataError(
+                    f"{self.name}: the target holds NaN or infinite values. Remove those records first."
+                )
             self.reading.prepare(Laid(X, y) if parts.turned is None else parts.turned(X, y))
             rows += len(X)
             checksum = checksum_of(X, y, checksum) if watched else 0
