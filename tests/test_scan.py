@@ -311,7 +311,7 @@ def test_plain_text_is_read_alike_by_both_readers(declared: bool, monkeypatch: p
     def read(text: bytes) -> Any:
         try:
             data = tables.parse_csv(text, qg.data.read_schema(schema) if declared else None)
-            return data.X.tobytes(), data.y.tolist()
+            return np.asarray(data.X).tobytes(), data.y.tolist()
         except DataError as error:
             return str(error)
 
