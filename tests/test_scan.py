@@ -407,6 +407,8 @@ import quietgrad as qg
 from quietgrad.estimators import PrivateLogisticRegression
 import pyarrow.parquet, threadpoolctl, sklearn.utils.validation, scipy.special, quietgrad.data.scan_frames
 from quietgrad.algorithms import whitened_gd
+warm = pyarrow.table({"x": np.arange(9).astype(np.float32), "z": np.ones(9, np.float32), "y": np.arange(9) % 2})
+PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], algorithm=qg.DPGD(steps=3)).fit(warm, "y")
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 600 * 2**20, now + 600 * 2**20))
 table = qg.data.scan(sys.argv[1], target="y", memory=300)
@@ -428,6 +430,7 @@ def test_a_folder_larger_than_the_memory_allowed(tmp_path: Path) -> None:
     unpacked = 4 * 13 * block.nbytes
     assert unpacked > 600 * 2**20
     env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env["MALLOC_ARENA_MAX"] = "2"  # arenas are addresses, not memory
     done = subprocess.run(
         [sys.executable, "-c", _LIMITED, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300
     )

@@ -81,8 +81,8 @@ def _ahead(values: Iterator[Value]) -> Iterator[Value]:
     """The same values, the next one being made while the last one is used."""
     done = object()
     with ThreadPoolExecutor(1) as reader:
+        waiting: Future[Any] = reader.submit(next, values, done)
         try:
-            waiting: Future[Any] = reader.submit(next, values, done)
             while (value := waiting.result()) is not done:
                 waiting = reader.submit(next, values, done)
                 yield value
