@@ -257,6 +257,73 @@ def test_a_schema_makes_the_same_numbers_of_a_scan_and_a_file(tmp_path: Path, ki
     assert private_score(model, seen, epsilon=1.0).accuracy is not None
 
 
+@pytest.mark.parametrize("width", [10, 64, 1 << 20])
+def test_quoted_text_is_cut_between_lines(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a block, a line's end inside quotes ends no line."""
+    monkeypatch.setattr("quietgrad.data.quick_csv._BLOCK", width)
+    lines = ["a,w,y"]
+    for k in range(200):
+        word = ('"two\nlines"', '"a ""quoted"" word"', "plain")[k % 3]
+        lines.append(f"{k},{word},{k % 2}")
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    words = ["two\nlines", 'a "quoted" word', "plain"]
+    schema = {
+        "label": {"column": "y", "classes": ["0", "1"]},
+        "columns": {"a": {"bounds": [0, 200]}, "w": {"categories": words}},
+    }
+    seen, data = scan(tmp_path, schema=schema), qg.data.load(tmp_path / "a.csv", schema=schema)
+    X, y = (np.concatenate(parts) for parts in zip(*seen.blocks(), strict=True))
+    np.testing.assert_array_equal(X, data.X)
+    np.testing.assert_array_equal(y, data.y)
+
+
+_CELLS = (
+    "1",
+    " 2.5",
+    "-0.0",
+    "1e300",
+    "1e-320",
+    "+7",
+    ".5",
+    "5.",
+    "",
+    "nan",
+    "inf",
+    "1_0",
+    "0x10",
+    "nan(1)",
+    "-999",
+)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_plain_text_is_read_alike_by_both_readers(declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick reader agrees with the strict one, or leaves the text to it."""
+    from quietgrad.data import quick_csv, tables
+
+    monkeypatch.setattr(quick_csv, "_LEAST", 0)
+    schema = {
+        "label": {"column": "y", "classes": ["0", "1"]},
+        "missing": ["", "-999"],
+        "columns": {"a": {"bounds": [-10, 10], "fill": 3}, "b": {"bounds": [-10, 10]}},
+    }
+
+    def read(text: bytes) -> Any:
+        try:
+            data = tables.parse_csv(text, qg.data.read_schema(schema) if declared else None)
+            return np.asarray(data.X).tobytes(), data.y.tolist()
+        except DataError as error:
+            return str(error)
+
+    for cell in _CELLS:
+        for end in ("\n", "\r\n"):
+            text = f"a,b,y{end}1,2,0{end}{cell},4,1{end}{end}5,6, 1{end}".encode()
+            quick = read(text)
+            with monkeypatch.context() as patch:
+                patch.setattr(tables, "quick_chunks", lambda *given: None)
+                assert read(text) == quick, cell
+
+
 def test_rows_with_gaps_are_left_out_where_the_schema_says_so(tmp_path: Path) -> None:
     columns: dict[str, Any] = {**SCHEMA["columns"], "age": {"bounds": [0, 100]}}
     schema = {**SCHEMA, "columns": columns, "drop_incomplete": True}
@@ -340,6 +407,8 @@ import quietgrad as qg
 from quietgrad.estimators import PrivateLogisticRegression
 import pyarrow.parquet, threadpoolctl, sklearn.utils.validation, scipy.special, quietgrad.data.scan_frames
 from quietgrad.algorithms import whitened_gd
+warm = pyarrow.table({"x": np.arange(9).astype(np.float32), "z": np.ones(9, np.float32), "y": np.arange(9) % 2})
+PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], algorithm=qg.DPGD(steps=3)).fit(warm, "y")
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 600 * 2**20, now + 600 * 2**20))
 table = qg.data.scan(sys.argv[1], target="y", memory=300)
@@ -361,6 +430,7 @@ def test_a_folder_larger_than_the_memory_allowed(tmp_path: Path) -> None:
     unpacked = 4 * 13 * block.nbytes
     assert unpacked > 600 * 2**20
     env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env["MALLOC_ARENA_MAX"] = "2"  # arenas are addresses, not memory
     done = subprocess.run(
         [sys.executable, "-c", _LIMITED, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300
     )

@@ -18,6 +18,8 @@ import quietgrad as qg
 from quietgrad.data.scanning import scan
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.estimators import PrivateAdditiveClassifier, PrivateLogisticRegression, PrivateSearch
+from quietgrad.objectives.base import Batch, Gradient
+from quietgrad.objectives.tables.scanned import is_additive
 from quietgrad.privacy.ledger import Ledger
 
 pa = pytest.importorskip("pyarrow")
@@ -78,6 +80,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(where, "not among the declared classes", ledger)
     pq.write_table(table().set_column(3, "y", pa.array([None, *np.zeros(2999, int)], pa.int64())), bad)
     refused(where, "target 'y' has missing", ledger)
+    pq.write_table(table().set_column(3, "y", pa.array([np.nan, *np.zeros(2999)])), bad)
+    pq.write_table(table().set_column(3, "y", pa.array(np.zeros(3000))), good)
+    refused(where, "target holds NaN", ledger)
     pq.write_table(table(0), bad)
     good.unlink()
     refused(where, "no rows", ledger)
@@ -191,6 +196,19 @@ def test_a_killed_client_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert spent(ledger) == pytest.approx(1.0, rel=0.01)
 
 
+class _Reads:
+    """A query of somebody's own that nobody knows to be a sum over records."""
+
+    bound = 1.0
+
+    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
+        out += np.median(batch.records.X)
+
+
+class _Derived(Gradient):
+    """A known query that was changed: what it sums to by parts is not known."""
+
+
 def test_what_a_scan_is_not_for(tmp_path: Path) -> None:
     pq.write_table(table(), tmp_path / "a.parquet")
     seen = scan(tmp_path, target="y")
@@ -207,6 +225,12 @@ def test_what_a_scan_is_not_for(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match="needs the table in memory"):
             model.fit(seen, np.zeros(3000))
+    loss = qg.objectives.Logistic()
+    records: Any = loss.prepare(seen)
+    with pytest.raises(DataError, match="needs the table in memory"):
+        records.answer(_Reads(), Batch(records, None), np.zeros(1))
+    assert not is_additive(_Reads())
+    assert not is_additive(_Derived(np.zeros(3), 1.0))
     with pytest.raises(DataError, match="samples its own records"):
         qg.minimize(
             qg.objectives.landscape("strict-saddle", d=4), seen, qg.PerturbedSGD(), budget=qg.Budget(1.0, 1e-5)

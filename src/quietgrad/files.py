@@ -177,6 +177,8 @@ def table_kind(path: str) -> str | None:
 
 def are_many(source: str) -> bool:
     """Whether a text names many files, or files elsewhere: a pattern, a folder of tables, or an address."""
+    if Path(source).is_file():
+        return False
     if "://" in source or any(mark in source for mark in "*?["):
         return True
     return Path(source).is_dir() and any(table_kind(path.name) for path in Path(source).rglob("*"))

@@ -60,8 +60,9 @@ def evaluate(
             raise DataError(f"{data}: people are not known to scans; give one file, which is read whole.")
         spec = RunSpec.load(folder)
         X: Any = open_scan(data, {**spec.reading, "pair": facts["class_names"]}, spec.scanning).table
-        X, labels = X.named() if X.classes is None else X, None
-        model.classes_ = model.classes_ if X.classes is None else np.asarray(X.classes)
+        labels = None
+        if X.classes is not None:
+            model.classes_ = np.asarray(X.classes)
     else:
         X, y, ids = people_for(folder, data, facts, person)
         if ids is None and model.privacy_.unit == "person":

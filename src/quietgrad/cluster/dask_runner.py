@@ -9,6 +9,7 @@ lost worker's pieces are computed again by Dask; a sum is asked for once, and no
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -64,7 +65,11 @@ def _local(distributed: Any) -> Any:
 
         with dask.config.set({"distributed.worker.daemon": True}):
             cluster = distributed.LocalCluster(
-                n_workers=_cores(), threads_per_worker=1, processes=True, dashboard_address=None
+                n_workers=_cores(),
+                threads_per_worker=1,
+                processes=True,
+                dashboard_address=None,
+                silence_logs=logging.CRITICAL,  # what goes wrong is said once, by the error
             )
         client = distributed.Client(cluster, set_as_default=False)
         _LOCAL[:] = [client, cluster]

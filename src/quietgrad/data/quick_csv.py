@@ -24,6 +24,7 @@ from quietgrad.data.schema import Numeric, Schema
 _MOST_COLUMNS = 4096
 _BLOCK = 1 << 20  # bytes read at a time
 _AT_ONCE = 2
+_LONGEST_LINE = 1 << 26
 _LEAST = 1 << 16  # bytes below which loading another reader takes longer than reading
 
 
@@ -136,11 +137,16 @@ def line_blocks(stream: Any, *, quoted: bool) -> Iterator[bytes]:
     while piece := stream.read(_BLOCK):
         block = kept + piece if kept else bytes(piece)
         end = block.rfind(b"\n") + 1
-        while quoted and end and block.count(b'"', 0, end) % 2:
-            end = block.rfind(b"\n", 0, end - 1) + 1
+        odd = quoted and block.count(b'"', 0, end) % 2
+        while odd and end:  # inside quotes: back to an end of a line that is outside
+            before = block.rfind(b"\n", 0, max(block.rfind(b'"', 0, end), 0)) + 1
+            odd = (odd + block.count(b'"', before, end)) % 2
+            end = before
         if end:
             yield block[:end]
         kept = block[end:]
+        if len(kept) > _LONGEST_LINE:
+            raise OSError("a line without an end")
     if kept:
         yield kept
 

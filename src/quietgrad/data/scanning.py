@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,118 +20,19 @@ import numpy as np
 
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.row_layout import Array, RowLayout
+from quietgrad.data.scan_parts import ScanParts, Threads, checksum_of
 from quietgrad.data.scan_units import LEAST_ROWS
 from quietgrad.data.schema import Schema, read_schema
-from quietgrad.errors import ChangedError, DataError
+from quietgrad.errors import DataError
 from quietgrad.objectives.base import Reading
-from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
+from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work
 
 Value = TypeVar("Value")
 
-_CELLS = 3 << 19  # numbers of a block: few enough to stay near the processor, many enough to ask for at once
-_MOST_ROWS = 16_000  # not a power of two, which would put all columns into the same lines of the cache
-_PAGE = 1 << 20  # bytes of a column that a parquet reader may hold unpacked
+_CELLS = 1 << 21  # numbers of a block: few enough to stay near the processor, many enough to ask for at once
+_MOST_ROWS = 20_000  # not a power of two, which would put all columns into the same lines of the cache
+_PAGE = 1 << 20  # bytes of a column that a reader may hold unpacked
 _SPARE = 40  # MB: what libraries and results take, whatever the table
-
-
-@dataclass(frozen=True)
-class ScanParts:
-    """Reads the blocks of pieces; sent to threads and workers."""
-
-    layout: RowLayout
-    rows: int
-    turned: Callable[[Array, Array], Any] | None = None
-
-    def blocks(self, task: Task) -> Iterator[Any]:
-        """What an objective's ``prepare`` takes, block by block."""
-        for X, y in self.raw(task):
-            yield Laid(X, y) if self.turned is None else self.turned(X, y)
-
-    def raw(self, task: Task) -> Iterator[tuple[Array, Array]]:
-        """(X, y) as the columns say, block by block."""
-        seen, watched, checksum = 0, hasattr(task.unit, "checksum"), 0
-        for batch in _ahead(task.unit.batches(self.layout.read, self.rows)):
-            if not batch.num_rows:
-                continue
-            if task.rows is not None and not (watched or self.layout.may_drop):
-                wanted = _between(task.rows, seen, seen + batch.num_rows)
-                seen += batch.num_rows
-                if len(wanted):
-                    X, y = self.layout.rows(batch.take(_indices(wanted)))
-                    yield np.ascontiguousarray(X), y
-                continue
-            X, y = self.layout.rows(batch)
-            if watched:
-                checksum = checksum_of(X, y, checksum)
-            if task.rows is None:
-                yield X, y
-                continue
-            wanted = _between(task.rows, seen, seen + len(X))
-            seen += len(X)
-            if len(wanted):
-                yield np.ascontiguousarray(X[wanted]), y[wanted]
-        if watched and task.unit.checksum not in (None, checksum):
-            raise ChangedError(
-                "frame: a partition has other content than when it was first read. Make the frame's computation "
-                "repeatable, or persist it; nothing is released from a table that changes under a run."
-            )
-
-
-def checksum_of(X: Array, y: Array, before: int) -> int:
-    """A checksum of rows in memory, going on from ``before``: not secret, and no proof against malice."""
-    return zlib.crc32(np.ascontiguousarray(y).tobytes(), zlib.crc32(np.ascontiguousarray(X.T).data, before))
-
-
-def _between(rows: Array, first: int, last: int) -> Array:
-    a, b = np.searchsorted(rows, (first, last))
-    return np.asarray(rows[a:b] - first)
-
-
-def _indices(places: Array) -> Any:
-    import pyarrow as pa
-
-    return pa.array(places)
-
-
-def _ahead(values: Iterator[Value]) -> Iterator[Value]:
-    """The same values, the next one being made while the last one is used."""
-    done = object()
-    with ThreadPoolExecutor(1) as reader:
-        try:
-            waiting: Future[Any] = reader.submit(next, values, done)
-            while (value := waiting.result()) is not done:
-                waiting = reader.submit(next, values, done)
-                yield value
-        finally:
-            waiting.cancel()
-
-
-@dataclass
-class Threads:
-    """Does the work on this machine, ``count`` pieces at a time."""
-
-    count: int
-
-    def total(self, parts: ScanParts, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
-        """``work`` of all tasks, merged in their order whichever is done first."""
-        with one_thread_each(), ThreadPoolExecutor(self.count) as pool:
-            return merged(_in_order(pool, partial(work, parts), tasks, self.count + 1), merge)
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, work: Callable[[Task], Value], tasks: Iterable[Task], most: int
-) -> Iterator[Value]:
-    waiting: list[Future[Value]] = []
-    try:
-        for task in tasks:
-            waiting.append(pool.submit(work, task))
-            if len(waiting) >= most:
-                yield waiting.pop(0).result()
-        while waiting:
-            yield waiting.pop(0).result()
-    finally:
-        for future in waiting:
-            future.cancel()
 
 
 @dataclass
@@ -319,6 +218,10 @@ class _Verification:
                     f"{self.name}: the features hold gaps, NaN or infinite values. Say in a schema what stands for "
                     "a gap (`fill`), leave such rows out (`drop_incomplete`), or remove them first."
                 )
+            if y.dtype.kind == "f" and not np.isfinite(y).all():
+                raise DataError(
+                    f"{self.name}: the target holds NaN or infinite values. Remove those records first."
+                )
             self.reading.prepare(Laid(X, y) if parts.turned is None else parts.turned(X, y))
             rows += len(X)
             checksum = checksum_of(X, y, checksum) if watched else 0
@@ -382,7 +285,7 @@ def scan(
 
     layout, pieces, client, notes = cut_source(source, asked, filesystem, cluster)
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
-    runner = client or Threads(_affordable(threads, memory, layout, rows))
+    runner = client or Threads(_affordable(threads, memory, layout, rows, [unit for unit, _ in pieces]))
     sizes = [size for _, size in pieces]
     known = (
         None
@@ -435,15 +338,21 @@ class _Asked:
         return RowLayout(name, chosen, target, None, self.classes, self.task)
 
 
-def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int) -> int:
+def _firsts(units: Sequence[Any]) -> list[Any]:
+    """One piece of each file that tells what reading it takes."""
+    return list({unit.path: unit for unit in reversed(units) if hasattr(unit, "room")}.values())
+
+
+def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int, units: Sequence[Any]) -> int:
     """How many pieces can be read and summed at a time within ``memory`` MB."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r}: must be ≥ 1.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     wanted = cores if threads is None else threads
     read = len(layout.read)
-    # Two batches read ahead, their rows laid out, a view of them by a frame; and a page of every column.
-    one = (rows * (2 * read + 3 * layout.width) * 8 + read * _PAGE) / 2**20
+    held = max((unit.room(layout.read) for unit in _firsts(units)), default=read * _PAGE)
+    # Two batches read ahead, their rows laid out, a view of them by a frame; and what a reader holds of a file.
+    one = (rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20
     if _SPARE + one > memory:
         raise DataError(
             f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "

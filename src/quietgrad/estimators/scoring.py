@@ -173,7 +173,8 @@ class _Held:
 def _codes(classes: Any, y: Any) -> Any:
     if not np.isin(y, classes).all():
         raise DataError("y: has a label that the model does not know. Remove such records.")
-    return np.searchsorted(classes, y)
+    order = np.argsort(classes)  # a run's classes are in the order they were declared in
+    return order[np.searchsorted(classes, y, sorter=order)]
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,28 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Indices, Loss, Reading, _RuledQuery
+from quietgrad.objectives.base import (
+    Batch,
+    Gradient,
+    GradientDifference,
+    Indices,
+    JointMomentum,
+    Loss,
+    Reading,
+    RecursiveMomentum,
+)
 from quietgrad.objectives.queries.evaluation import CellSums
 from quietgrad.objectives.queries.second_order import PackedHessian
-from quietgrad.objectives.tables.features import _FeatureSum
+from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
 from quietgrad.objectives.tables.frame import Framed
 from quietgrad.objectives.tables.information import WhitenedInformation
 from quietgrad.objectives.tables.ranges import Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces
-from quietgrad.objectives.tables.whitening import RowNormHistogram, SecondMomentMatrix, WhitenedGradient
+from quietgrad.objectives.tables.whitening import (
+    MeanSquares,
+    RowNormHistogram,
+    SecondMomentMatrix,
+    WhitenedGradient,
+)
 
 Value = TypeVar("Value")
 Merge = Callable[[Any, Any], Any]
@@ -127,10 +141,11 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
     return result  # type: ignore[no-any-return]
 
 
-_ADDITIVE = (
-    _RuledQuery, Loss, PackedHessian, CellSums, _FeatureSum, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
+_ADDITIVE = frozenset({
+    Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, PackedHessian, CellSums, FeatureMean,
+    SecondMoments, FeatureMoments, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
     WhitenedInformation, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
-)  # fmt: skip
+})  # fmt: skip
 
 
 def is_additive(query: Any) -> bool:
@@ -139,9 +154,9 @@ def is_additive(query: Any) -> bool:
     A query must be known to be so: summed by parts, one whose bound rests on the number of records (a whole fit, of
     which a part has fewer) would tell more of a record than it was priced for.
     """
-    while isinstance(query, Framed):
+    while type(query) is Framed:
         query = query.query
-    return isinstance(query, _ADDITIVE)
+    return type(query) in _ADDITIVE  # a class derived from one of them may add up otherwise
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,6 @@ class _Sum:
     reading: Any
     summand: Callable[[Any, Batch, Any], None]
     shape: tuple[int, ...]
-    key: bytes | None
 
     def __call__(self, parts: Parts, task: Task) -> npt.NDArray[np.float64]:
         out = np.zeros(self.shape)
@@ -161,13 +175,17 @@ class _Sum:
                 records = self.reading.prepare(data)
                 # Queries about pairs of records refuse samples: a sample of a part must still look like one.
                 chosen = None if task.rows is None else np.arange(len(records))
-                self.summand(self.reading, Batch(records, chosen, self.key), out)
+                self.summand(self.reading, Batch(records, chosen), out)
         return out
 
 
 def _add(a: Any, b: Any) -> Any:
     a += b
     return a
+
+
+class NotScannedError(DataError, AttributeError):
+    """A query cannot be answered part by part."""
 
 
 class Scanned:
@@ -187,6 +205,11 @@ class Scanned:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def __getattr__(self, name: str) -> Any:
+        raise NotScannedError(
+            f"{name}: a query asked for it that needs the table in memory; load the table, or use another method."
+        )
+
     def contents(self) -> Iterator[bytes]:
         """The source's content."""
         yield from self.source.fingerprint()
@@ -204,7 +227,7 @@ class Scanned:
 
     def add(self, summand: Callable[[Any, Batch, Any], None], batch: Batch, out: Any) -> None:
         """out += Σ over the parts of what ``summand(reading, batch, out)`` adds."""
-        work = _Sum(self.reading, summand, out.shape, batch.key)
+        work = _Sum(self.reading, summand, out.shape)
         total = self.source.total(work, self.tasks(batch.indices), _add)
         if total is not None:
             out += total

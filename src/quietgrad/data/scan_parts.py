@@ -1,0 +1,118 @@
+"""Reading the pieces of a scan: blocks of rows, the next while the last is used, on the cores of this machine."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quietgrad.data.row_layout import Array, RowLayout
+from quietgrad.errors import ChangedError
+from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ScanParts:
+    """Reads the blocks of pieces; sent to threads and workers."""
+
+    layout: RowLayout
+    rows: int
+    turned: Callable[[Array, Array], Any] | None = None
+
+    def blocks(self, task: Task) -> Iterator[Any]:
+        """What an objective's ``prepare`` takes, block by block."""
+        for X, y in self.raw(task):
+            yield Laid(X, y) if self.turned is None else self.turned(X, y)
+
+    def raw(self, task: Task) -> Iterator[tuple[Array, Array]]:
+        """(X, y) as the columns say, block by block."""
+        seen, watched, checksum = 0, hasattr(task.unit, "checksum"), 0
+        for batch in _ahead(task.unit.batches(self.layout.read, self.rows)):
+            if not batch.num_rows:
+                continue
+            if task.rows is not None and not (watched or self.layout.may_drop):
+                wanted = _between(task.rows, seen, seen + batch.num_rows)
+                seen += batch.num_rows
+                if len(wanted):
+                    X, y = self.layout.rows(batch.take(_indices(wanted)))
+                    yield np.ascontiguousarray(X), y
+                continue
+            X, y = self.layout.rows(batch)
+            if watched:
+                checksum = checksum_of(X, y, checksum)
+            if task.rows is None:
+                yield X, y
+                continue
+            wanted = _between(task.rows, seen, seen + len(X))
+            seen += len(X)
+            if len(wanted):
+                yield np.ascontiguousarray(X[wanted]), y[wanted]
+        if watched and task.unit.checksum not in (None, checksum):
+            raise ChangedError(
+                "frame: a partition has other content than when it was first read. Make the frame's computation "
+                "repeatable, or persist it; nothing is released from a table that changes under a run."
+            )
+
+
+def checksum_of(X: Array, y: Array, before: int) -> int:
+    """A checksum of rows in memory, going on from ``before``: not secret, and no proof against malice."""
+    return zlib.crc32(np.ascontiguousarray(y).tobytes(), zlib.crc32(np.ascontiguousarray(X.T).data, before))
+
+
+def _between(rows: Array, first: int, last: int) -> Array:
+    a, b = np.searchsorted(rows, (first, last))
+    return np.asarray(rows[a:b] - first)
+
+
+def _indices(places: Array) -> Any:
+    import pyarrow as pa
+
+    return pa.array(places)
+
+
+def _ahead(values: Iterator[Value]) -> Iterator[Value]:
+    """The same values, the next one being made while the last one is used."""
+    done = object()
+    with ThreadPoolExecutor(1) as reader:
+        waiting: Future[Any] = reader.submit(next, values, done)
+        try:
+            while (value := waiting.result()) is not done:
+                waiting = reader.submit(next, values, done)
+                yield value
+        finally:
+            waiting.cancel()
+
+
+@dataclass
+class Threads:
+    """Does the work on this machine, ``count`` pieces at a time."""
+
+    count: int
+
+    def total(self, parts: ScanParts, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+        """``work`` of all tasks, merged in their order whichever is done first."""
+        with one_thread_each(), ThreadPoolExecutor(self.count) as pool:
+            return merged(_in_order(pool, partial(work, parts), tasks, self.count + 1), merge)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, work: Callable[[Task], Value], tasks: Iterable[Task], most: int
+) -> Iterator[Value]:
+    waiting: list[Future[Value]] = []
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) >= most:
+                yield waiting.pop(0).result()
+        while waiting:
+            yield waiting.pop(0).result()
+    finally:
+        for future in waiting:
+            future.cancel()
