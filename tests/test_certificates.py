@@ -241,6 +241,15 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
     "too many events": (("event",), lambda e: {"event": "composed", "parts": [e] * 5000}, "claim"),
     "absurd noise": (("event", "inner", "noise_multiplier"), lambda _: 1e-300, "proof"),
     "absurdly many": (("event", "count"), lambda _: 10**30, "proof"),
+    "an event inside that is none": (("event", "inner"), lambda _: "x", "claim"),
+    "a plan of more steps": (("plan", "slots", 0, "count"), lambda c: c + 1, "plan"),
+    "settings of fewer steps": (("plan", "config", "steps"), lambda _: 2, "plan"),
+    "no releases made": (("claim", "releases"), lambda _: {"gradient": 0}, "plan"),
+    "a model that is none": (("model",), lambda _: None, "claim"),
+    "another kind of digest": (("model", "sha256"), lambda _: "x", "claim"),
+    "versions that are none": (("versions", "numpy"), lambda _: 7, "claim"),
+    "a date that is none": (("issued",), lambda _: "today", "claim"),
+    "data that are none": (("data", "classes"), lambda _: [], "claim"),
     "a plan that is a text": (("plan",), lambda _: "dp-gd", "claim"),
 }  # fmt: skip
 

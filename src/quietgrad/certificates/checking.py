@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,9 +161,31 @@ def _read_claim(body: dict[str, Any]) -> _Claim:
         raise ValueError("not private")
     if SEEDED in privacy.notes or any(str(note).startswith(REFUTED) for note in privacy.notes):
         raise ValueError("not private")
-    if not isinstance(body["plan"], dict) or not isinstance(body["data"], dict):
-        raise TypeError("plan")
+    _check_kinds(body)
     return _Claim(privacy, privacy.events, privacy.epsilon, check_delta(privacy.delta or 0.0), privacy.relation)
+
+
+_DATA = {
+    "name", "n_public", "objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes",
+}  # fmt: skip
+
+
+def _check_kinds(body: dict[str, Any]) -> None:
+    """Refuse parts of another kind, wherever nothing else in the file could contradict them."""
+    plan, data, model, versions = body["plan"], body["data"], body["model"], body["versions"]
+    if not all(isinstance(part, dict) for part in (plan, data, model, versions)):
+        raise TypeError("parts")
+    good = (
+        isinstance(body["issued"], str) and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", body["issued"]),
+        {"name", "n_public"} <= set(data) <= _DATA and isinstance(data["name"], str),
+        all(value is None or isinstance(value, str | int | float) for value in data.values()),
+        set(model) == {"sha256", "parameters"} and type(model["parameters"]) is int and model["parameters"] > 0,
+        isinstance(model.get("sha256"), str) and re.fullmatch(r"[0-9a-f]{64}", model["sha256"]),
+        all(isinstance(value, str) for value in versions.values()),
+        isinstance(plan.get("stopped_by"), str) and isinstance(plan.get("algorithm"), str),
+    )
+    if not all(good):
+        raise ValueError("parts")
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------
@@ -199,25 +222,31 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     for name, made in privacy.releases.items():
         if type(made) is not int or not 0 <= made <= counts.get(name, -1):
             found.append("releases are stated that were not planned")
-    if not found and not _derived(schedule, claim, body["federation"]):
-        found.append("the events are not those that its slots, noise and releases give")
-    if not found and not _settings_agree(plan, schedule, claim.relation):
+    planned = _planned(plan, claim.relation)
+    if not found and (planned is None or not _same(planned, schedule, federated=body["federation"] is not None)):
         found.append("the slots are not those that the algorithm has at its settings")
+    # Whether a run that made fewer releases still costs the whole plan.
+    whole = plan["stopped_by"] not in ("steps", "budget") or schedule.rounds is not None
+    whole |= planned is None or planned.adaptive or schedule.composition != "sequential"
+    whole |= any(slot.law is not None for slot in slots)
+    if not found and not _derived(schedule, claim, body["federation"], whole=whole):
+        found.append("the events are not those that its slots, noise and releases give")
     return schedule, found
 
 
-def _derived(schedule: Schedule, claim: _Claim, federation: Any) -> bool:
-    """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
+def _derived(schedule: Schedule, claim: _Claim, federation: Any, *, whole: bool) -> bool:
+    """Whether the stated event follows from the schedule, for the releases made or (``whole``) for all of them."""
     parties = _without_slack(claim.event)
     for k, event in enumerate(parties):
         own = schedule if federation is None else _of_party(schedule, federation, k, len(parties))
         z, relation = claim.privacy.noise_multiplier, claim.relation
-        whole = own.event(z, relation)
+        all_of_it = own.event(z, relation)
         made = {name: n for name, n in claim.privacy.releases.items() if n}
-        follow = {whole, own.event(z, relation, made)} if made else {whole}
+        follow = {all_of_it} if whole or federation is not None else set()
+        follow |= {own.event(z, relation, made)} if made else set()
         resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
         # Resumed on other sums: charged once more for what it released then.
-        if event not in follow and not (resumed and all(is_part(part, whole) for part in event.parts)):  # type: ignore[attr-defined]
+        if event not in follow and not (resumed and all(is_part(part, all_of_it) for part in event.parts)):  # type: ignore[attr-defined]
             return False
     return True
 
@@ -251,31 +280,40 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     return replace(schedule, slots=tuple(slots))
 
 
-def _settings_agree(plan: dict[str, Any], schedule: Schedule, relation: Relation) -> bool:
-    """Whether the algorithm at its stated settings plans these slots; looks before it may stand beside them."""
+def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
+    """What the algorithm plans at its stated settings; ``None`` if there is no such algorithm or setting."""
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
     if plan["algorithm"] not in ALGORITHMS:
-        return False
+        return None
     method = entry(plan["algorithm"])
     try:
         try:
             algorithm = method.make(plan["config"])
         except ValueError:  # settings with parts of their own, which only the class itself reads
             algorithm = method.kind(**plan["config"])
-        planned = algorithm.schedule(int(plan["n_public"])).under(relation)
+        planned: Schedule = algorithm.schedule(int(plan["n_public"])).under(relation)
     except (*_ALTERED, QuietgradError):
-        return False
+        return None
+    return planned
+
+
+def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:
+    """Whether a plan has the slots of its algorithm; looks before it may stand beside them."""
     stated = {slot.name: slot for slot in schedule.slots}
     if planned.composition != schedule.composition or planned.rounds != schedule.rounds:
         return False
-    return all(slot.name in stated and _same_releases(slot, stated[slot.name]) for slot in planned.slots)
+    if not all(slot.name in stated and _same_releases(slot, stated[slot.name]) for slot in planned.slots):
+        return False
+    # A federation may repeat rounds that were lost: as many spare ones for each slot.
+    spare = {stated[slot.name].count - slot.count for slot in planned.slots}
+    return spare == {0} or (federated and len(spare) == 1 and min(spare) > 0)
 
 
 def _same_releases(planned: Slot, stated: Slot) -> bool:
-    """Equal, but for rounds that a federation may repeat when one is lost."""
+    """Equal, but for how often."""
     ours, theirs = planned.to_json(), stated.to_json()
-    return stated.count >= planned.count and canonical({**ours, "count": 0}) == canonical({**theirs, "count": 0})
+    return canonical({**ours, "count": 0}) == canonical({**theirs, "count": 0})
 
 
 # ---- the proofs ----------------------------------------------------------------------------------------------
