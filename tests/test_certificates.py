@@ -250,6 +250,12 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
     "versions that are none": (("versions", "numpy"), lambda _: 7, "claim"),
     "a date that is none": (("issued",), lambda _: "today", "claim"),
     "data that are none": (("data", "classes"), lambda _: [], "claim"),
+    "more stages than memory": (("plan",), lambda p: {**p, "algorithm": "stagewise", "config": {"stages": 10**9}},
+                                "plan"),
+    "more steps than memory": (("plan",), lambda p: {**p, "algorithm": "rrpsgd", "config": {"steps": 10**12}},
+                               "plan"),
+    "a law without end": (("event",), lambda e: {"event": "random-round", "inner": e["inner"],
+                                                  "law": [[k, 1e-3] for k in range(1000)]}, "claim"),
     "a plan that is a text": (("plan",), lambda _: "dp-gd", "claim"),
 }  # fmt: skip
 

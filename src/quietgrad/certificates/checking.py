@@ -35,8 +35,21 @@ from quietgrad.training.verification import event_size, unpaid
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine
 _MOST_EVENTS = 4096
+_MOST_BYTES = 1 << 17  # of an event: a law of 128 groups has five thousand
+_MOST_STEPS = 2 * 10**7  # a plan of a stranger is made here: its lists must fit
+_MOST_SLOTS = 256
+_MOST_LAW = 512  # rounds that are told apart
 _MOST_KINDS = 200  # different events of one account that are added up here
-_ALTERED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
+_ALTERED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ def _read_claim(body: dict[str, Any]) -> _Claim:
     stated, event = body["claim"], body["event"]
     if not isinstance(stated, dict) or "event" in stated:
         raise ValueError("claim")
-    if event_size(event) > _MOST_EVENTS:
+    if event_size(event) > _MOST_EVENTS or len(canonical(event)) > _MOST_BYTES or _longest(event) > _MOST_LAW:
         raise ValueError("too many events")
     privacy = Privacy.from_json({**stated, "event": event})
     if privacy.to_json() != {**stated, "event": event}:  # nothing was added, and nothing is spelt otherwise
@@ -203,7 +216,11 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
         "slots",
         "stopped_by",
     }
-    if set(plan) != expected:
+    if (
+        set(plan) != expected
+        or len(plan["slots"]) > _MOST_SLOTS
+        or _largest([plan["config"], plan["slots"]]) > _MOST_STEPS
+    ):
         raise ValueError("plan")
     slots = tuple(Slot.from_json(each) for each in plan["slots"])
     if canonical([slot.to_json() for slot in slots]) != canonical(plan["slots"]):
@@ -216,7 +233,7 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     if plan["n_public"] != body["data"]["n_public"]:
         found.append("the data are stated with another number of records")
     described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
-    if privacy.sampling != described:
+    if _of_records(privacy.sampling) != _of_records(described):
         found.append("the claim states another sampling")
     counts = {slot.name: slot.count for slot in slots}
     for name, made in privacy.releases.items():
@@ -232,6 +249,32 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     if not found and not _derived(schedule, claim, body["federation"], whole=whole):
         found.append("the events are not those that its slots, noise and releases give")
     return schedule, found
+
+
+def _largest(value: Any) -> float:
+    """The largest whole number in JSON values; what a plan is made of is as long as its numbers say."""
+    if isinstance(value, dict | list):
+        return max((_largest(item) for item in (value.values() if isinstance(value, dict) else value)), default=0)
+    return abs(value) if isinstance(value, int) or (isinstance(value, float) and value.is_integer()) else 0
+
+
+def _longest(event: Any) -> int:
+    """How many rounds the longest law in an event has."""
+    if isinstance(event, list):
+        return max(map(_longest, event), default=0)
+    if not isinstance(event, dict):
+        return 0
+    law = event.get("law")
+    return max(len(law) if isinstance(law, list) else 0, *map(_longest, event.values()), 0)
+
+
+def _of_records(text: str) -> str:
+    """Words about whomever a promise is about, said of records: the ledger's lines say whom they paid for.
+
+    >>> _of_records("every person, of 3 people")
+    'every record, of 3 records'
+    """
+    return re.sub(r"\bpeople\b", "records", re.sub(r"\bperson\b", "record", text))
 
 
 def _derived(schedule: Schedule, claim: _Claim, federation: Any, *, whole: bool) -> bool:
