@@ -507,3 +507,10 @@ def _planned(plan: qg.Plan) -> dict[str, Any]:
             "stopped_by": "steps",
         },
     }  # fmt: skip
+
+
+def test_a_ledger_that_is_too_long_leaves_the_runs_own_lines(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = len(issue(home / "run", whole_ledger=False).to_bytes())
+    assert len(issue(home / "run").to_bytes()) > short + 100
+    monkeypatch.setattr("quietgrad.certificates.content.LARGEST", short + 100)
+    assert len(issue(home / "run").body["ledger"]["lines"]) == 2
