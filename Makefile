@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test setup lint types unit attack docs supply clean
+.PHONY: demo test setup lint types unit attack docs supply release clean
 
 demo: $(VENV)/.ready
 	$(BIN)/quietgrad demo --out runs/demo
@@ -18,7 +18,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[torch,federated,report,data,docs,dev,zoo]'
+	$(BIN)/python -m pip install --quiet -e '.[torch,federated,report,data,logs,docs,dev,zoo]'
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/zoo torchvision==0.28.0 timm==1.0.30
 	touch $@
 
@@ -39,6 +39,10 @@ attack: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(BIN)/sphinx-build -W -q docs docs/_build
+
+# sdist and wheel, tried in empty environments of every Python here; nothing is uploaded.
+release: $(VENV)/.ready
+	$(BIN)/python tools/release.py
 
 # The tested set and the licences from what is installed; then what the package index says of direct dependencies.
 supply: $(VENV)/.ready

@@ -241,6 +241,21 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
     "too many events": (("event",), lambda e: {"event": "composed", "parts": [e] * 5000}, "claim"),
     "absurd noise": (("event", "inner", "noise_multiplier"), lambda _: 1e-300, "proof"),
     "absurdly many": (("event", "count"), lambda _: 10**30, "proof"),
+    "an event inside that is none": (("event", "inner"), lambda _: "x", "claim"),
+    "a plan of more steps": (("plan", "slots", 0, "count"), lambda c: c + 1, "plan"),
+    "settings of fewer steps": (("plan", "config", "steps"), lambda _: 2, "plan"),
+    "no releases made": (("claim", "releases"), lambda _: {"gradient": 0}, "plan"),
+    "a model that is none": (("model",), lambda _: None, "claim"),
+    "another kind of digest": (("model", "sha256"), lambda _: "x", "claim"),
+    "versions that are none": (("versions", "numpy"), lambda _: 7, "claim"),
+    "a date that is none": (("issued",), lambda _: "today", "claim"),
+    "data that are none": (("data", "classes"), lambda _: [], "claim"),
+    "more stages than memory": (("plan",), lambda p: {**p, "algorithm": "stagewise", "config": {"stages": 10**9}},
+                                "plan"),
+    "more steps than memory": (("plan",), lambda p: {**p, "algorithm": "rrpsgd", "config": {"steps": 10**12}},
+                               "plan"),
+    "a law without end": (("event",), lambda e: {"event": "random-round", "inner": e["inner"],
+                                                  "law": [[k, 1e-3] for k in range(1000)]}, "claim"),
     "a plan that is a text": (("plan",), lambda _: "dp-gd", "claim"),
 }  # fmt: skip
 
@@ -492,3 +507,10 @@ def _planned(plan: qg.Plan) -> dict[str, Any]:
             "stopped_by": "steps",
         },
     }  # fmt: skip
+
+
+def test_a_ledger_that_is_too_long_leaves_the_runs_own_lines(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = len(issue(home / "run", whole_ledger=False).to_bytes())
+    assert len(issue(home / "run").to_bytes()) > short + 100
+    monkeypatch.setattr("quietgrad.certificates.content.LARGEST", short + 100)
+    assert len(issue(home / "run").body["ledger"]["lines"]) == 2

@@ -114,7 +114,7 @@ def test_account_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert curve[0][0] == 1
     assert curve[-1][0] == 50
     assert all(a[1] < b[1] for a, b in pairwise(curve))
-    assert "not supported" in refusal(capsys, 1, "account", *run, "--plot", str(tmp_path / "epsilon.xyz"))
+    assert ".svg, .png or .pdf" in refusal(capsys, 1, "account", *run, "--plot", str(tmp_path / "epsilon.xyz"))
 
 
 def test_calibrate_finds_what_account_confirms(capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,6 +253,8 @@ def test_an_audit_of_the_run_is_on_its_page(runs: list[Path]) -> None:
     audit = json.loads((runs[1] / "audit.json").read_text())
     (runs[1] / "audit.json").write_text(json.dumps({**audit, "epsilon_claimed": 3.0}))  # of another claim
     assert "none was made of this run" in words(read(render(runs[1:2])))
+    (runs[1] / "audit.json").write_text(json.dumps({**audit, "result": "0" * 64}))  # of a run that was here before
+    assert "none was made of this run" in words(read(render(runs[1:2])))
     (runs[1] / "audit.json").write_text("[" * 9999)
     assert "none was made of this run" in words(read(render(runs[1:2])))
 

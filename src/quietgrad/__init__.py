@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quietgrad.training import minimize, plan, resume, stream
     from quietgrad.training.result import Privacy, Result, load
     from quietgrad.training.stationarity import Certificate, certify
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Budget": "privacy.budget",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,21 @@ from quietgrad.training.verification import event_size, unpaid
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine
 _MOST_EVENTS = 4096
+_MOST_BYTES = 1 << 17  # of an event: a law of 128 groups has five thousand
+_MOST_STEPS = 2 * 10**7  # a plan of a stranger is made here: its lists must fit
+_MOST_SLOTS = 256
+_MOST_LAW = 512  # rounds that are told apart
 _MOST_KINDS = 200  # different events of one account that are added up here
-_ALTERED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
+_ALTERED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,7 @@ def _read_claim(body: dict[str, Any]) -> _Claim:
     stated, event = body["claim"], body["event"]
     if not isinstance(stated, dict) or "event" in stated:
         raise ValueError("claim")
-    if event_size(event) > _MOST_EVENTS:
+    if event_size(event) > _MOST_EVENTS or len(canonical(event)) > _MOST_BYTES or _longest(event) > _MOST_LAW:
         raise ValueError("too many events")
     privacy = Privacy.from_json({**stated, "event": event})
     if privacy.to_json() != {**stated, "event": event}:  # nothing was added, and nothing is spelt otherwise
@@ -160,9 +174,31 @@ def _read_claim(body: dict[str, Any]) -> _Claim:
         raise ValueError("not private")
     if SEEDED in privacy.notes or any(str(note).startswith(REFUTED) for note in privacy.notes):
         raise ValueError("not private")
-    if not isinstance(body["plan"], dict) or not isinstance(body["data"], dict):
-        raise TypeError("plan")
+    _check_kinds(body)
     return _Claim(privacy, privacy.events, privacy.epsilon, check_delta(privacy.delta or 0.0), privacy.relation)
+
+
+_DATA = {
+    "name", "n_public", "objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes",
+}  # fmt: skip
+
+
+def _check_kinds(body: dict[str, Any]) -> None:
+    """Refuse parts of another kind, wherever nothing else in the file could contradict them."""
+    plan, data, model, versions = body["plan"], body["data"], body["model"], body["versions"]
+    if not all(isinstance(part, dict) for part in (plan, data, model, versions)):
+        raise TypeError("parts")
+    good = (
+        isinstance(body["issued"], str) and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", body["issued"]),
+        {"name", "n_public"} <= set(data) <= _DATA and isinstance(data["name"], str),
+        all(value is None or isinstance(value, str | int | float) for value in data.values()),
+        set(model) == {"sha256", "parameters"} and type(model["parameters"]) is int and model["parameters"] > 0,
+        isinstance(model.get("sha256"), str) and re.fullmatch(r"[0-9a-f]{64}", model["sha256"]),
+        all(isinstance(value, str) for value in versions.values()),
+        isinstance(plan.get("stopped_by"), str) and isinstance(plan.get("algorithm"), str),
+    )
+    if not all(good):
+        raise ValueError("parts")
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------
@@ -180,7 +216,11 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
         "slots",
         "stopped_by",
     }
-    if set(plan) != expected:
+    if (
+        set(plan) != expected
+        or len(plan["slots"]) > _MOST_SLOTS
+        or _largest([plan["config"], plan["slots"]]) > _MOST_STEPS
+    ):
         raise ValueError("plan")
     slots = tuple(Slot.from_json(each) for each in plan["slots"])
     if canonical([slot.to_json() for slot in slots]) != canonical(plan["slots"]):
@@ -193,31 +233,63 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     if plan["n_public"] != body["data"]["n_public"]:
         found.append("the data are stated with another number of records")
     described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
-    if privacy.sampling != described:
+    if _of_records(privacy.sampling) != _of_records(described):
         found.append("the claim states another sampling")
     counts = {slot.name: slot.count for slot in slots}
     for name, made in privacy.releases.items():
         if type(made) is not int or not 0 <= made <= counts.get(name, -1):
             found.append("releases are stated that were not planned")
-    if not found and not _derived(schedule, claim, body["federation"]):
-        found.append("the events are not those that its slots, noise and releases give")
-    if not found and not _settings_agree(plan, schedule, claim.relation):
+    planned = _planned(plan, claim.relation)
+    if not found and (planned is None or not _same(planned, schedule, federated=body["federation"] is not None)):
         found.append("the slots are not those that the algorithm has at its settings")
+    # Whether a run that made fewer releases still costs the whole plan.
+    whole = plan["stopped_by"] not in ("steps", "budget") or schedule.rounds is not None
+    whole |= planned is None or planned.adaptive or schedule.composition != "sequential"
+    whole |= any(slot.law is not None for slot in slots)
+    if not found and not _derived(schedule, claim, body["federation"], whole=whole):
+        found.append("the events are not those that its slots, noise and releases give")
     return schedule, found
 
 
-def _derived(schedule: Schedule, claim: _Claim, federation: Any) -> bool:
-    """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
+def _largest(value: Any) -> float:
+    """The largest whole number in JSON values; what a plan is made of is as long as its numbers say."""
+    if isinstance(value, dict | list):
+        return max((_largest(item) for item in (value.values() if isinstance(value, dict) else value)), default=0)
+    return abs(value) if isinstance(value, int) or (isinstance(value, float) and value.is_integer()) else 0
+
+
+def _longest(event: Any) -> int:
+    """How many rounds the longest law in an event has."""
+    if isinstance(event, list):
+        return max(map(_longest, event), default=0)
+    if not isinstance(event, dict):
+        return 0
+    law = event.get("law")
+    return max(len(law) if isinstance(law, list) else 0, *map(_longest, event.values()), 0)
+
+
+def _of_records(text: str) -> str:
+    """Words about whomever a promise is about, said of records: the ledger's lines say whom they paid for.
+
+    >>> _of_records("every person, of 3 people")
+    'every record, of 3 records'
+    """
+    return re.sub(r"\bpeople\b", "records", re.sub(r"\bperson\b", "record", text))
+
+
+def _derived(schedule: Schedule, claim: _Claim, federation: Any, *, whole: bool) -> bool:
+    """Whether the stated event follows from the schedule, for the releases made or (``whole``) for all of them."""
     parties = _without_slack(claim.event)
     for k, event in enumerate(parties):
         own = schedule if federation is None else _of_party(schedule, federation, k, len(parties))
         z, relation = claim.privacy.noise_multiplier, claim.relation
-        whole = own.event(z, relation)
+        all_of_it = own.event(z, relation)
         made = {name: n for name, n in claim.privacy.releases.items() if n}
-        follow = {whole, own.event(z, relation, made)} if made else {whole}
+        follow = {all_of_it} if whole or federation is not None else set()
+        follow |= {own.event(z, relation, made)} if made else set()
         resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
         # Resumed on other sums: charged once more for what it released then.
-        if event not in follow and not (resumed and all(is_part(part, whole) for part in event.parts)):  # type: ignore[attr-defined]
+        if event not in follow and not (resumed and all(is_part(part, all_of_it) for part in event.parts)):  # type: ignore[attr-defined]
             return False
     return True
 
@@ -251,31 +323,40 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     return replace(schedule, slots=tuple(slots))
 
 
-def _settings_agree(plan: dict[str, Any], schedule: Schedule, relation: Relation) -> bool:
-    """Whether the algorithm at its stated settings plans these slots; looks before it may stand beside them."""
+def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
+    """What the algorithm plans at its stated settings; ``None`` if there is no such algorithm or setting."""
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
     if plan["algorithm"] not in ALGORITHMS:
-        return False
+        return None
     method = entry(plan["algorithm"])
     try:
         try:
             algorithm = method.make(plan["config"])
         except ValueError:  # settings with parts of their own, which only the class itself reads
             algorithm = method.kind(**plan["config"])
-        planned = algorithm.schedule(int(plan["n_public"])).under(relation)
+        planned: Schedule = algorithm.schedule(int(plan["n_public"])).under(relation)
     except (*_ALTERED, QuietgradError):
-        return False
+        return None
+    return planned
+
+
+def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:
+    """Whether a plan has the slots of its algorithm; looks before it may stand beside them."""
     stated = {slot.name: slot for slot in schedule.slots}
     if planned.composition != schedule.composition or planned.rounds != schedule.rounds:
         return False
-    return all(slot.name in stated and _same_releases(slot, stated[slot.name]) for slot in planned.slots)
+    if not all(slot.name in stated and _same_releases(slot, stated[slot.name]) for slot in planned.slots):
+        return False
+    # A federation may repeat rounds that were lost: as many spare ones for each slot.
+    spare = {stated[slot.name].count - slot.count for slot in planned.slots}
+    return spare == {0} or (federated and len(spare) == 1 and min(spare) > 0)
 
 
 def _same_releases(planned: Slot, stated: Slot) -> bool:
-    """Equal, but for rounds that a federation may repeat when one is lost."""
+    """Equal, but for how often."""
     ours, theirs = planned.to_json(), stated.to_json()
-    return stated.count >= planned.count and canonical({**ours, "count": 0}) == canonical({**theirs, "count": 0})
+    return canonical({**ours, "count": 0}) == canonical({**theirs, "count": 0})
 
 
 # ---- the proofs ----------------------------------------------------------------------------------------------

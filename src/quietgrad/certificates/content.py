@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quietgrad.certificates.document import Document
+from quietgrad.certificates.document import LARGEST, Document
 from quietgrad.curators.account import EPOCH
 from quietgrad.errors import DataError
 from quietgrad.files import read_bytes
@@ -21,13 +21,13 @@ from quietgrad.privacy.ledger import Ledger
 from quietgrad.training.result import Result, load
 from quietgrad.training.verification import ledger_of, problems_of
 
-_MOST_LINES = 20_000
 _PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
 
 
 def issue(folder: str | Path, *, whole_ledger: bool = True) -> Document:
     """The unsigned certificate of the run in ``folder``; ``DataError`` if there is nothing to certify.
 
+    With ``whole_ledger`` all lines of the ledger are copied, unless they are more than a certificate may hold.
     The run's statement is first proved again and held against its options and its ledger: what refutes it there is
     not certified.
     """
@@ -42,7 +42,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True) -> Document:
         raise DataError(f"{path}: the run is not private ({why}), so there is nothing to certify.")
     stated = privacy.to_json()
     event = stated.pop("event")
-    return Document(
+    document = Document(
         {
             "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
             "claim": stated,
@@ -62,6 +62,13 @@ def issue(folder: str | Path, *, whole_ledger: bool = True) -> Document:
             "versions": {name: text for name, text in result.versions.items() if text},
         }
     )
+    try:
+        size = len(document.to_bytes())
+    except ValueError:
+        raise DataError(f"{path}: its settings hold a number that no certificate can (not finite).") from None
+    if size > LARGEST and whole_ledger:  # nobody would read it: the run's own lines must do
+        return issue(path, whole_ledger=False)
+    return document
 
 
 def plan_of(result: Result) -> dict[str, Any]:
@@ -99,7 +106,7 @@ def _lines(result: Result, file: Path | None, *, whole: bool) -> dict[str, Any] 
             ids.add(entry.body["id"])
         if entry.body.get("id") in ids:
             mine.append(entry)
-    kept = entries if whole and len(entries) <= _MOST_LINES else tuple(mine)
+    kept = entries if whole else tuple(mine)
     if not mine:
         return None
     return {"run": run, "head": anchor(entries[-1]), "lines": [dict(vars(entry)) for entry in kept]}

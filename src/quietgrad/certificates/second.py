@@ -102,7 +102,7 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
                 worst, how = epsilon, f"{name}, {curve.how}"
     except (_NoRule, CannotProve) as refusal:
         return SecondProof(None, name, str(refusal))
-    except (ValueError, OverflowError, MemoryError, FloatingPointError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
         return SecondProof(None, name, f"it fails on these numbers ({type(error).__name__})")
     if not math.isfinite(worst):
         return SecondProof(None, how, "it finds no finite ε at this δ")

@@ -118,9 +118,10 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
 def _keep(report: AuditReport, folder: Path) -> None:
     """Leave what was found beside the run, where its page shows it."""
     from quietgrad.files import write_atomically
-    from quietgrad.report.certificate import AUDIT_FILE
+    from quietgrad.report.certificate import AUDIT_FILE, digest_of
 
-    write_atomically(folder / AUDIT_FILE, (json.dumps(report.to_json(), indent=2, default=str) + "\n").encode())
+    said = {"result": digest_of(folder), **report.to_json()}
+    write_atomically(folder / AUDIT_FILE, (json.dumps(said, indent=2, default=str) + "\n").encode())
 
 
 def audit_folder(folder: Path, runs: int) -> AuditReport:

@@ -46,14 +46,14 @@ def completion(
     """Print the script that makes a shell complete commands, options, algorithms and data sets."""
     if shell == "words":  # what the scripts ask
         for word in candidates(list(words or [""])):
-            typer.echo(word)
+            say(word)
         return
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
     if name not in _SCRIPTS:
         raise typer.BadParameter(f"{name or 'no shell'!r}: must be bash, zsh or fish.", param_hint="SHELL")
     if os.isatty(1):
         say(f"# use it with: {_HOW[name]}", err=True)
-    typer.echo(_SCRIPTS[name])
+    say(_SCRIPTS[name])
 
 
 def candidates(words: list[str]) -> list[str]:

@@ -45,6 +45,10 @@ def from_json(data: dict[str, Any]) -> Event:
         fields = {f.name: _from_json(data[f.name]) for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an event: {data!r} ({error!r})") from None
+    inside = [fields[name] for name in ("inner",) if name in fields]
+    inside += [part for name in ("parts", "parties") for part in fields.get(name) or ()]
+    if not all(isinstance(part, Event) for part in inside):
+        raise ValueError(f"not an event: a {data['event']} event holds something that is none")
     return kind(**fields)
 
 

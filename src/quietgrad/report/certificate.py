@@ -5,13 +5,14 @@ Everything here comes from a saved result and its ledger; nothing is computed fr
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quietgrad.files import read_json
+from quietgrad.files import read_bytes, read_json
 from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation, Unit
@@ -185,10 +186,17 @@ def certify_run(result: Result, ledger: Path | None) -> Certificate:
     return Certificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
 
 
+def digest_of(folder: Path) -> str:
+    """What tells the result in ``folder`` from any other that may take its place."""
+    return hashlib.sha256(read_bytes(folder / "result.json")).hexdigest()
+
+
 def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
     """What an audit left in the folder of a run, if it is of this claim."""
     try:
         found = read_json(folder / AUDIT_FILE)
+        if found["result"] != digest_of(folder):
+            return None  # of a run that was here before
         audit = AuditResult(
             float(found["epsilon_lower"]),
             float(found["epsilon_claimed"]),

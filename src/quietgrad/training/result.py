@@ -108,7 +108,7 @@ class Privacy:
                 ("adversary", self.adversary),
                 ("account", self.account or "–"),
             ]
-        releases = ", ".join(f"{made} × {name}" for name, made in self.releases.items())
+        releases = ", ".join(f"{made} × {name}" for name, made in self.releases.items() if made)
         return [*rows, ("released", releases), *(("note", note) for note in self.notes)]
 
     def _repr_html_(self) -> str:

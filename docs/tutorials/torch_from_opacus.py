@@ -1,0 +1,66 @@
+# %% [markdown]
+# # PyTorch, coming from Opacus
+#
+# The verbs are the ones you know. What is new: the whole cost is written down before the first step, samples are secret
+# Poisson samples whatever the loader did, and the module is tried against autograd before it may touch a record.
+
+# %%
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+X = torch.randn(2000, 8)
+y = (X[:, 0] + 0.5 * X[:, 1] > 0).long()
+people = TensorDataset(X, y)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+# %% [markdown]
+# ## Your own loop
+
+# %%
+import quietgrad.torch as qt
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+loader = DataLoader(people, batch_size=100)
+model, optimizer, loader = qt.make_private_with_epsilon(
+    module=model,
+    optimizer=optimizer,
+    data_loader=loader,
+    target_epsilon=3.0,
+    target_delta=1e-5,
+    epochs=3,
+    max_grad_norm=1.0,
+)
+for _ in range(3):
+    for x, label in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), label).backward()
+        optimizer.step()
+with torch.no_grad():
+    print(f"accuracy {(model(X).argmax(1) == y).float().mean():.3f}")
+
+# %% [markdown]
+# ## Or hand the loop over
+#
+# `qt.fit` takes one loss per example and any algorithm of the table; the result states what was proved.
+
+# %%
+import quietgrad as qg
+
+fresh = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+losses = lambda output, label: nn.functional.cross_entropy(output, label, reduction="none")
+result = qt.fit(
+    fresh,
+    losses,
+    people,
+    qg.DPSGD(steps=60, batch_size=100, learning_rate=0.5),
+    budget=qg.Budget(epsilon=3.0, delta=1e-5),
+)
+result
+
+# %% [markdown]
+# ## What runs how
+#
+# Which layers have a kernel, which fall back and which are refused, and why: see
+# [PyTorch](../torch.md) and [the proof](../torch-proof.md).

@@ -1,0 +1,145 @@
+"""Build the release and try it as a stranger would: sdist and wheel, empty environments, the demo from the wheel.
+
+``python tools/release.py`` builds into dist/, checks names, versions and sizes, installs the wheel with and without
+extras into fresh environments of every Python that is here, and runs what the README promises. Nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+LARGEST_WHEEL = 1 << 20
+SLOWEST_IMPORT = 2.5  # times numpy's
+PYTHONS = ("3.11", "3.12", "3.13")
+NEEDED = ("quietgrad/py.typed", "quietgrad/report/page.html.j2", "quietgrad/certificates/schema.json")
+
+
+def main() -> int:
+    """Build, check, install and run."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--build-only", action="store_true", help="build and check the files, install nothing")
+    given = arguments.parse_args()
+    version = checked_version()
+    wheel, sdist = build()
+    check_files(wheel, sdist, version)
+    if not given.build_only:
+        for python in pythons():
+            for extras in ("", "[report,data]"):
+                try_it(python, wheel, extras, version)
+        try_sdist(sdist, version)
+    print(f"release {version}: {wheel.name} ({wheel.stat().st_size >> 10} KiB), {sdist.name}")
+    return 0
+
+
+def pythons() -> list[str]:
+    """The interpreters of supported versions that are here, on the path or kept by pyenv."""
+    kept = Path.home() / ".pyenv" / "versions"
+    found = []
+    for version in PYTHONS:
+        places = [*sorted(kept.glob(f"{version}.*/bin/python")), shutil.which(f"python{version}")]
+        found += [str(place) for place in places if place][:1]
+    return found
+
+
+def checked_version() -> str:
+    """The version, which the package, the project, the citation and the changelog must agree on."""
+    version = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+    for file, words in {
+        "src/quietgrad/__init__.py": f'__version__ = "{version}"',
+        "CITATION.cff": f"version: {version}",
+        "CHANGELOG.md": f"## {version} ",
+    }.items():
+        if words not in (ROOT / file).read_text(encoding="utf-8"):
+            raise SystemExit(f"{file}: does not say {words!r}")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition(f"## {version} ")[2]
+    if not changes.partition("\n### ")[2].startswith("Guarantees"):
+        raise SystemExit("CHANGELOG.md: what changes a guarantee comes first")
+    return version
+
+
+def build() -> tuple[Path, Path]:
+    """Both files, made afresh."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    run(sys.executable, "-m", "build", "--outdir", str(DIST), str(ROOT))
+    return next(DIST.glob("*.whl")), next(DIST.glob("*.tar.gz"))
+
+
+def check_files(wheel: Path, sdist: Path, version: str) -> None:
+    """Small enough, with everything that is read at run time and the licence, and with nothing else's."""
+    if wheel.stat().st_size > LARGEST_WHEEL:
+        raise SystemExit(f"{wheel.name}: {wheel.stat().st_size} bytes, more than {LARGEST_WHEEL}")
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+    missing = [name for name in NEEDED if name not in names]
+    foreign = [name for name in names if not name.startswith(("quietgrad/", f"quietgrad-{version}.dist-info/"))]
+    if missing or foreign or not any(name.endswith("LICENSE") for name in names):
+        raise SystemExit(f"{wheel.name}: missing {missing}, foreign {foreign[:3]}, or no licence")
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = ["LICENSE", "README.md", "SECURITY.md", "CITATION.cff", "CHANGELOG.md", "pyproject.toml", "Makefile"]
+    if absent := [name for name in wanted if name not in inside]:
+        raise SystemExit(f"{sdist.name}: {absent} are missing")
+
+
+def try_it(python: str, wheel: Path, extras: str, version: str) -> None:
+    """Install into an empty environment and do what a new user does."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        run(python, "-m", "venv", str(home / "env"))
+        its = home / "env" / "bin"
+        run(str(its / "python"), "-m", "pip", "install", "--quiet", f"{wheel}{extras}")
+        told = run(str(its / "quietgrad"), "--version", cwd=home)
+        if told.strip() != f"quietgrad {version}":
+            raise SystemExit(f"{python}: says {told!r}")
+        run(str(its / "quietgrad"), "demo", "--out", "demo", cwd=home)
+        run(str(its / "quietgrad"), "certificate", "demo/default", "-o", "c.json", cwd=home)
+        run(str(its / "quietgrad"), "verify", "c.json", cwd=home)
+        if not (home / "demo" / "report.html").exists():
+            raise SystemExit(f"{python}{extras}: the demo left no report")
+        ratio = float(run(str(its / "python"), "-c", _IMPORTS, cwd=home))
+        if ratio > SLOWEST_IMPORT:
+            raise SystemExit(f"{python}: import quietgrad takes {ratio:.1f} times import numpy")
+        print(f"{python} {extras or 'plain'}: demo, report, certificate; import {ratio:.2f} × numpy", flush=True)
+
+
+def try_sdist(sdist: Path, version: str) -> None:
+    """A wheel made from the source distribution alone is the same release."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, str(sdist))
+        if not list(Path(folder).glob(f"quietgrad-{version}-*.whl")):
+            raise SystemExit(f"{sdist.name}: makes another version")
+
+
+_IMPORTS = """
+import statistics, subprocess, sys, time
+def took(what):
+    def once():
+        start = time.perf_counter(); subprocess.run([sys.executable, '-c', what], check=True)
+        return time.perf_counter() - start
+    once()
+    return [once() for _ in range(7)]
+empty = statistics.median(took('pass'))
+print((statistics.median(took('import quietgrad')) - empty) / (statistics.median(took('import numpy')) - empty))
+"""
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    """Run a command; what it says is shown only if it fails."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
