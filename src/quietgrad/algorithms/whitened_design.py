@@ -123,7 +123,7 @@ def look_for(
     """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay.
 
     >>> look_for(10_000, 3, budget=Budget(1.0, 1e-5, Relation.REPLACE_ONE)).shares()
-    {'ranges': 0.02, 'offsets': 0.005}
+    {'ranges': 0.02, 'offsets': 0.01, 'offsets-2': 0.01, 'offsets-3': 0.01}
     """
     mu = strength(budget)
     target_share = 0.0
@@ -143,8 +143,9 @@ def look_for(
     needed = _asked(n, unknown, mu)
     if needed <= 0.3:
         share = min(max(needed, 0.02), 0.15)
-        offset = 0.0 if sparse else min(max(needed, 0.005), 0.08)
-        return replace(known, range_share=share, offset_share=offset)
+        closer = 3 if needed <= 0.005 else 1  # where they cost next to nothing
+        offset = 0.0 if sparse else min(max(needed, 0.01), 0.08)
+        return replace(known, range_share=share, offset_share=offset, closer=closer)
     share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.12)
     # Mean octaves of each feature, known to one octave with the share asked for; more than four tell nothing.
     asked = (10.0 * math.sqrt(unknown) / (n * mu)) ** 2

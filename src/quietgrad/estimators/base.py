@@ -35,7 +35,7 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
-from quietgrad.training.result import Privacy, Result
+from quietgrad.training.result import Privacy
 
 _SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
 
@@ -205,9 +205,9 @@ class PrivateLinearModel(Charged):
         except Exception as error:
             refuse_after(session, error)
             raise
-        found, missed = what_was_missed(result)
+        found, missed = what_was_missed(result.details, result.config.get("look") or {})
         self.result_ = result
-        self.privacy_: Privacy = _noted(result.privacy, found)
+        self.privacy_: Privacy = noted(result.privacy, found)
         if missed:
             warnings.warn(missed, TooNoisyWarning, stacklevel=3)
         self.n_iter_ = max(1, sum(result.privacy.releases.values()))
@@ -313,10 +313,8 @@ def refuse_after(session: CentralSession, error: Exception) -> None:
         session.close("refused after looking", data_dependent=False)
 
 
-def what_was_missed(result: Result) -> tuple[tuple[str, ...], str]:
+def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     """Notes on what the releases could not tell, and a sentence to warn with where declaring would help."""
-    details = result.details
-    look = result.config.get("look") or {}
     notes, advice = [], ""
     hidden, silent = int(details.get("hidden_features", 0)), int(details.get("silent_features", 0))
     if look.get("ranges") in ("pooled", "means") and look.get("range_share"):
@@ -335,7 +333,8 @@ def what_was_missed(result: Result) -> tuple[tuple[str, ...], str]:
     return tuple(notes), advice
 
 
-def _noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
+def noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
+    """The statement with more notes."""
     from dataclasses import replace
 
     return replace(privacy, notes=(*privacy.notes, *notes))

@@ -13,6 +13,11 @@ from sklearn.utils.validation import validate_data
 from quietgrad.errors import DataError
 from quietgrad.objectives.tables.layout import lay_out, refuse_text
 
+_MISSING = (
+    "X: contains NaN or infinity. Fill them with a public constant (a mean or median of the data would tell "
+    "of records), or remove such records."
+)
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -70,7 +75,10 @@ class Columns:
             column = X.iloc[:, j] if hasattr(X, "iloc") else np.asarray(X)[:, j]
             vocabulary = self.vocabularies.get(name)
             columns.append(_numeric(column, name) if vocabulary is None else _codes(column, vocabulary))
-        return lay_out(np.column_stack(columns).astype(np.float64))
+        table = np.column_stack(columns).astype(np.float64)
+        if not np.isfinite(table).all():
+            raise DataError(_MISSING)
+        return lay_out(table)
 
 
 def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
@@ -88,7 +96,7 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     checked = validate_data(estimator, X, *targets, ensure_all_finite=False, **options)
     rows = checked[0] if targets else checked
     if not np.isfinite(rows if isinstance(rows, np.ndarray) else rows.data).all():
-        raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
+        raise DataError(_MISSING)
     if targets and not _all_finite(checked[1]):
         raise DataError("y: contains NaN or infinity. Remove such records first.")
     return checked
