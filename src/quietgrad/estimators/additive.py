@@ -22,7 +22,14 @@ from quietgrad.algorithms.table_looks import Bounds, checked_bounds, found_frame
 from quietgrad.algorithms.whitened_design import for_table, look_for
 from quietgrad.curators.central import CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning
-from quietgrad.estimators.base import PrivateLinearModel, look_noise, noted, refuse_after, what_was_missed
+from quietgrad.estimators.base import (
+    PrivateLinearModel,
+    look_noise,
+    noted,
+    refuse_after,
+    refuse_no_pairs,
+    what_was_missed,
+)
 from quietgrad.estimators.classifiers import PrivateLogisticRegression, codes_of, declared_classes, public_labels
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
 from quietgrad.estimators.columns import Columns, read_table
@@ -72,6 +79,7 @@ class _Additive(PrivateLinearModel):
                 raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
             given = {str(name): pair for name, pair in bounds.items()}
         elif bounds is not None:
+            refuse_no_pairs(bounds)
             if len(bounds) != len(names):
                 raise ValueError(f"feature_bounds: has {len(bounds)} pairs, X has {len(names)} features.")
             given = dict(zip(names, bounds, strict=True))

@@ -114,6 +114,7 @@ class PrivateLinearModel(Charged):
             for name, pair in given.items():
                 pairs[names.index(name)] = checked_bounds("feature_bounds", pair)
         elif given is not None:
+            refuse_no_pairs(given)
             if len(given) != features:
                 raise ValueError(f"feature_bounds: has {len(given)} pairs, X has {features} features.")
             pairs = [None if pair is None else checked_bounds("feature_bounds", pair) for pair in given]
@@ -354,6 +355,14 @@ def _by_name(name: str, n: int) -> Algorithm:
     settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}
     made: Algorithm = kind(**settings)
     return made
+
+
+def refuse_no_pairs(bounds: Any) -> None:
+    """Raise unless ``bounds`` can be one pair per feature."""
+    if isinstance(bounds, str) or not hasattr(bounds, "__len__"):
+        raise ValueError(
+            "feature_bounds: must be one (low, high) per feature, or a mapping of column names to them."
+        )
 
 
 def refuse_weights(options: dict[str, Any]) -> None:

@@ -48,11 +48,13 @@ class Columns:
                 found[name] = [False, True]
             elif getattr(kind, "categories", None) is not None:
                 found[name] = list(kind.categories)
+        if not isinstance(categories or {}, Mapping):
+            raise ValueError("categories: must map columns to lists of their values.")
         for key, values in (categories or {}).items():
             name = names[key] if not named and isinstance(key, (int, np.integer)) and key < len(names) else str(key)
             if name not in names:
                 raise ValueError(f"categories: {name}: not among the columns of X.")
-            if len(set(values)) < len(list(values)) or not len(list(values)):
+            if isinstance(values, str) or len(set(values)) < len(list(values)) or not len(list(values)):
                 raise ValueError(f"categories: {name}: must be distinct values, at least one.")
             found[name] = list(values)
         return cls(names, named, found)
@@ -86,6 +88,9 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
 
     What scikit-learn would answer by printing the array, or a page, is refused here: no record is in an error.
     """
+    for name, kind in getattr(getattr(X, "dtypes", None), "items", dict)():
+        if str(getattr(kind, "kind", "")) in ("m", "M"):
+            raise DataError(f"X: column {name!r} holds dates. Give numbers, such as days since a public day.")
     refuse_text(X, "X")
     names = getattr(X, "columns", None)
     if names is not None and len(set(map(str, names))) < len(names):
