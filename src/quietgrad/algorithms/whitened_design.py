@@ -48,7 +48,7 @@ def for_table(
     A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
     ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing. ``crowded``
-    is the d^1.5/(nμ) up to which a large table's matrix is bought (default 1).
+    is the d^1.5/(nμ) up to which a large table's matrix is bought (default 1; half of it for a regression).
 
     >>> small = for_table(500, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
     >>> large = for_table(50_000, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
@@ -75,7 +75,9 @@ def for_table(
     )
     crowding = features**1.5 / (n * mu)
     # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
-    limit = 0.03 if regression else (crowded or 1.0) if n >= 10_000 else 0.3
+    # Columns of one feature's bins lean on each other, and steps that do not know it overshoot: half of ``crowded``.
+    plain = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
+    limit = plain if crowded is None else 0.5 * crowded if regression else crowded if n >= 10_000 else plain
     full = features <= _WIDEST and crowding < limit
     norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
     # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
