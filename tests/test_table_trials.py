@@ -30,7 +30,7 @@ def patients(path: Path) -> pd.DataFrame:
     n = 800
     table = pd.DataFrame({"age": rng.integers(18, 95, n), "income": np.exp(rng.normal(10, 1, n)).round()})
     table["year"], table["pressure"] = rng.integers(1990, 2024, n), rng.normal(120, 15, n)
-    table["smoker"] = rng.choice(["yes", "no", None], n, p=[0.3, 0.6, 0.1])
+    table["smoker"] = np.array(["yes", "no", None], dtype=object)[rng.choice(3, n, p=[0.3, 0.6, 0.1])]
     table["city"] = rng.choice(["Berlin", "Hamburg", "other"], n)
     score = (table.age - 55) / 15 + (table.pressure - 120) / 15 + 1.5 * (table.smoker == "yes")
     table["sick"] = np.where(score + rng.logistic(size=n) > 0.5, "yes", "no")

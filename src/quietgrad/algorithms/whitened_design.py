@@ -75,7 +75,7 @@ def for_table(
     )
     crowding = features**1.5 / (n * mu)
     # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
-    # Columns of one feature's bins lean on each other, and steps that do not know it overshoot: half of ``crowded``.
+    # Columns of one feature lean on each other, and steps that do not know it overshoot: half of ``crowded``.
     plain = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
     limit = plain if crowded is None else 0.5 * crowded if regression else crowded if n >= 10_000 else plain
     full = features <= _WIDEST and crowding < limit
