@@ -66,6 +66,7 @@ TABLES: dict[str, Any] = {
     "one row": rows().head(1),
     "no rows": rows().head(0),
     "no columns": rows()[[]],
+    "dates": rows().assign(dose=pd.Timestamp("2020-01-01")),
     "complex": rows().to_numpy() * 1j,
     "one dimension": rows().age.to_numpy(),
 }
@@ -138,6 +139,10 @@ def test_bad_targets(tmp_path: Path, kind: str, y: Any) -> None:
         ("linear", {"feature_bounds": {"age": (0, np.inf)}}, "finite"),
         ("linear", {"feature_bounds": {"weight": (0, 1)}}, "not among the columns"),
         ("linear", {"feature_bounds": [(0, 1)]}, "has 1 pairs"),
+        ("linear", {"feature_bounds": 3}, "one (low, high) per feature"),
+        ("additive", {"feature_bounds": "ab"}, "one (low, high) per feature"),
+        ("additive", {"categories": ["age"]}, "must map"),
+        ("additive", {"categories": {"age": "xyz"}}, "distinct"),
         ("linear", {"classes": [1]}, "at least two"),
         ("linear", {"regularization": "much"}, "must be a number"),
         ("linear", {"algorithm": 3}, "must be a method"),

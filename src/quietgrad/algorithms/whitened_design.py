@@ -48,7 +48,7 @@ def for_table(
     A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
     ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing. ``crowded``
-    is the d^1.5/(nμ) up to which a large table's matrix is bought (default 1).
+    is the d^1.5/(nμ) up to which a large table's matrix is bought (default 1; half of it for a regression).
 
     >>> small = for_table(500, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
     >>> large = for_table(50_000, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
@@ -75,7 +75,9 @@ def for_table(
     )
     crowding = features**1.5 / (n * mu)
     # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
-    limit = 0.03 if regression else (crowded or 1.0) if n >= 10_000 else 0.3
+    # Columns of one feature lean on each other, and steps that do not know it overshoot: half of ``crowded``.
+    plain = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
+    limit = plain if crowded is None else 0.5 * crowded if regression else crowded if n >= 10_000 else plain
     full = features <= _WIDEST and crowding < limit
     norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
     # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
@@ -123,7 +125,7 @@ def look_for(
     """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay.
 
     >>> look_for(10_000, 3, budget=Budget(1.0, 1e-5, Relation.REPLACE_ONE)).shares()
-    {'ranges': 0.02, 'offsets': 0.005}
+    {'ranges': 0.02, 'offsets': 0.01, 'offsets-2': 0.01, 'offsets-3': 0.01}
     """
     mu = strength(budget)
     target_share = 0.0
@@ -143,8 +145,9 @@ def look_for(
     needed = _asked(n, unknown, mu)
     if needed <= 0.3:
         share = min(max(needed, 0.02), 0.15)
-        offset = 0.0 if sparse else min(max(needed, 0.005), 0.08)
-        return replace(known, range_share=share, offset_share=offset)
+        closer = 3 if needed <= 0.005 else 1  # where they cost next to nothing
+        offset = 0.0 if sparse else min(max(needed, 0.01), 0.08)
+        return replace(known, range_share=share, offset_share=offset, closer=closer)
     share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.12)
     # Mean octaves of each feature, known to one octave with the share asked for; more than four tell nothing.
     asked = (10.0 * math.sqrt(unknown) / (n * mu)) ** 2

@@ -8,6 +8,7 @@ the default method for tables fits the expanded columns, all within one plan.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,15 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds, found_frame, frame_of
 from quietgrad.algorithms.whitened_design import for_table, look_for
 from quietgrad.curators.central import CentralSession
-from quietgrad.errors import DataError
-from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after
+from quietgrad.errors import DataError, TooNoisyWarning
+from quietgrad.estimators.base import (
+    PrivateLinearModel,
+    look_noise,
+    noted,
+    refuse_after,
+    refuse_no_pairs,
+    what_was_missed,
+)
 from quietgrad.estimators.classifiers import PrivateLogisticRegression, codes_of, declared_classes, public_labels
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
 from quietgrad.estimators.columns import Columns, read_table
@@ -74,6 +82,7 @@ class _Additive(PrivateLinearModel):
                 raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
             given = {str(name): pair for name, pair in bounds.items()}
         elif bounds is not None:
+            refuse_no_pairs(bounds)
             if len(bounds) != len(names):
                 raise ValueError(f"feature_bounds: has {len(bounds)} pairs, X has {len(names)} features.")
             given = dict(zip(names, bounds, strict=True))
@@ -144,6 +153,10 @@ class _Additive(PrivateLinearModel):
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")
         weights, bias = self._train(session, method, (*whom.notes, *notes))
+        hidden, advice = what_was_missed(found, look.config())
+        self.privacy_ = noted(self.privacy_, hidden)
+        if advice:
+            warnings.warn(advice, TooNoisyWarning, stacklevel=3)
         self._keep(weights, bias, frame)
         return self
 

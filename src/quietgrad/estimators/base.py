@@ -37,7 +37,7 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
-from quietgrad.training.result import Privacy, Result
+from quietgrad.training.result import Privacy
 
 _ROWS = Whom()
 _SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
@@ -127,6 +127,7 @@ class PrivateLinearModel(Charged):
             for name, pair in given.items():
                 pairs[names.index(name)] = checked_bounds("feature_bounds", pair)
         elif given is not None:
+            refuse_no_pairs(given)
             if len(given) != features:
                 raise ValueError(f"feature_bounds: has {len(given)} pairs, X has {features} features.")
             pairs = [None if pair is None else checked_bounds("feature_bounds", pair) for pair in given]
@@ -231,9 +232,9 @@ class PrivateLinearModel(Charged):
         except Exception as error:
             refuse_after(session, error)
             raise
-        found, missed = what_was_missed(result)
+        found, missed = what_was_missed(result.details, result.config.get("look") or {})
         self.result_ = result
-        self.privacy_: Privacy = _noted(result.privacy, found)
+        self.privacy_: Privacy = noted(result.privacy, found)
         if missed:
             warnings.warn(missed, TooNoisyWarning, stacklevel=3)
         self.n_iter_ = max(1, sum(result.privacy.releases.values()))
@@ -351,10 +352,8 @@ def refuse_after(session: CentralSession, error: Exception) -> None:
         session.close("refused after looking", data_dependent=False)
 
 
-def what_was_missed(result: Result) -> tuple[tuple[str, ...], str]:
+def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     """Notes on what the releases could not tell, and a sentence to warn with where declaring would help."""
-    details = result.details
-    look = result.config.get("look") or {}
     notes, advice = [], ""
     hidden, silent = int(details.get("hidden_features", 0)), int(details.get("silent_features", 0))
     if look.get("ranges") in ("pooled", "means") and look.get("range_share"):
@@ -373,7 +372,8 @@ def what_was_missed(result: Result) -> tuple[tuple[str, ...], str]:
     return tuple(notes), advice
 
 
-def _noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
+def noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
+    """The statement with more notes."""
     from dataclasses import replace
 
     return replace(privacy, notes=(*privacy.notes, *notes))
@@ -393,6 +393,14 @@ def _by_name(name: str, n: int) -> Algorithm:
     settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}
     made: Algorithm = kind(**settings)
     return made
+
+
+def refuse_no_pairs(bounds: Any) -> None:
+    """Raise unless ``bounds`` can be one pair per feature."""
+    if isinstance(bounds, str) or not hasattr(bounds, "__len__"):
+        raise ValueError(
+            "feature_bounds: must be one (low, high) per feature, or a mapping of column names to them."
+        )
 
 
 def refuse_weights(options: dict[str, Any]) -> None:

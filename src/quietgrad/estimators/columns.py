@@ -14,6 +14,11 @@ from quietgrad.errors import DataError
 from quietgrad.estimators.scans import refuse_scan
 from quietgrad.objectives.tables.layout import lay_out, refuse_text
 
+_MISSING = (
+    "X: contains NaN or infinity. Fill them with a public constant (a mean or median of the data would tell "
+    "of records), or remove such records."
+)
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -45,11 +50,13 @@ class Columns:
                 found[name] = [False, True]
             elif getattr(kind, "categories", None) is not None:
                 found[name] = list(kind.categories)
+        if not isinstance(categories or {}, Mapping):
+            raise ValueError("categories: must map columns to lists of their values.")
         for key, values in (categories or {}).items():
             name = names[key] if not named and isinstance(key, (int, np.integer)) and key < len(names) else str(key)
             if name not in names:
                 raise ValueError(f"categories: {name}: not among the columns of X.")
-            if len(set(values)) < len(list(values)) or not len(list(values)):
+            if isinstance(values, str) or len(set(values)) < len(list(values)) or not len(list(values)):
                 raise ValueError(f"categories: {name}: must be distinct values, at least one.")
             found[name] = list(values)
         return cls(names, named, found)
@@ -72,7 +79,10 @@ class Columns:
             column = X.iloc[:, j] if hasattr(X, "iloc") else np.asarray(X)[:, j]
             vocabulary = self.vocabularies.get(name)
             columns.append(_numeric(column, name) if vocabulary is None else _codes(column, vocabulary))
-        return lay_out(np.column_stack(columns).astype(np.float64))
+        table = np.column_stack(columns).astype(np.float64)
+        if not np.isfinite(table).all():
+            raise DataError(_MISSING)
+        return lay_out(table)
 
 
 def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
@@ -80,6 +90,9 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
 
     What scikit-learn would answer by printing the array, or a page, is refused here: no record is in an error.
     """
+    for name, kind in getattr(getattr(X, "dtypes", None), "items", dict)():
+        if str(getattr(kind, "kind", "")) in ("m", "M"):
+            raise DataError(f"X: column {name!r} holds dates. Give numbers, such as days since a public day.")
     refuse_text(X, "X")
     names = getattr(X, "columns", None)
     if names is not None and len(set(map(str, names))) < len(names):
@@ -90,7 +103,7 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     checked = validate_data(estimator, X, *targets, ensure_all_finite=False, **options)
     rows = checked[0] if targets else checked
     if not np.isfinite(rows if isinstance(rows, np.ndarray) else rows.data).all():
-        raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
+        raise DataError(_MISSING)
     if targets and not _all_finite(checked[1]):
         raise DataError("y: contains NaN or infinity. Remove such records first.")
     return checked
