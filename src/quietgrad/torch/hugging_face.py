@@ -34,7 +34,7 @@ def _loss_of(model: Any) -> LossOfOutputs:
     )
 
 
-class DPTrainer(Trainer):
+class DPTrainer(Trainer):  # type: ignore[misc]
     """Trains as a ``Trainer`` does, with Poisson samples, clipped gradients and noise.
 
     Args:
@@ -47,6 +47,8 @@ class DPTrainer(Trainer):
 
     All other arguments are the ``Trainer``'s. ``epsilon(delta)`` is what training has cost so far.
     """
+
+    model: Any
 
     def __init__(
         self, *args: Any, privacy: Mapping[str, Any], loss: LossOfOutputs | None = None, **kwargs: Any
