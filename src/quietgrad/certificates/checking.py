@@ -24,7 +24,7 @@ from quietgrad.errors import DataError, LedgerError, QuietgradError, UnprovableE
 from quietgrad.files import read_bytes
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.accounting import Proof, prove
-from quietgrad.privacy.budget import Relation, check_delta
+from quietgrad.privacy.budget import Relation, check_delta, Unit
 from quietgrad.privacy.chain import Entry, anchor, check_anchor
 from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed
 from quietgrad.privacy.ledger import Ledger
@@ -137,7 +137,8 @@ def check(
             raise
         findings.append(Finding("ledger", False, f"its lines are not those of a ledger ({type(error).__name__})"))
     findings.append(_model_finding(document.body, model))
-    stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP under {claim.relation}"
+    whom = " per person" if claim.privacy.unit is Unit.PERSON else ""
+    stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP{whom} under {claim.relation}"
     return Verdict(
         f"{document.body['plan'].get('algorithm')} on {document.body['data'].get('name')}: {stated}",
         tuple(findings),

@@ -128,7 +128,8 @@ class Certificate:
     @property
     def unit_words(self) -> str:
         """What C means, which is not the same under the two relations."""
-        return "" if self.privacy.relation is None else UNIT_WORDS[self.privacy.relation]
+        relation = self.privacy.relation
+        return "" if relation is None else self.privacy.unit.in_words(UNIT_WORDS[relation])
 
     @property
     def multipliers(self) -> str:
