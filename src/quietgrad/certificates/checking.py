@@ -24,7 +24,7 @@ from quietgrad.errors import DataError, LedgerError, QuietgradError, UnprovableE
 from quietgrad.files import read_bytes
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.accounting import Proof, prove
-from quietgrad.privacy.budget import Relation, check_delta, Unit
+from quietgrad.privacy.budget import Relation, Unit, check_delta
 from quietgrad.privacy.chain import Entry, anchor, check_anchor
 from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed
 from quietgrad.privacy.ledger import Ledger
