@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -398,6 +399,25 @@ def test_a_ledger_knows_the_same_table_again(folder: Path, tmp_path: Path) -> No
     (folder / "part0.parquet").rename(folder / "zart.parquet")
     with pytest.warns(LedgerWarning, match="account"):
         PrivateLogisticRegression(ledger=ledger, account="b", **options).fit(scan(folder, target="y"))
+
+
+def test_the_command_line_scans_a_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from quietgrad.cli import main
+
+    run = str(tmp_path / "run")
+    words = ["--target", "y", "--epsilon", "2", "--out", run, "--quiet", "--evaluate-train"]
+    assert main(["train", str(folder / "*.parquet"), *words]) == 0
+    assert main(["resume", run]) == 0
+    assert main(["predict", run, str(folder), "-o", str(tmp_path / "p.csv")]) == 0
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == N + 1
+    assert main(["evaluate", run, str(folder / "*.parquet"), "--epsilon", "1"]) == 0
+    assert qg.load(run).metrics["train_accuracy"] > 0.8
+    capsys.readouterr()
+    assert main(["plan", "--rows", "1e9", "--columns", "200", "--cluster", "64x8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["scan"]
+    assert told["passes"] == 38
+    assert told["bytes_read"] == 38 * 10**9 * 201 * 4
+    assert 0.0 < told["hours"] < told["processor_hours"]
 
 
 _LIMITED = """
