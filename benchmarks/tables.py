@@ -202,7 +202,7 @@ def peers(names: list[str]) -> dict[str, Any]:
 
     if not (PEERS / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
-        # diffprivlib 0.6.6 cannot be imported beside scikit-learn 1.8.
+        # diffprivlib 0.6.6 lags behind scikit-learn; with 1.7.2 it works.
         packages = ["interpret-core==0.7.8", "diffprivlib==0.6.6", "pandas", "pyarrow", "scikit-learn<1.8"]
         subprocess.run([str(PEERS / "bin" / "pip"), "install", "-q", *packages], check=True)
     out: dict[str, Any] = {}
