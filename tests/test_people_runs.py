@@ -100,7 +100,7 @@ def test_a_plan_for_records_does_not_open_on_people() -> None:
         curator.open(qg.plan(qg.DPGD(steps=3), n=300, budget=BUDGET))
     plan = qg.plan(qg.DPGD(steps=3), n=300, budget=BUDGET, unit="person")
     assert "n = 300 people" in plan.explain()
-    assert "one person contributes at most C" in plan.explain()
+    assert "a person more or less moves it by at most C" in plan.explain()
     session = curator.open(plan)
     with pytest.raises(DataError, match="what counts as one cannot change"):
         session.reread(LOSS, (X, y))

@@ -26,6 +26,8 @@ class ScannedData:
 
     y = None
     y_test = None
+    pictures = None
+    person = None
     label_bounds: tuple[float, float] | None = None
 
     @property
