@@ -25,6 +25,7 @@ PAPERS = {
     "saddles": "003",
     "sosp": "003",
     "stagewise": "001",
+    "stagewise-resnet": "001",
     "weighted-average": "002",
 }
 SCRIPT = '''"""Table 1 of paper 009: a toy.
@@ -115,6 +116,7 @@ def test_committed_tables_are_what_the_script_makes_of_its_rows(name: str, monke
         ("output_perturbation", "ours, paper's noise  its proved ε"),
         ("weighted_average", "WD-DP as printed  its true ε, server"),
         ("stagewise", "proved ε of the same noise as the paper runs it"),
+        ("stagewise_resnet", "DP-SGD-const"),
         ("audit_peers", "True"),
         ("mnist", "method  test error %  proved ε"),
         ("cifar", "CNN6     dp-srm"),
