@@ -16,6 +16,7 @@ from quietgrad.cli.reproduce import reproductions
 
 ROOT = Path(__file__).parents[1]
 PAPERS = {
+    "adaptive-descent": "000",
     "audit-peers": "002",
     "cifar": "000",
     "mnist": "000",
@@ -117,6 +118,7 @@ def test_committed_tables_are_what_the_script_makes_of_its_rows(name: str, monke
         ("weighted_average", "WD-DP as printed  its true ε, server"),
         ("stagewise", "proved ε of the same noise as the paper runs it"),
         ("stagewise_resnet", "DP-SGD-const"),
+        ("adaptive_descent", "output perturbation, tuned"),
         ("audit_peers", "True"),
         ("mnist", "method  test error %  proved ε"),
         ("cifar", "CNN6     dp-srm"),
