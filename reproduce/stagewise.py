@@ -24,6 +24,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,11 @@ def fit(
     relation: str = "add-remove",
     batch: int = BATCH,
     first: int = FIRST,
+    make: Callable[[], nn.Module] = MnistCNN2,
 ) -> dict[str, Any]:
     """One fit and its error in % on ``test``; ``epsilon=None`` adds no noise."""
     torch.manual_seed(number)  # the starting point is public; noise and samples are secret whatever the seed
-    model: nn.Module = MnistCNN2()
+    model = make()
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     n = len(train[1])
     method = algorithm(schedule, step, sampling, n, batch, first)

@@ -16,6 +16,7 @@ from quietgrad.cli.reproduce import reproductions
 
 ROOT = Path(__file__).parents[1]
 PAPERS = {
+    "adaptive-descent": "000",
     "cohorts": None,
     "audit-peers": "002",
     "cifar": "000",
@@ -26,6 +27,7 @@ PAPERS = {
     "saddles": "003",
     "sosp": "003",
     "stagewise": "001",
+    "stagewise-resnet": "001",
     "weighted-average": "002",
 }
 SCRIPT = '''"""Table 1 of paper 009: a toy.
@@ -116,6 +118,8 @@ def test_committed_tables_are_what_the_script_makes_of_its_rows(name: str, monke
         ("output_perturbation", "ours, paper's noise  its proved ε"),
         ("weighted_average", "WD-DP as printed  its true ε, server"),
         ("stagewise", "proved ε of the same noise as the paper runs it"),
+        ("stagewise_resnet", "DP-SGD-const"),
+        ("adaptive_descent", "output perturbation, tuned"),
         ("audit_peers", "True"),
         ("mnist", "method  test error %  proved ε"),
         ("cifar", "CNN6     dp-srm"),
