@@ -14,7 +14,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError, UnprovableError
-from quietgrad.objectives.people import OfPeople, OfRecords, PersonRefused
+from quietgrad.objectives.people import OfPeople, OfRecords, People, PersonRefused
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.training.private_stationarity import certify_privately
@@ -100,7 +100,7 @@ def test_a_plan_for_records_does_not_open_on_people() -> None:
         curator.open(qg.plan(qg.DPGD(steps=3), n=300, budget=BUDGET))
     plan = qg.plan(qg.DPGD(steps=3), n=300, budget=BUDGET, unit="person")
     assert "n = 300 people" in plan.explain()
-    assert "one person contributes at most C" in plan.explain()
+    assert "a person more or less moves it by at most C" in plan.explain()
     session = curator.open(plan)
     with pytest.raises(DataError, match="what counts as one cannot change"):
         session.reread(LOSS, (X, y))
@@ -319,3 +319,20 @@ def test_train_evaluate_and_predict_by_person(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert main(["plan", "dp-gd", "--n", "1500", "--people", "--epsilon", "1"]) == 0
     assert "1500 people" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["string", "category"])
+def test_ids_of_a_parquet_file_may_be_texts(kind: str, tmp_path: Path) -> None:
+    import pandas as pd
+
+    from quietgrad.data import load
+
+    frame = pd.DataFrame({"id": ["b ", "a", "b", "c"], "x": [1.0, 2.0, 3.0, 4.0], "y": [0, 1, 0, 1]})
+    frame.astype({"id": kind}).to_parquet(tmp_path / "visits.parquet")
+    found = load(tmp_path / "visits.parquet", label="y", person="id").person
+    assert found is not None
+    assert found.tolist() == ["b", "a", "b", "c"]
+    frame.loc[1, "id"] = None
+    frame.astype({"id": kind}).to_parquet(tmp_path / "gap.parquet")
+    with pytest.raises(DataError, match="a record has no id"):
+        People.of(load(tmp_path / "gap.parquet", label="y", person="id").person)
