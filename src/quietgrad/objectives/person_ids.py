@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.privacy.rng import fresh_key
 
 Codes = npt.NDArray[np.int64]
 
@@ -120,6 +121,35 @@ def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     True
     """
     return {hmac.digest(key, f"{_kind(v)}\0{_written(v)}".encode(), "sha256") for v in _values(ids)}
+
+
+class Met:
+    """Who has come already, as hashes under a key that lives as long as this does; it is never written down.
+
+    >>> met = Met()
+    >>> met.add(met.newcomers(["ann", "bob"]))
+    >>> met.newcomers(["cleo", "bob"])
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: person: somebody of this batch was in an earlier one; a person comes once.
+    """
+
+    def __init__(self) -> None:
+        self._key, self._kind = fresh_key(), ""
+        self._known: set[bytes] = set()
+
+    def newcomers(self, ids: Any) -> set[bytes]:
+        """The people of a batch, if nobody of them has come before."""
+        found, kind = hashed_ids(ids, self._key), kind_of(ids)
+        self._kind = self._kind or kind
+        if kind != self._kind:
+            raise DataError("person: ids are of another kind than those before, so nobody would be known again.")
+        if found & self._known:
+            raise DataError("person: somebody of this batch was in an earlier one; a person comes once.")
+        return found
+
+    def add(self, newcomers: set[bytes]) -> None:
+        """They have come: what was made of them is spent, whatever happens to it."""
+        self._known |= newcomers
 
 
 def _values(ids: Any) -> set[Any]:
