@@ -373,3 +373,35 @@ def test_a_search_that_knows_no_bound_for_a_sum_charges_nothing(tmp_path: Path) 
     with pytest.raises(PersonRefused, match="mean of all of a person's records"):
         search.fit(X, y, person=ids, combine="sum")
     assert not (tmp_path / "ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("sampling", ["single-pass", "turns"])
+@pytest.mark.parametrize("by_person", [True, False])
+def test_a_pass_that_is_resumed_in_another_order_is_charged_again(
+    sampling: Any, by_person: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was used has the place of one who was not: no sum is replayed right after a checkpoint, and ε of one
+    pass would be stated of people who were used twice.
+    """
+    X, y, ids = visits(120)
+    method = qg.DPSGD(steps=6, batch_size=20, sampling=sampling, cohorts=6 if sampling == "turns" else None)
+    step = qg.DPSGD.step
+
+    def interrupted(self: Any, state: Any, door: Any) -> Any:
+        if state.step == 3:
+            raise KeyboardInterrupt
+        return step(self, state, door)
+
+    spent = {}
+    for name in ("same", "shuffled"):
+        order = np.arange(len(ids)) if name == "same" else np.random.default_rng(1).permutation(len(ids))
+        kept: dict[str, Any] = {"folder": tmp_path / name, "checkpoint_seconds": 0.0}
+        with monkeypatch.context() as patch:
+            patch.setattr(qg.DPSGD, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                qg.minimize(LOSS, (X, y), method, budget=BUDGET, person=ids if by_person else None, **kept)
+        whose = ids[order] if by_person else None
+        spent[name] = qg.resume(LOSS, (X[order], y[order]), method, person=whose, **kept).privacy
+    assert spent["same"].epsilon <= 1.0
+    assert spent["shuffled"].epsilon > 1.3
+    assert "charged again" in spent["shuffled"].notes[0]

@@ -251,6 +251,7 @@ class _Arrivals(CentralSession):
     """A session whose fresh records are those that have just arrived, each batch of them for one release."""
 
     _waiting = False
+    _by_place = False  # everybody who has just arrived takes part, wherever they stand
 
     def arrive(self, data: Any) -> None:
         """The people of the next release take the place of those before."""
