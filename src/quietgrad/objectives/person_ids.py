@@ -164,12 +164,12 @@ def _written(value: Any) -> str:
     """Equal ids, however they are held, in the same letters; others in other ones."""
     if isinstance(value, np.datetime64):
         day = np.datetime_data(value.dtype)[0] in _DAYS
-        value = str(value.astype("M8[D]" if day else f"M8[{_at_most_seconds(value)}]"))
+        text = str(value.astype("M8[D]" if day else f"M8[{_at_most_seconds(value)}]"))
     elif isinstance(value, datetime.datetime):  # a Timestamp of pandas tells nanoseconds as well
-        value = (value if value.tzinfo is None else value.astimezone(datetime.UTC)).isoformat()
+        text = (value if value.tzinfo is None else value.astimezone(datetime.UTC)).isoformat()
     else:
         return str(int(value)) if isinstance(value, np.integer) else str(_plain(value))
-    time, plus, zone = value.partition("+")
+    time, plus, zone = text.partition("+")
     return (time.rstrip("0").rstrip(".") if "." in time else time) + plus + zone
 
 
@@ -194,8 +194,10 @@ def _kind(value: Any) -> str:
         return "day" if np.datetime_data(value.dtype)[0] in _DAYS else "time"
     if isinstance(value, datetime.datetime):
         return "time" if value.tzinfo is None else "instant"
-    known = {(int, np.integer): "number", str: "text", bytes: "bytes", datetime.date: "day"}
-    return next((name for kind, name in known.items() if isinstance(value, kind)), "uuid")
+    known: tuple[tuple[Any, str], ...] = (
+        ((int, np.integer), "number"), (str, "text"), (bytes, "bytes"), (datetime.date, "day")
+    )  # fmt: skip
+    return next((name for kind, name in known if isinstance(value, kind)), "uuid")
 
 
 def _array(ids: Any) -> npt.NDArray[Any]:
