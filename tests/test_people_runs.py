@@ -402,6 +402,7 @@ def test_a_pass_that_is_resumed_in_another_order_is_charged_again(
                 qg.minimize(LOSS, (X, y), method, budget=BUDGET, person=ids if by_person else None, **kept)
         whose = ids[order] if by_person else None
         spent[name] = qg.resume(LOSS, (X[order], y[order]), method, person=whose, **kept).privacy
-    assert spent["same"].epsilon <= 1.0
-    assert spent["shuffled"].epsilon > 1.3
+    epsilons = {name: privacy.epsilon or 0.0 for name, privacy in spent.items()}
+    assert epsilons["same"] <= 1.0
+    assert epsilons["shuffled"] > 1.3
     assert "charged again" in spent["shuffled"].notes[0]
