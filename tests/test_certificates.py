@@ -486,6 +486,52 @@ def test_a_federation_is_certified_from_its_parties_batches(
     assert verdict(Document(cheaper)) == (expected if sampling == "poisson" else ["plan", *expected])
 
 
+@pytest.mark.parametrize(("trust", "known_to"), [("curator", 1), ("curator", 2), ("local", 2)])
+def test_people_of_several_parties_are_certified_as_priced(
+    trust: Literal["curator", "local"], known_to: int, tmp_path: Path
+) -> None:
+    from quietgrad.federation import Party, simulate
+
+    ids = np.repeat(np.arange(60), 2)
+    parties = [
+        Party(np.ones((120, 2)), np.ones(120), person=ids + first) for first in (0, 60 - 10 * (known_to - 1))
+    ]
+    method = qg.DPSGD(steps=3, batch_size=20, sampling="poisson")
+    budget = qg.Budget(2.0, 1e-5, ADD)
+    loss = qg.objectives.Logistic()
+    result = simulate(method, loss, parties, budget=budget, trust=trust, parties_per_person=known_to)
+    result.save(tmp_path)
+    document = issue(tmp_path)
+    assert verdict(document) == []
+    assert "per person" in check(document).claim
+    jsonschema.validate(json.loads(document.to_bytes()), schema())
+    fewer = copy.deepcopy(document.body)
+    fewer["federation"]["parties_per_person"] = 3 - known_to  # the other of 1 and 2
+    assert verdict(Document(fewer)) == ["plan"]
+
+
+def test_a_unit_that_was_edited_is_caught_without_ledger_or_signature(tmp_path: Path) -> None:
+    """Whom ε is about is said in more than one place, and one of them alone cannot be changed."""
+    X, ids = np.ones((90, 2)), np.repeat(np.arange(30), 3)
+    for name, person in (("person", ids), ("record", None)):
+        result = qg.minimize(
+            qg.objectives.Logistic(), (X, X[:, 0]), qg.DPGD(steps=2), budget=qg.Budget(1.0, 1e-5), person=person
+        )
+        folder = tmp_path / name
+        result.save(folder)
+        document = issue(folder)
+        assert verdict(document) == []
+        other = "record" if name == "person" else "person"
+        body = copy.deepcopy(document.body)
+        body["claim"]["unit"] = other
+        assert verdict(Document(body)) == ["plan"]
+        written = json.loads((folder / "result.json").read_text())
+        written["privacy"]["unit"] = other
+        (folder / "result.json").write_text(json.dumps(written))
+        with pytest.raises(DataError, match=f"stated about a {other}"):
+            issue(folder)
+
+
 def _planned(plan: qg.Plan) -> dict[str, Any]:
     """The certificate of a run that made all releases of a plan."""
     slots = json.loads(json.dumps(plan.to_json()["slots"]))

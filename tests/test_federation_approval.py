@@ -383,3 +383,25 @@ def test_list_that_leaves_one_party_alone_opens_nothing(mode: Any) -> None:
     )
     with pytest.raises(DropoutError):
         train(qg.DPGD(steps=1), curator, plan, np.zeros(D))
+
+
+def test_a_party_that_restarts_with_its_records_in_another_order_is_refused_in_a_single_pass(
+    make: Make, tmp_path: Path
+) -> None:
+    """Somebody who was used would have the place of one who was not yet, and be used twice."""
+    plan = plan_of(qg.DPSGD(steps=6, batch_size=10, sampling="single-pass"))
+    party = make(plan=plan)
+    say(party, "open")
+    party.close()
+    data = np.zeros((N, D)), np.arange(N) % 2
+    turned = data[0], data[1][::-1].copy()
+    party = PartyCurator("a", OBJECTIVE, turned, plan, folder=tmp_path / "a", ledger=tmp_path / "ledger.jsonl")
+    say(party, "open")  # before the first round nothing was used, and any order will do
+    assert ask(party, 0).kind == "sum"
+    party.close()
+    with pytest.raises(DataError, match="the records, or their order"):
+        make(plan=plan)
+    party = PartyCurator("a", OBJECTIVE, turned, plan, folder=tmp_path / "a", ledger=tmp_path / "ledger.jsonl")
+    say(party, "open")
+    assert ask(party, 1).kind == "sum"
+    party.close()

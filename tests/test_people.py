@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import sparse
 
@@ -18,6 +19,7 @@ from quietgrad.errors import DataError
 from quietgrad.objectives import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.base import Batch, Rule
 from quietgrad.objectives.people import OfPeople, OfRecords, People
+from quietgrad.objectives.person_ids import first_seen, hashed_ids, kind_of
 from quietgrad.objectives.tables.classes import OneVsRestHinge
 from quietgrad.objectives.tables.table import Affine
 
@@ -251,3 +253,27 @@ def test_kinds_of_ids() -> None:
         assert people.order.tolist() == [0, 2, 1]
     with pytest.raises(DataError, match="has no id"):
         People.of(pandas.Series([1, None, 2], dtype="Int64"))
+
+
+def test_an_id_is_known_again_however_it_is_held() -> None:
+    """Across batches of a stream and parties: one that is not would be used twice, or counted in one party."""
+    import datetime as dt
+
+    key, noon = b"k" * 32, dt.datetime(2024, 5, 1, 12, tzinfo=dt.UTC)
+    naive = dt.datetime(2024, 5, 1, 12, 0, 1, 500000)
+    alike: list[list[Any]] = [
+        [[noon], [noon.astimezone(dt.timezone(dt.timedelta(hours=-5)))], pd.Series([pd.Timestamp(noon)])],
+        [[1, np.int64(2)], np.array([2, 1], np.uint8), [np.int32(1), 2], pd.Series([1, 2], dtype="Int64")],
+        [[naive], *(np.array([naive], f"M8[{unit}]") for unit in ("ms", "us", "ns")), [pd.Timestamp(naive)]],
+        [[dt.date(2024, 5, 1)], np.array(["2024-05-01"], "M8[D]"), np.array(["2024-05"], "M8[M]")],
+    ]
+    for forms in alike:
+        assert len({frozenset(hashed_ids(ids, key)) for ids in forms}) == 1
+        assert len({kind_of(ids) for ids in forms}) == 1
+    kinds = [kind_of(forms[0]) for forms in alike]
+    assert kinds == ["instant", "number", "time", "day"]  # a day and a time would never be equal: refused
+    assert hashed_ids(np.array(["2024-05-01T12:00:10"], "M8[s]"), key) != hashed_ids(
+        [noon.replace(tzinfo=None)], key
+    )
+    with pytest.raises(DataError, match="all whole numbers"):
+        first_seen(np.array([1, 2], "m8[s]"))

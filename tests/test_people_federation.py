@@ -181,7 +181,7 @@ def test_a_plan_on_people_reads_back_and_a_party_holds_people() -> None:
     assert again.digest == plan.digest
     assert again.parties_per_person == 2
     assert "one may be known to 2 parties" in plan.explain()
-    assert "one person contributes at most C" in plan.explain()
+    assert "a person more or less moves it by at most C" in plan.explain()
     from quietgrad.federation.party import PartyCurator
 
     X, y, ids = visits(60, 0, 1)

@@ -14,7 +14,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError, UnprovableError
-from quietgrad.objectives.people import OfPeople, OfRecords, PersonRefused
+from quietgrad.objectives.people import OfPeople, OfRecords, People, PersonRefused
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.training.private_stationarity import certify_privately
@@ -319,3 +319,90 @@ def test_train_evaluate_and_predict_by_person(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert main(["plan", "dp-gd", "--n", "1500", "--people", "--epsilon", "1"]) == 0
     assert "1500 people" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["string", "category"])
+def test_ids_of_a_parquet_file_may_be_texts(kind: str, tmp_path: Path) -> None:
+    import pandas as pd
+
+    from quietgrad.data import load
+
+    frame = pd.DataFrame({"id": ["b ", "a", "b", "c"], "x": [1.0, 2.0, 3.0, 4.0], "y": [0, 1, 0, 1]})
+    frame.astype({"id": kind}).to_parquet(tmp_path / "visits.parquet")
+    found = load(tmp_path / "visits.parquet", label="y", person="id").person
+    assert found is not None
+    assert found.tolist() == ["b", "a", "b", "c"]
+    frame.loc[1, "id"] = None
+    frame.astype({"id": kind}).to_parquet(tmp_path / "gap.parquet")
+    with pytest.raises(DataError, match="a record has no id"):
+        People.of(load(tmp_path / "gap.parquet", label="y", person="id").person)
+
+
+def test_somebody_in_two_parts_of_a_model_is_refused_and_parts_count_alike() -> None:
+    from quietgrad.estimators import PrivateLogisticRegression
+
+    X, y, ids = visits()
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=4.0)
+    early, late = ids < 7150, ids >= 7150
+    model.partial_fit(X[early], y[early], person=ids[early])
+    before = model.coef_.copy()
+    again = late.copy()
+    again[np.flatnonzero(early)[0]] = True
+    with pytest.raises(DataError, match="somebody of this batch was in an earlier one"):
+        model.partial_fit(X[again], y[again], person=ids[again].tolist())
+    with pytest.raises(DataError, match="what counts as one cannot change"):
+        model.partial_fit(X[late], y[late])
+    assert (model.coef_ == before).all()
+    model.partial_fit(X[late], y[late], person=ids[late].tolist())
+    assert model.privacy_.unit == "person"
+    pickle.loads(pickle.dumps(model))  # who was met is not in it
+    assert all("met" not in name for name in vars(model))
+    rows = PrivateLogisticRegression(classes=[0, 1], row_bound=4.0).partial_fit(X[early], y[early])
+    with pytest.raises(DataError, match="what counts as one cannot change"):
+        rows.partial_fit(X[late], y[late], person=ids[late])
+
+
+def test_a_search_that_knows_no_bound_for_a_sum_charges_nothing(tmp_path: Path) -> None:
+    from quietgrad.algorithms.whitened_gd import WhitenedGD
+    from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
+
+    X, y, ids = visits()
+    method = WhitenedGD(steps=3, row_bound=4.0, inference_share=0.3)
+    model = PrivateLogisticRegression(classes=[0, 1], algorithm=method)
+    search = PrivateSearch(model, {"regularization": [0.0, 0.1]}, epsilon=4.0, ledger=tmp_path / "ledger.jsonl")
+    with pytest.raises(PersonRefused, match="mean of all of a person's records"):
+        search.fit(X, y, person=ids, combine="sum")
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("sampling", ["single-pass", "turns"])
+@pytest.mark.parametrize("by_person", [True, False])
+def test_a_pass_that_is_resumed_in_another_order_is_charged_again(
+    sampling: Any, by_person: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was used has the place of one who was not: no sum is replayed right after a checkpoint, and ε of one
+    pass would be stated of people who were used twice.
+    """
+    X, y, ids = visits(120)
+    method = qg.DPSGD(steps=6, batch_size=20, sampling=sampling, cohorts=6 if sampling == "turns" else None)
+    step = qg.DPSGD.step
+
+    def interrupted(self: Any, state: Any, door: Any) -> Any:
+        if state.step == 3:
+            raise KeyboardInterrupt
+        return step(self, state, door)
+
+    spent = {}
+    for name in ("same", "shuffled"):
+        order = np.arange(len(ids)) if name == "same" else np.random.default_rng(1).permutation(len(ids))
+        kept: dict[str, Any] = {"folder": tmp_path / name, "checkpoint_seconds": 0.0}
+        with monkeypatch.context() as patch:
+            patch.setattr(qg.DPSGD, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                qg.minimize(LOSS, (X, y), method, budget=BUDGET, person=ids if by_person else None, **kept)
+        whose = ids[order] if by_person else None
+        spent[name] = qg.resume(LOSS, (X[order], y[order]), method, person=whose, **kept).privacy
+    epsilons = {name: privacy.epsilon or 0.0 for name, privacy in spent.items()}
+    assert epsilons["same"] <= 1.0
+    assert epsilons["shuffled"] > 1.3
+    assert "charged again" in spent["shuffled"].notes[0]

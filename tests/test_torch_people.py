@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.people import OfPeople, OfRecords, PersonRefused
+from quietgrad.privacy.budget import Relation
 
 KEY = bytes(range(32))
 RULES = [Rule.gradient(0.3), Rule.difference(0.1), Rule.momentum(0.3, 0.3, 0.1), Rule.joint(0.3, 0.2)]
@@ -447,3 +449,22 @@ def test_a_loop_is_about_people_and_says_so() -> None:
         engine.get_epsilon(1e-5)
     with pytest.raises(DataError, match="people of the data set"):
         private(perceptron(), person=ids, batch_size=60)
+
+
+def test_a_loop_that_cannot_be_read_is_not_for_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn line was never acted on; one that is whole and strange may have cost anything."""
+    from quietgrad.plans.schedule import Slot
+    from quietgrad.sampling import Poisson
+    from quietgrad.torch.history import History, LoopCost, _family, _path, _tell
+
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path))
+    cost = LoopCost("a", (Slot("stretch-0", Poisson(0.1), 50),), 2.0, Relation.ADD_REMOVE, True, 3)
+    told = cost.to_json()
+    unit = told.pop("unit")  # as it was written before people were counted
+    _tell("f", [json.dumps(told), '{"loop": "torn'])
+    assert unit == "record"
+    assert _family("f") == {"a": cost}
+    _tell("f", [json.dumps({**told, "loop": "b", "slots": [{"kind": "of another time"}]})])
+    with pytest.raises(DataError, match="cannot read"):
+        History().load({"families": ["f"], "loops": []})
+    assert _path("f").exists()

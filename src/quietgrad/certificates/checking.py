@@ -26,7 +26,7 @@ from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.accounting import Proof, prove
 from quietgrad.privacy.budget import Relation, Unit, check_delta
 from quietgrad.privacy.chain import Entry, anchor, check_anchor
-from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed
+from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed, repeated
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.spending import Book, is_part, total
 from quietgrad.training.result import REFUTED, SEEDED, Privacy
@@ -39,6 +39,10 @@ _MOST_BYTES = 1 << 17  # of an event: a law of 128 groups has five thousand
 _MOST_STEPS = 2 * 10**7  # a plan of a stranger is made here: its lists must fit
 _MOST_SLOTS = 256
 _MOST_LAW = 512  # rounds that are told apart
+_TAKEN = {
+    Unit.RECORD: "That the records are what the data are called, and that one record is one person.",
+    Unit.PERSON: "That the records are what the data are called, and that everybody has one id in them.",
+}
 _MOST_KINDS = 200  # different events of one account that are added up here
 _ALTERED = (
     KeyError,
@@ -137,8 +141,7 @@ def check(
             raise
         findings.append(Finding("ledger", False, f"its lines are not those of a ledger ({type(error).__name__})"))
     findings.append(_model_finding(document.body, model))
-    whom = " per person" if claim.privacy.unit is Unit.PERSON else ""
-    stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP{whom} under {claim.relation}"
+    stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP per {claim.privacy.unit} under {claim.relation}"
     return Verdict(
         f"{document.body['plan'].get('algorithm')} on {document.body['data'].get('name')}: {stated}",
         tuple(findings),
@@ -234,8 +237,8 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     if plan["n_public"] != body["data"]["n_public"]:
         found.append("the data are stated with another number of records")
     described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
-    if _of_records(privacy.sampling) != _of_records(described):
-        found.append("the claim states another sampling")
+    if privacy.sampling != privacy.unit.in_words(described):  # which also says whom it draws: records, or people
+        found.append("the claim states another sampling, or another unit")
     counts = {slot.name: slot.count for slot in slots}
     for name, made in privacy.releases.items():
         if type(made) is not int or not 0 <= made <= counts.get(name, -1):
@@ -269,25 +272,16 @@ def _longest(event: Any) -> int:
     return max(len(law) if isinstance(law, list) else 0, *map(_longest, event.values()), 0)
 
 
-def _of_records(text: str) -> str:
-    """Words about whomever a promise is about, said of records: the ledger's lines say whom they paid for.
-
-    >>> _of_records("every person, of 3 people")
-    'every record, of 3 records'
-    """
-    return re.sub(r"\bpeople\b", "records", re.sub(r"\bperson\b", "record", text))
-
-
 def _derived(schedule: Schedule, claim: _Claim, federation: Any, *, whole: bool) -> bool:
     """Whether the stated event follows from the schedule, for the releases made or (``whole``) for all of them."""
     parties = _without_slack(claim.event)
     for k, event in enumerate(parties):
-        own = schedule if federation is None else _of_party(schedule, federation, k, len(parties))
+        own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
         z, relation = claim.privacy.noise_multiplier, claim.relation
-        all_of_it = own.event(z, relation)
+        all_of_it = repeated(own.event(z, relation), times)
         made = {name: n for name, n in claim.privacy.releases.items() if n}
         follow = {all_of_it} if whole or federation is not None else set()
-        follow |= {own.event(z, relation, made)} if made else set()
+        follow |= {repeated(own.event(z, relation, made), times)} if made else set()
         resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
         # Resumed on other sums: charged once more for what it released then.
         if event not in follow and not (resumed and all(is_part(part, all_of_it) for part in event.parts)):  # type: ignore[attr-defined]
@@ -305,12 +299,20 @@ def _without_slack(event: Event) -> list[Event]:
     return found
 
 
-def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, parties: int) -> Schedule:
-    """The schedule with the local batches of one party, where batches are of fixed size."""
+def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, parties: int) -> tuple[Schedule, int]:
+    """The schedule with the local batches of one party, where batches are of fixed size, and how often it counts.
+
+    Both as priced for a person who is known to several parties.
+    """
     from dataclasses import replace
 
+    from quietgrad.federation.plan import of_several_parties
     from quietgrad.federation.weights import shares
     from quietgrad.sampling import FixedSize
+
+    known_to = 1 if federation["parties_per_person"] is None else int(federation["parties_per_person"])
+    if federation["trust"] != "local":
+        schedule, known_to = of_several_parties(schedule, known_to), 1
 
     sizes = tuple(int(size) for size in federation["sizes"])
     slots = []
@@ -321,7 +323,7 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
             batch = shares(slot.sampling.batch_size, sizes)[party]
             slot = replace(slot, sampling=FixedSize(sizes[party], batch))
         slots.append(slot)
-    return replace(schedule, slots=tuple(slots))
+    return replace(schedule, slots=tuple(slots)), known_to
 
 
 def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
@@ -529,7 +531,7 @@ def _words(
         shown.append("Nothing was altered since the holder of the key you gave signed it.")
     rest += [
         "That the run made these releases and no others, with secret noise: that is the signer's word.",
-        "That the records are what the data are called, and that one record is one person.",
+        _TAKEN[claim.privacy.unit],
         "What was spent on these people outside the ledger lines that are in the file.",
         f"Anything against others than this adversary: {claim.privacy.adversary}.",
     ]

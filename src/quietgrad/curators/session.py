@@ -32,6 +32,7 @@ from quietgrad.sampling import Sampler, SinglePass
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 Answer = TypeVar("Answer")
+_PLACES = "/places"  # in a transcript, beside the slots: the records in their order
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
 
@@ -338,6 +339,27 @@ class CentralSession:
         self._fresh_at = sum(p.batch_size * count for p, count in shares if isinstance(p, SinglePass))
         if rho_left is not None:
             self.rho_left = rho_left
+        if self._transcript is not None and self._by_place:
+            self._keep_places(self._transcript)
+
+    @property
+    def _by_place(self) -> bool:
+        """Whether how often a record takes part in the whole run goes by its place."""
+        return any(slot.sampling.participation(1) is not None for slot in self._slots.values())
+
+    def _keep_places(self, log: Transcript) -> None:
+        """Records that take part once, or in turn, must lie where they lay when the run began.
+
+        In another order somebody who was used would have the place of one who was not yet, and no replayed sum need
+        tell. What was promised of a pass then holds of each part of it: the rest is a new epoch, with its charge.
+        """
+        mac = log.mac_of(self._records.contents())
+        _, before = log.known(_PLACES, 0) or (0, b"")
+        if before == mac:
+            return
+        if any(self._used.values()) or any(log.count(name) for name in self._slots):
+            self._enter(log.epoch + 1)
+        log.record(_PLACES, 0, mac)
 
     def _settled(self, begun: Drawn, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
         """Whether this release may be made as it stands: it is new, or the very one that was made before.

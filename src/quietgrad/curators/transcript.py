@@ -105,6 +105,13 @@ class Transcript:
             digest.update(np.ascontiguousarray(total).data)
         return digest.digest()
 
+    def mac_of(self, parts: Iterable[bytes | memoryview]) -> bytes:
+        """A MAC of records, so that nobody without the run's key can tell whether they are some he knows."""
+        digest = hashlib.blake2b(key=self._mac_key, digest_size=_MAC_BYTES, person=b"records")
+        for part in parts:
+            digest.update(part)
+        return digest.digest()
+
     def digest(self, total: Any) -> npt.NDArray[np.int64]:
         """What stands for a sum on an accelerator in its MAC: a keyed digest that is made there."""
         from quietgrad.privacy.device_stream import digest

@@ -205,8 +205,10 @@ def _assemble(
         whose: list[Any] = []
         if person is not None:
             ids_here = columns[person]
-            assert not isinstance(ids_here, Coded)
-            whose = [v.strip() if isinstance(v, str) else v for v in ids_here]
+            by_code = ids_here.words if isinstance(ids_here, Coded) else ids_here
+            whose = [v.strip() if isinstance(v, str) else v for v in by_code]
+            if isinstance(ids_here, Coded):
+                whose = [whose[code] for code in ids_here.codes]
         if schema is not None and schema.drop_incomplete:
             complete = np.asarray(np.isfinite(block).all(axis=1))
             block, raw = block[complete], raw[complete]

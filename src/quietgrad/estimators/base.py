@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
@@ -28,18 +29,20 @@ from quietgrad.estimators.columns import checked_rows
 from quietgrad.estimators.scans import bounds_of, is_scan, predict_to
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
+from quietgrad.objectives.person_ids import Met
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
 from quietgrad.training.result import Privacy
 
 _ROWS = Whom()
+_met: WeakKeyDictionary[Any, Met] = WeakKeyDictionary()  # by model; beside it, because a model is published
 _SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
 
 
@@ -261,10 +264,17 @@ class PrivateLinearModel(Charged):
 
         Args:
             classes: the label set, at the first call, where it is not a setting already.
-            person: one id per record; whoever is in one call with some of their records is in no other.
+            person: one id per record; whoever is in one call with some of their records is in no other. Who comes
+                again to the same model in one process is refused.
         """
         X, person = named(X, person)
         first = not hasattr(self, "_parts")
+        if not first and (person is None) != (self.privacy_.unit is Unit.RECORD):
+            raise DataError(
+                "what counts as one cannot change from part to part: go on by record, or by person, as begun."
+            )
+        met = _met.setdefault(self, Met())
+        newcomers = set() if person is None else met.newcomers(person)
         if not first:
             checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         model = clone(self)
@@ -286,6 +296,7 @@ class PrivateLinearModel(Charged):
         part = 1 if first else self._parts + 1
         model.set_params(account=f"{self.account}, part {part}")
         model.fit(X, y, person=person)
+        met.add(newcomers)
         n = model.result_.n_public
         if first:
             self._seen_records = 0

@@ -143,7 +143,9 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
         whole = Charge(plan.event)
         for model in rounds:  # and so is whatever cannot be a round
             model._accept(X, y)
-            if not isinstance(model._method(public_train, features), (WhitenedGD, DPGD)):
+            method = model._method(public_train, features, whom)
+            whom.check(method, None)
+            if not isinstance(method, (WhitenedGD, DPGD)):
                 raise UnprovableError(
                     "algorithm: a round of a search is priced as one Gaussian release: only the default, "
                     "WhitenedGD and DPGD can be searched over."

@@ -11,8 +11,11 @@ more, and it is blotted out. Noise is drawn from keys that are kept nowhere.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,7 @@ class Journal:
         self.ended = False
         self.last_round = -1
         self.rho = 0.0
+        self._places = ""  # a MAC of the records in their order
         self._draws: dict[str, int] = {}
 
     def draws(self, slot: str) -> int:
@@ -75,6 +79,30 @@ class Journal:
         """Round ``t`` is about to be answered."""
         self._write({"round": t, "slot": slot, "draw": draw, "rho": rho})
         self._apply(t, slot, draw, rho)
+
+    def keep_places(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        """Records that take part once, or in turn, go by their places: a party that restarts must hold them alike.
+
+        In another order somebody who was used would have the place of one who was not yet.
+
+        Raises:
+            DataError: they are others, or lie otherwise, than when the run began.
+        """
+        if self._file is None or self.run is None or self.ended:
+            return
+        mac = hashlib.blake2b(key=self.key, digest_size=16, person=b"records")
+        for part in contents():
+            mac.update(part)
+        found = mac.hexdigest()
+        if hmac.compare_digest(self._places, found):
+            return
+        if self.last_round >= 0:
+            raise DataError(
+                f"{self._name}: the records, or their order, are not those that this run began with, and somebody "
+                "would be used twice; continue with the same table."
+            )
+        self._write({"places": found})
+        self._places = found
 
     def end(self) -> None:
         """The run is closed and paid for: nothing more is answered in it."""
@@ -137,6 +165,8 @@ class Journal:
             for entry in entries:
                 if "ended" in entry:
                     self.ended = True
+                elif "places" in entry:
+                    self._places = str(entry["places"])
                 else:
                     self._apply(int(entry["round"]), str(entry["slot"]), int(entry["draw"]), entry["rho"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

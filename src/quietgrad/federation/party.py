@@ -108,6 +108,16 @@ class PartyCurator:
         self._sources: dict[str, Source] = {}
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
         self._approval = Approval(plan, self._place, people, self._journal, self.records.fingerprint_parts)
+        try:
+            self._keep_places()
+        except BaseException:
+            self.close()
+            raise
+
+    def _keep_places(self) -> None:
+        turns = any(slot.sampling.participation(1) is not None for slot in self.plan.schedule.slots)
+        if turns and self._ids is None and not self._seeded:
+            self._journal.keep_places(self.records.contents)
 
     def _check_records(self) -> None:
         shape = Shape(self.records.dim, getattr(self.records, "features", 0))
@@ -186,6 +196,7 @@ class PartyCurator:
         if not self._approval.use(run):
             return Message("closed", {"run": run})
         if not self._samplers:
+            self._keep_places()
             self._draw_keys()
         return Message("ready", {"run": run, "round": self._journal.last_round, **self.plan.shape.to_json()})
 

@@ -290,7 +290,9 @@ class FederatedPlan(Plan):
 
     def party_event(self, party: int, counts: Mapping[str, int] | None) -> events.Event | None:
         """What the records of one party gave away; ``None`` if they were never asked."""
-        schedule = self._as_priced(self.party_schedule(party))
+        schedule = self.party_schedule(party)
+        if self.trust != "local":
+            schedule = of_several_parties(schedule, self.parties_per_person)
         named = {slot.name for slot in schedule.slots}
         if not named or (counts is not None and not any(counts.get(name, 0) for name in named)):
             return None
@@ -301,24 +303,6 @@ class FederatedPlan(Plan):
         ):  # so many parties' noisy sums are about one person
             return events.repeated(events.composed([run, *slack]), self.parties_per_person)
         return events.composed([run, *slack])
-
-    def _as_priced(self, schedule: Schedule) -> Schedule:
-        """With the rate at which anything of a person known to k parties is drawn: 1 − (1 − q)ᵏ.
-
-        Given who else is drawn, what k independent draws add is a mixture of shifts of at most k·C, the empty one
-        with probability (1 − q)ᵏ. Against no shift, the divergence of such a mixture of Gaussians grows with every
-        shift, so it is at most that of one draw of k·C at this rate; the noise is priced for k·C.
-        """
-        times = self.parties_per_person
-        if times == 1 or self.trust == "local":
-            return schedule
-        slots = [
-            replace(slot, sampling=Poisson(min(1.0, -math.expm1(times * math.log1p(-slot.sampling.rate)))))
-            if isinstance(slot.sampling, Poisson) and slot.sampling.rate < 1.0
-            else slot
-            for slot in schedule.slots
-        ]
-        return replace(schedule, slots=tuple(slots))
 
     def filter_event(self, rho: float) -> events.Event:
         """What a run with a zCDP filter released when it spent ``rho`` of it."""
@@ -486,3 +470,21 @@ class FederatedPlan(Plan):
         """SHA-256 of the plan: two sides with the same digest agree on every word of it."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=list)
         return hashlib.sha256(b"quietgrad federated plan 1\0" + text.encode()).hexdigest()
+
+
+def of_several_parties(schedule: Schedule, times: int) -> Schedule:
+    """With the rate at which anything of a person known to k parties is drawn: 1 − (1 − q)ᵏ.
+
+    Given who else is drawn, what k independent draws add is a mixture of shifts of at most k·C, the empty one with
+    probability (1 − q)ᵏ. Against no shift, the divergence of such a mixture of Gaussians grows with every shift, so
+    it is at most that of one draw of k·C at this rate; the noise is priced for k·C.
+    """
+    if times == 1:
+        return schedule
+    slots = [
+        replace(slot, sampling=Poisson(min(1.0, -math.expm1(times * math.log1p(-slot.sampling.rate)))))
+        if isinstance(slot.sampling, Poisson) and slot.sampling.rate < 1.0
+        else slot
+        for slot in schedule.slots
+    ]
+    return replace(schedule, slots=tuple(slots))

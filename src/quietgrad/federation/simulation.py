@@ -125,7 +125,6 @@ def simulate(
     )  # fmt: skip
     declared = all(party.n_public is not None for party in parties)
     notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
-    notes = (*notes, *how_people_count(plan.asks(objective)))
     x0 = objective.initial(plan.shape) if start is None else start
     try:
         result = train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes, keep=keep)
@@ -281,7 +280,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
             *notes,
         )
     if plan.unit is Unit.PERSON:
-        notes = (f"people: {plan.multiplicity()}", *notes)
+        notes = (f"people: {plan.multiplicity()}", *notes, *how_people_count(plan.asks(session.objective)))
     if plan.local_batches():
         notes = (plan.local_batches(), *notes)
     if plan.trust == "curator":
@@ -293,6 +292,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "secure": plan.secure,
         "parties": list(plan.names),
         "sizes": list(plan.sizes),
+        "parties_per_person": None if plan.unit is Unit.RECORD else plan.parties_per_person,
         "variance_factor": plan.variance_factor,
         "cohort": plan.cohort or None,
         "lost_rounds": len([1 for _, faults in session.faults if faults]),

@@ -19,11 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.privacy.rng import fresh_key
 
 Codes = npt.NDArray[np.int64]
 
 _NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
 _INVISIBLE = ("Cc", "Cf")
+_DAYS = ("Y", "M", "W", "D")  # units of numpy's dates that tell no time of the day
 _MISSING = "person: a record has no id. Remove such records, or give each an id of its own."
 _KINDS = (
     "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
@@ -51,11 +53,11 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
         array = _one_kind(array)
     if array.dtype.kind == "f":
         array = _whole(array)
-    if array.dtype.kind in "mM" and np.isnat(array).any():
+    if array.dtype.kind == "M" and np.isnat(array).any():
         raise DataError(_MISSING)
     if array.dtype.kind in "US" and (array == array.dtype.type()).any():
         raise DataError(_MISSING)
-    if array.dtype.kind not in "iuUSMmO":
+    if array.dtype.kind not in "iuUSMO":
         raise DataError(_KINDS)
     if array.dtype.kind == "O":
         codes, known = _numbered(array)
@@ -106,25 +108,74 @@ def kind_of(ids: Any) -> str:
     >>> kind_of([1, 2]), kind_of(["1", "2"])
     ('number', 'text')
     """
-    array = _array(ids)
-    values = _one_kind(array) if array.dtype.kind == "O" else array
-    return _kind((_whole(values) if values.dtype.kind == "f" else values).tolist()[0])
+    return _kind(next(iter(_values(ids))))
 
 
 def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
 
-    The kind of the ids is part of it: 1 and "1" are different people here as everywhere.
+    The kind of the ids is part of it: 1 and "1" are different people here as everywhere. How a number or a time is
+    held is not: an id is the same in a list, an array or a column, and an instant in every time zone.
 
     >>> hashed_ids([1, 1], b"k" * 32) == hashed_ids([1.0, 1.0], b"k" * 32) != hashed_ids(["1"], b"k" * 32)
     True
     """
+    return {hmac.digest(key, f"{_kind(v)}\0{_written(v)}".encode(), "sha256") for v in _values(ids)}
+
+
+class Met:
+    """Who has come already, as hashes under a key that lives as long as this does; it is never written down.
+
+    >>> met = Met()
+    >>> met.add(met.newcomers(["ann", "bob"]))
+    >>> met.newcomers(["cleo", "bob"])
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: person: somebody of this batch was in an earlier one; a person comes once.
+    """
+
+    def __init__(self) -> None:
+        self._key, self._kind = fresh_key(), ""
+        self._known: set[bytes] = set()
+
+    def newcomers(self, ids: Any) -> set[bytes]:
+        """The people of a batch, if nobody of them has come before."""
+        found, kind = hashed_ids(ids, self._key), kind_of(ids)
+        self._kind = self._kind or kind
+        if kind != self._kind:
+            raise DataError("person: ids are of another kind than those before, so nobody would be known again.")
+        if found & self._known:
+            raise DataError("person: somebody of this batch was in an earlier one; a person comes once.")
+        return found
+
+    def add(self, newcomers: set[bytes]) -> None:
+        """They have come: what was made of them is spent, whatever happens to it."""
+        self._known |= newcomers
+
+
+def _values(ids: Any) -> set[Any]:
+    """Each id once; whole numbers as such, and times of arrays as they are."""
     array = _array(ids)
     values = _one_kind(array) if array.dtype.kind == "O" else array
     values = _whole(values) if values.dtype.kind == "f" else values
-    return {
-        hmac.digest(key, f"{_kind(value)}\0{_plain(value)}".encode(), "sha256") for value in set(values.tolist())
-    }
+    return set(values) if values.dtype.kind == "M" else set(values.tolist())  # as a list, nanoseconds are numbers
+
+
+def _written(value: Any) -> str:
+    """Equal ids, however they are held, in the same letters; others in other ones."""
+    if isinstance(value, np.datetime64):
+        day = np.datetime_data(value.dtype)[0] in _DAYS
+        text = str(value.astype("M8[D]" if day else f"M8[{_at_most_seconds(value)}]"))
+    elif isinstance(value, datetime.datetime):  # a Timestamp of pandas tells nanoseconds as well
+        text = (value if value.tzinfo is None else value.astimezone(datetime.UTC)).isoformat()
+    else:
+        return str(int(value)) if isinstance(value, np.integer) else str(_plain(value))
+    time, plus, zone = text.partition("+")
+    return (time.rstrip("0").rstrip(".") if "." in time else time) + plus + zone
+
+
+def _at_most_seconds(value: np.datetime64) -> str:
+    unit = np.datetime_data(value.dtype)[0]
+    return "s" if unit in ("h", "m") else unit
 
 
 def _plain(value: Any) -> Any:
@@ -139,8 +190,14 @@ def _plain(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    known = {int: "number", str: "text", bytes: "bytes"}
-    return next((name for kind, name in known.items() if isinstance(value, kind)), "date or uuid")
+    if isinstance(value, np.datetime64):
+        return "day" if np.datetime_data(value.dtype)[0] in _DAYS else "time"
+    if isinstance(value, datetime.datetime):
+        return "time" if value.tzinfo is None else "instant"
+    known: tuple[tuple[Any, str], ...] = (
+        ((int, np.integer), "number"), (str, "text"), (bytes, "bytes"), (datetime.date, "day")
+    )  # fmt: skip
+    return next((name for kind, name in known if isinstance(value, kind)), "uuid")
 
 
 def _array(ids: Any) -> npt.NDArray[Any]:

@@ -22,12 +22,11 @@ from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Reading
 from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
-from quietgrad.objectives.person_ids import hashed_ids, kind_of
+from quietgrad.objectives.person_ids import Met
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
-from quietgrad.privacy.rng import fresh_key
 from quietgrad.sampling import SinglePass
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.minimizing import check_people, check_resumable, how_people_count
@@ -121,9 +120,7 @@ class Stream:
         self._state: State | None = None if self._kept is None else self._kept.state
         self._session: _Arrivals | None = None
         self._saver: Saver | None = None
-        self._met: set[bytes] = set()
-        self._kind = ""
-        self._secret = fresh_key()
+        self._met = Met()
         self._start: Vector | None = None
 
     @property
@@ -165,7 +162,7 @@ class Stream:
             self._state = self._algorithm.init(self._start)
         if not self.done:  # else it was interrupted after its last release
             session.arrive(data)
-            self._met |= met
+            self._met.add(met)
             self._state = self._algorithm.step(self._state, session)
         if self._saver is not None:
             self._saver.save(self._state, session, now=True)
@@ -183,13 +180,7 @@ class Stream:
             raise ValueError("person: a stream by person needs one id per record with every batch.")
         asked = self._objective
         people = People.of(person, combine=asked.combine, records_per_person=asked.records_per_person)
-        met, kind = hashed_ids(person, self._secret), kind_of(person)
-        self._kind = self._kind or kind
-        if kind != self._kind:
-            raise DataError("person: ids are of another kind than those before, so nobody would be known again.")
-        if met & self._met:
-            raise DataError("person: somebody of this batch was in an earlier one; a person comes once.")
-        return OfRecords(data, people), met
+        return OfRecords(data, people), self._met.newcomers(person)
 
     def close(self) -> Result:
         """End the stream. Before the last planned batch this costs the whole plan all the same."""
@@ -260,6 +251,7 @@ class _Arrivals(CentralSession):
     """A session whose fresh records are those that have just arrived, each batch of them for one release."""
 
     _waiting = False
+    _by_place = False  # everybody who has just arrived takes part, wherever they stand
 
     def arrive(self, data: Any) -> None:
         """The people of the next release take the place of those before."""

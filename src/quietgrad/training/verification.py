@@ -9,6 +9,7 @@ options and the whole ledger alike is not caught here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from quietgrad.curators.account import EPOCH
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_json
+from quietgrad.privacy.budget import Unit
 from quietgrad.privacy.events import PerParty, composed
 from quietgrad.privacy.spending import Held
 from quietgrad.training.result import REFUTED, Privacy, Result
@@ -73,6 +75,9 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
     if not found and (problem := contradiction(privacy)) is not None:
         found.append(problem)
     found += _against_schedule(result)
+    words = Unit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else Unit.RECORD
+    if words is not privacy.unit:
+        found.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
     if privacy.epsilon is not None:
         found += _against_options(privacy, folder)
         found += _against_ledger(result, ledger)
@@ -99,7 +104,8 @@ def _against_options(privacy: Privacy, folder: Path) -> list[str]:
         asked = read_json(folder / "run.json")
         epsilon, delta, relation = asked["epsilon"], asked["delta"], asked["relation"]
         private = not asked["non_private"]
-    except (OSError, ValueError, KeyError, TypeError):
+        unit = Unit.RECORD if asked.get("reading", {}).get("person") is None else Unit.PERSON
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     if epsilon is None or not private or privacy.delta is None:
         return []
@@ -107,6 +113,8 @@ def _against_options(privacy: Privacy, folder: Path) -> list[str]:
     if not math.isclose(float(delta), privacy.delta, rel_tol=_SLACK) or str(relation) != str(privacy.relation):
         stated = f"δ = {privacy.delta:g} under {privacy.relation}"
         found.append(f"δ = {delta} under {relation} was asked for, {stated} is stated")
+    if unit is not privacy.unit:
+        found.append(f"a promise to a {unit} was asked for, one to a {privacy.unit} is stated")
     return found
 
 
