@@ -127,8 +127,8 @@ class History:
         return [*own.values(), *(cost for name, cost in self._known.items() if name not in own)]
 
     def others(self, loop: PrivateLoop) -> list[LoopCost]:
-        """What came along with states that were loaded, but for the loops of this process."""
-        own = {each.cost.name for each in self._loops}
+        """What came along with states that were loaded; of the loops made here, whose state ``loop`` holds."""
+        own = {each.name for each in self._loops} - (loop.came_from - {loop.name})
         return [cost for cost in self.costs() if cost.name not in own]
 
     def epsilon(self, delta: float) -> float:
@@ -173,6 +173,12 @@ class History:
             known = self._known.get(cost.name)
             if known is None or cost.used > known.used:
                 self._known[cost.name] = cost
+
+
+def origins(data: Any) -> set[str]:
+    """The loops whose releases a state is made of: all that it tells of, if it does not say."""
+    told = data.get("of")
+    return {str(name) for name in (told if isinstance(told, list) else [cost["loop"] for cost in data["loops"]])}
 
 
 def epsilon_of(costs: Iterable[LoopCost], delta: float) -> float:
