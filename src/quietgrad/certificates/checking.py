@@ -23,12 +23,13 @@ from quietgrad.errors import DataError, LedgerError, QuietgradError, UnprovableE
 from quietgrad.files import read_bytes
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.accounting import Proof, prove
-from quietgrad.privacy.budget import Relation, check_delta
+from quietgrad.privacy.budget import Relation, Unit, check_delta
 from quietgrad.privacy.chain import Entry, anchor, check_anchor
 from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.spending import Book, is_part, total
 from quietgrad.training.result import REFUTED, SEEDED, Privacy
+from quietgrad.training.statement import ADVERSARY
 from quietgrad.training.verification import event_size, unpaid
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
@@ -123,7 +124,7 @@ def check(
             raise
         findings.append(Finding("ledger", False, f"its lines are not those of a ledger ({type(error).__name__})"))
     findings.append(_model_finding(document.body, model))
-    stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP under {claim.relation}"
+    stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP per {claim.privacy.unit} under {claim.relation}"
     return Verdict(
         f"{document.body['plan'].get('algorithm')} on {document.body['data'].get('name')}: {stated}",
         tuple(findings),
@@ -193,20 +194,62 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     if plan["n_public"] != body["data"]["n_public"]:
         found.append("the data are stated with another number of records")
     described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
-    if privacy.sampling != described:
+    if privacy.sampling != privacy.unit.in_words(described):
         found.append("the claim states another sampling")
+    found += _federation_problems(body["federation"], plan["n_public"], claim)
     counts = {slot.name: slot.count for slot in slots}
     for name, made in privacy.releases.items():
         if type(made) is not int or not 0 <= made <= counts.get(name, -1):
             found.append("releases are stated that were not planned")
-    if not found and not _derived(schedule, claim, body["federation"]):
-        found.append("the events are not those that its slots, noise and releases give")
-    if not found and not _settings_agree(plan, schedule, claim.relation):
+    planned = _planned(plan, claim.relation)
+    if not found and (planned is None or not _settings_agree(planned, schedule)):
         found.append("the slots are not those that the algorithm has at its settings")
+    if not found and planned is not None:
+        parts_count = plan["stopped_by"] in ("steps", "budget") and _may_end_there(planned, schedule, body, claim)
+        if not _derived(schedule, claim, body["federation"], parts_count=parts_count):
+            found.append("the events are not those that its slots, noise and releases give")
     return schedule, found
 
 
-def _derived(schedule: Schedule, claim: _Claim, federation: Any) -> bool:
+def _federation_problems(federation: Any, n_public: Any, claim: _Claim) -> list[str]:
+    """Who took part must add up to the records stated, and be told of against whom the claim is made."""
+    from quietgrad.federation.coordinator import ADVERSARIES
+
+    if federation is None:
+        if isinstance(claim.event, PerParty):
+            return ["events of parties are stated without a federation"]
+        return [] if claim.privacy.adversary == ADVERSARY else ["the claim states another adversary"]
+    if set(federation) != {"trust", "secure", "sizes", "plan_file"}:
+        raise ValueError("federation")
+    found, sizes = [], federation["sizes"]
+    if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != n_public:
+        found.append("its parties have another number of records together")
+    if isinstance(claim.event, PerParty) and len(claim.event.parties) != len(sizes):
+        found.append("the events are of another number of parties")
+    if federation["trust"] == "local" and not isinstance(claim.event, PerParty):
+        found.append("each party's own noise is stated, and events of all parties together")
+    if federation["trust"] not in (*ADVERSARIES, "secure"):
+        found.append("it states a trust that is not known here")
+    elif claim.privacy.adversary != ADVERSARIES.get(federation["trust"], claim.privacy.adversary):
+        found.append("the claim states another adversary")
+    return found
+
+
+def _may_end_there(planned: Schedule, stated: Schedule, body: dict[str, Any], claim: _Claim) -> bool:
+    """Whether fewer releases than the slots hold may be what is paid for: rounds that a federation kept spare.
+
+    Whoever stops for another reason pays for the whole plan, and so does whose releases follow from data or from a
+    secret draw.
+    """
+    if planned.adaptive or planned.rounds is not None or any(slot.law is not None for slot in stated.slots):
+        return False
+    made = claim.privacy.releases
+    least = {slot.name: slot.count if body["federation"] is None else 1 for slot in stated.slots}
+    least |= {slot.name: slot.count for slot in planned.slots}
+    return all(made.get(name, 0) >= count for name, count in least.items())
+
+
+def _derived(schedule: Schedule, claim: _Claim, federation: Any, *, parts_count: bool) -> bool:
     """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
     parties = _without_slack(claim.event)
     for k, event in enumerate(parties):
@@ -214,7 +257,7 @@ def _derived(schedule: Schedule, claim: _Claim, federation: Any) -> bool:
         z, relation = claim.privacy.noise_multiplier, claim.relation
         whole = own.event(z, relation)
         made = {name: n for name, n in claim.privacy.releases.items() if n}
-        follow = {whole, own.event(z, relation, made)} if made else {whole}
+        follow = {whole, own.event(z, relation, made)} if made and parts_count else {whole}
         resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
         # Resumed on other sums: charged once more for what it released then.
         if event not in follow and not (resumed and all(is_part(part, whole) for part in event.parts)):  # type: ignore[attr-defined]
@@ -251,21 +294,26 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     return replace(schedule, slots=tuple(slots))
 
 
-def _settings_agree(plan: dict[str, Any], schedule: Schedule, relation: Relation) -> bool:
-    """Whether the algorithm at its stated settings plans these slots; looks before it may stand beside them."""
+def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
+    """What the algorithm plans at its stated settings; ``None`` if there is no such thing."""
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
     if plan["algorithm"] not in ALGORITHMS:
-        return False
+        return None
     method = entry(plan["algorithm"])
     try:
         try:
             algorithm = method.make(plan["config"])
         except ValueError:  # settings with parts of their own, which only the class itself reads
             algorithm = method.kind(**plan["config"])
-        planned = algorithm.schedule(int(plan["n_public"])).under(relation)
+        planned: Schedule = algorithm.schedule(int(plan["n_public"])).under(relation)
     except (*_ALTERED, QuietgradError):
-        return False
+        return None
+    return planned
+
+
+def _settings_agree(planned: Schedule, schedule: Schedule) -> bool:
+    """Whether the stated slots are the planned ones; looks before a run may stand beside them."""
     stated = {slot.name: slot for slot in schedule.slots}
     if planned.composition != schedule.composition or planned.rounds != schedule.rounds:
         return False
@@ -436,8 +484,11 @@ def _words(
         )
     if "plan" in good:
         shown.append("The releases listed are those that the stated algorithm makes at the stated settings.")
-    if "ledger" in good:
-        shown.append("The ledger's lines are whole as copied, and paid for these releases before they were made.")
+    if "ledger" in good and any(finding.what == "account" for finding in findings):
+        shown.append("The ledger's lines chain from the first to the head, and reserve and pay for these releases.")
+    elif "ledger" in good:
+        shown.append("The lines of this run fit their hashes, and reserve and pay for these releases.")
+        rest.append("That these lines stand in a ledger: the lines between them are left out.")
     if document.signature is None:
         rest.append("Who says so: without a signature only agreement is shown; all of it could have been made up.")
     elif "signature" in good and demanded is None:
@@ -447,10 +498,13 @@ def _words(
         shown.append("Nothing was altered since the holder of the key you gave signed it.")
     rest += [
         "That the run made these releases and no others, with secret noise: that is the signer's word.",
-        "That the records are what the data are called, and that one record is one person.",
+        "That the records are what the data are called, and "
+        + ("that one record is one person." if claim.privacy.unit is Unit.RECORD else "whose each of them is."),
         "What was spent on these people outside the ledger lines that are in the file.",
         f"Anything against others than this adversary: {claim.privacy.adversary}.",
     ]
-    if claim.event != _without_slack(claim.event)[0] and document.body["federation"] is not None:
+    federation = document.body["federation"]
+    if isinstance(federation, dict) and federation.get("trust") == "secure":
+        rest.append("That this is the adversary: which parties and servers may be dishonest, the plan file says.")
         rest.append("That secure sums stay within the distance of the stated noise that is counted for them.")
     return tuple(shown), tuple(rest)
