@@ -221,6 +221,7 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
     "another composition": (("plan", "composition"), lambda _: "parallel", "plan"),
     "a filter": (("plan", "composition"), lambda _: "filter", "plan"),
     "fewer planned": (("plan", "slots", 0, "count"), lambda _: 1, "plan"),
+    "more planned": (("plan", "slots", 0, "count"), lambda _: 10**18, "plan"),
     "less noise per slot": (("plan", "slots", 0, "noise"), lambda z: z * 2, "plan"),
     "no slots": (("plan", "slots"), lambda _: [], "plan"),
     "a slot added": (("plan", "slots"), lambda s: [*s, {**s[0], "name": "more"}], "plan"),
@@ -503,10 +504,18 @@ def test_a_run_that_stopped_early_is_not_believed_to_have_cost_less(stopped_by: 
     assert {"dp-sgd", "dp-gd", "bassily-sgd", "dp-srm"} <= set(tried)
 
 
+@pytest.mark.parametrize(("name", "key"), [("stagewise", "stages"), ("rrpsgd", "steps")])
+def test_settings_that_would_plan_without_end_are_refused(name: str, key: str) -> None:
+    example = ALGORITHMS[name].examples[0]
+    budget = qg.Budget(1.0, 1e-5, Relation.parse(example.relation))
+    body = _planned(qg.plan(ALGORITHMS[name].make(example.settings), n=example.n, budget=budget))
+    assert "plan" in verdict(Document(edited(body, ("plan", "config", key), lambda _: 10**18)))
+
+
 def test_whom_a_claim_is_about_and_against_whom_is_not_free_text(signed: Document) -> None:
     for key, value in (("unit", "person"), ("adversary", "everyone, the curator too")):
-        body = edited(signed.body, ("claim", key), lambda _, value=value: value)
-        assert "plan" in verdict(Document({**body, "ledger": None})), key
+        claim = {**signed.body["claim"], key: value}
+        assert "plan" in verdict(Document({**signed.body, "claim": claim, "ledger": None})), key
 
 
 def test_a_claim_about_people_is_certified(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from quietgrad.training.verification import event_size, unpaid
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine
 _MOST_EVENTS = 4096
+_MOST_STEPS = 10**5  # in a setting: some plan a slot, or a weight of a law, for each
 _MOST_KINDS = 200  # different events of one account that are added up here
 _ALTERED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 
@@ -202,7 +203,9 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
         if type(made) is not int or not 0 <= made <= counts.get(name, -1):
             found.append("releases are stated that were not planned")
     planned = _planned(plan, claim.relation)
-    if not found and (planned is None or not _settings_agree(planned, schedule)):
+    if not found and (
+        planned is None or not _settings_agree(planned, schedule, spare=body["federation"] is not None)
+    ):
         found.append("the slots are not those that the algorithm has at its settings")
     if not found and planned is not None:
         parts_count = plan["stopped_by"] in ("steps", "budget") and _may_end_there(planned, schedule, body, claim)
@@ -298,7 +301,9 @@ def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
     """What the algorithm plans at its stated settings; ``None`` if there is no such thing."""
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
-    if plan["algorithm"] not in ALGORITHMS:
+    if plan["algorithm"] not in ALGORITHMS or any(
+        type(value) is int and value > _MOST_STEPS and "batch" not in key for key, value in plan["config"].items()
+    ):
         return None
     method = entry(plan["algorithm"])
     try:
@@ -312,18 +317,21 @@ def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
     return planned
 
 
-def _settings_agree(planned: Schedule, schedule: Schedule) -> bool:
+def _settings_agree(planned: Schedule, schedule: Schedule, *, spare: bool) -> bool:
     """Whether the stated slots are the planned ones; looks before a run may stand beside them."""
     stated = {slot.name: slot for slot in schedule.slots}
     if planned.composition != schedule.composition or planned.rounds != schedule.rounds:
         return False
-    return all(slot.name in stated and _same_releases(slot, stated[slot.name]) for slot in planned.slots)
+    return all(
+        slot.name in stated and _same_releases(slot, stated[slot.name], spare=spare) for slot in planned.slots
+    )
 
 
-def _same_releases(planned: Slot, stated: Slot) -> bool:
+def _same_releases(planned: Slot, stated: Slot, *, spare: bool) -> bool:
     """Equal, but for rounds that a federation may repeat when one is lost."""
     ours, theirs = planned.to_json(), stated.to_json()
-    return stated.count >= planned.count and canonical({**ours, "count": 0}) == canonical({**theirs, "count": 0})
+    enough = stated.count >= planned.count if spare else stated.count == planned.count
+    return enough and canonical({**ours, "count": 0}) == canonical({**theirs, "count": 0})
 
 
 # ---- the proofs ----------------------------------------------------------------------------------------------
