@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from quietgrad.errors import BudgetError
 from quietgrad.torch.opacus_verbs import make_private
 from quietgrad.torch.privacy_engine import PrivacyEngine
 
@@ -128,3 +129,30 @@ def test_a_state_of_the_same_engines_other_loop_brings_what_it_cost(carry: Calla
     kept = limited[2].privacy.total
     limited[0].load_state_dict(limited[0].state_dict())  # its own state again costs nothing
     assert limited[2].privacy.total == kept
+
+
+def test_continuations_of_one_checkpoint_keep_a_promise_together() -> None:
+    engine = PrivacyEngine()
+    begun = _loop(engine)
+    _epoch(begun)
+    promise = 1.3 * engine.get_epsilon(1e-5)
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=begun[0])
+    going = []
+    for _ in range(2):
+        other = PrivacyEngine()
+        made = _loop(other, target_epsilon=promise)
+        file.seek(0)
+        other.load_checkpoint(path=file, module=made[0])
+        going.append((other, made))
+    refused = 0
+    for _ in range(2):
+        for _, made in going:
+            try:
+                _epoch(made)
+            except BudgetError:
+                refused += 1
+    assert refused
+    for other, made in going:
+        assert other.get_epsilon(1e-5) <= promise
+        assert made[2].privacy.epsilon() <= promise

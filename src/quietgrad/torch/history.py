@@ -107,6 +107,8 @@ class History:
         self._loops: list[PrivateLoop] = []
         self._known: dict[str, LoopCost] = {}  # from elsewhere
         self._families: set[str] = set()
+        self._sizes: dict[str, int] = {}  # of the families' files, when they were last looked at
+        self.told = 0  # bytes of the last sample that was told
 
     def add(self, loop: PrivateLoop) -> None:
         """A loop of this process; from now on its samples are told to every family."""
@@ -116,8 +118,15 @@ class History:
 
     def handed_out(self, name: str, used: int) -> None:
         """A sample is about to be handed out: families know before the loop does, and no crash can hide it."""
+        line = f"{used} {name}"
         for family in self._families:
-            _tell(family, [f"{used} {name}"])
+            _tell(family, [line])
+        self.told = len(line) + 2
+
+    def grew(self, told: int) -> bool:
+        """Whether a family's file has other than ``told`` bytes more than when this was last asked."""
+        before, self._sizes = self._sizes, {family: _size(family) for family in self._families}
+        return any(size != before.get(family, -1) + told for family, size in self._sizes.items())
 
     def costs(self) -> list[LoopCost]:
         """All loops that are known to belong together, each with the most samples it was seen with."""
@@ -210,6 +219,13 @@ def epsilon_of(costs: Iterable[LoopCost], delta: float) -> float:
 
 def _path(family: str) -> Path:
     return KeyFile.directory().parent / "loops" / family
+
+
+def _size(family: str) -> int:
+    try:
+        return _path(family).stat().st_size
+    except OSError:
+        return -1
 
 
 def _tell(family: str, lines: list[str]) -> None:

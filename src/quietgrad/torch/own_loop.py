@@ -225,13 +225,23 @@ class PrivateLoop:
         if self.handed_out >= self.total:
             raise BudgetError(self.refusal())
         count = len(self.keys(self.handed_out).indices)
+        self._refuse_after_others(0)
         self.history.handed_out(self.name, self.handed_out + 1)
+        # Told first and looked at again: of two loops that hand out at once at least one sees the other.
+        self._refuse_after_others(self.history.told)
         self._now = self._ahead.popleft()
         self.sample, self.waiting = Sample(), False
         self.handed_out += 1
         # A forward pass nobody differentiated was an evaluation.
         self._pieces = [piece for piece in self._pieces if piece.has_gradient]
         return count
+
+    def _refuse_after_others(self, told: int) -> None:
+        """Stop where others, who went on from the same state meanwhile, have left nothing of the promise."""
+        if self.history.grew(told):
+            self.keep_promise()
+            if self.handed_out >= self.total:
+                raise BudgetError(self.refusal())
 
     def clear(self) -> None:
         """Forget the outputs: ``zero_grad()``. Those of a sample's earlier pieces wait for its step."""
