@@ -26,6 +26,7 @@ from quietgrad.errors import DataError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import Relation
+from quietgrad.training.statement import ADVERSARY
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 
@@ -220,6 +221,7 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
     "another composition": (("plan", "composition"), lambda _: "parallel", "plan"),
     "a filter": (("plan", "composition"), lambda _: "filter", "plan"),
     "fewer planned": (("plan", "slots", 0, "count"), lambda _: 1, "plan"),
+    "more planned": (("plan", "slots", 0, "count"), lambda _: 10**18, "plan"),
     "less noise per slot": (("plan", "slots", 0, "noise"), lambda z: z * 2, "plan"),
     "no slots": (("plan", "slots"), lambda _: [], "plan"),
     "a slot added": (("plan", "slots"), lambda s: [*s, {**s[0], "name": "more"}], "plan"),
@@ -483,7 +485,63 @@ def test_a_federation_is_certified_from_its_parties_batches(
     cheaper = copy.deepcopy(document.body)
     sizes = cheaper["federation"]["sizes"]
     cheaper["federation"]["sizes"] = [10 * size for size in sizes]
-    assert verdict(Document(cheaper)) == (expected if sampling == "poisson" else ["plan", *expected])
+    assert verdict(Document(cheaper)) == ["plan", *expected]
+    for path, change in (
+        (("federation", "sizes"), lambda sizes: [*sizes, 0]),
+        (("federation", "trust"), lambda _: "perfect"),
+        (("federation", "trust"), lambda _: "local"),
+        (("federation", "trust"), lambda _: "curator"),
+        (("federation",), lambda _: None),
+    ):
+        assert verdict(Document(edited(document.body, path, change))) == ["plan", *expected], path
+
+
+@pytest.mark.parametrize("stopped_by", ["steps", "budget", "callback"])
+def test_a_run_that_stopped_early_is_not_believed_to_have_cost_less(stopped_by: str) -> None:
+    """One release of many, its event and its ε all agreeing: yet the algorithm makes more, or pays for more."""
+    tried = []
+    for name, known in ALGORITHMS.items():
+        if not known.kind.private or not known.examples:
+            continue
+        example = known.examples[0]
+        relation = Relation.parse(example.relation)
+        plan = qg.plan(known.make(example.settings), n=example.n, budget=qg.Budget(1.0, 1e-5, relation))
+        slot = plan.schedule.slots[0].name
+        few = plan.event_of({slot: 1})
+        if few == plan.event:
+            continue
+        proof = prove(few, delta=1e-5, relation=relation)
+        body = _planned(plan)
+        body["claim"] |= {"releases": {slot: 1}, "epsilon": proof.epsilon, "accountant": proof.accountant}
+        body["event"], body["plan"]["stopped_by"] = few.to_json(), stopped_by
+        assert "plan" in verdict(Document(body)), name
+        tried.append(name)
+    assert {"dp-sgd", "dp-gd", "bassily-sgd", "dp-srm"} <= set(tried)
+
+
+@pytest.mark.parametrize(("name", "key"), [("stagewise", "stages"), ("rrpsgd", "steps")])
+def test_settings_that_would_plan_without_end_are_refused(name: str, key: str) -> None:
+    example = ALGORITHMS[name].examples[0]
+    budget = qg.Budget(1.0, 1e-5, Relation.parse(example.relation))
+    body = _planned(qg.plan(ALGORITHMS[name].make(example.settings), n=example.n, budget=budget))
+    assert "plan" in verdict(Document(edited(body, ("plan", "config", key), lambda _: 10**18)))
+
+
+def test_whom_a_claim_is_about_and_against_whom_is_not_free_text(signed: Document) -> None:
+    for key, value in (("unit", "person"), ("adversary", "everyone, the curator too")):
+        claim = {**signed.body["claim"], key: value}
+        assert "plan" in verdict(Document({**signed.body, "claim": claim, "ledger": None})), key
+
+
+def test_a_claim_about_people_is_certified(tmp_path: Path) -> None:
+    rows = (np.random.default_rng(0).normal(size=(60, 2)), np.arange(60) % 2)
+    ids = np.repeat(np.arange(20), 3)
+    budget = qg.Budget(1.0, 1e-5)
+    qg.minimize(qg.objectives.Logistic(), rows, qg.DPGD(steps=3), budget=budget, person=ids).save(tmp_path)
+    found = check(issue(tmp_path))
+    assert found.ok, found.findings
+    assert "per person" in found.claim
+    assert "whose each of them is" in " ".join(found.not_shown)
 
 
 @pytest.mark.parametrize(("trust", "known_to"), [("curator", 1), ("curator", 2), ("local", 2)])
@@ -539,7 +597,7 @@ def _planned(plan: qg.Plan) -> dict[str, Any]:
     claim = qg.Privacy(
         plan.proof.epsilon, plan.budget.delta, plan.budget.relation, plan.proof.accountant, plan.noise_multiplier,
         plan.event, {slot["name"]: slot["count"] for slot in slots},
-        "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in plan.schedule.slots), "anyone", "people",
+        "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in plan.schedule.slots), ADVERSARY, "people",
         True,
     ).to_json()  # fmt: skip
     return {

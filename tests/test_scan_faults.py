@@ -235,3 +235,34 @@ def test_what_a_scan_is_not_for(tmp_path: Path) -> None:
         qg.minimize(
             qg.objectives.landscape("strict-saddle", d=4), seen, qg.PerturbedSGD(), budget=qg.Budget(1.0, 1e-5)
         )
+
+
+def test_a_record_of_a_folder_counts_once(tmp_path: Path) -> None:
+    """Copies that engines and editors leave, other names of one file and other spellings of a path add no rows."""
+    import fsspec
+    from pyarrow import fs
+
+    rows = pa.table({"x": [0.0, 1.0, 2.0], "y": [0, 1, 0]})
+    folder = tmp_path / "people"
+    for name in ("year=2020/a.parquet", "_temporary/0/a.parquet", ".snapshot/a.parquet", "_a.parquet"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(rows, folder / name)
+    one = folder / "year=2020" / "a.parquet"
+    os.link(one, folder / "z.parquet")
+    (folder / "s.parquet").symlink_to(one)
+    spelt = [
+        str(folder),
+        str(one),
+        f"{folder}//year=2020/a.parquet",
+        f"{folder}/./z.parquet",
+        f"{folder}/*.parquet",
+    ]
+    for filesystem in (None, fs.LocalFileSystem(), fsspec.filesystem("file")):
+        assert len(scan(str(folder), target="y", filesystem=filesystem)) == 3
+        assert len(scan(spelt[:-1], target="y", filesystem=filesystem)) == 3
+    memory = fsspec.filesystem("memory")
+    for name in ("year=2020/a.parquet", "_temporary/0/a.parquet", ".snapshot/a.parquet"):
+        with memory.open(f"/counted/people/{name}", "wb") as file:
+            pq.write_table(rows, file)
+    assert len(scan("/counted/people", target="y", filesystem=memory)) == 3
+    memory.rm("/counted", recursive=True)

@@ -30,6 +30,7 @@ from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed,
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.spending import Book, is_part, total
 from quietgrad.training.result import REFUTED, SEEDED, Privacy
+from quietgrad.training.statement import ADVERSARY
 from quietgrad.training.verification import event_size, unpaid
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
@@ -38,6 +39,7 @@ _MOST_EVENTS = 4096
 _MOST_BYTES = 1 << 17  # of an event: a law of 128 groups has five thousand
 _MOST_STEPS = 2 * 10**7  # a plan of a stranger is made here: its lists must fit
 _MOST_SLOTS = 256
+_MOST_SETTING = 10**6  # some plan a slot, or a weight of a law, for each
 _MOST_LAW = 512  # rounds that are told apart
 _TAKEN = {
     Unit.RECORD: "That the records are what the data are called, and that one record is one person.",
@@ -239,6 +241,7 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
     if privacy.sampling != privacy.unit.in_words(described):  # which also says whom it draws: records, or people
         found.append("the claim states another sampling, or another unit")
+    found += _federation_problems(body["federation"], plan["n_public"], claim)
     counts = {slot.name: slot.count for slot in slots}
     for name, made in privacy.releases.items():
         if type(made) is not int or not 0 <= made <= counts.get(name, -1):
@@ -246,13 +249,49 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     planned = _planned(plan, claim.relation)
     if not found and (planned is None or not _same(planned, schedule, federated=body["federation"] is not None)):
         found.append("the slots are not those that the algorithm has at its settings")
-    # Whether a run that made fewer releases still costs the whole plan.
-    whole = plan["stopped_by"] not in ("steps", "budget") or schedule.rounds is not None
-    whole |= planned is None or planned.adaptive or schedule.composition != "sequential"
-    whole |= any(slot.law is not None for slot in slots)
-    if not found and not _derived(schedule, claim, body["federation"], whole=whole):
-        found.append("the events are not those that its slots, noise and releases give")
+    if not found and planned is not None:
+        parts_count = plan["stopped_by"] in ("steps", "budget") and _may_end_there(planned, schedule, body, claim)
+        if not _derived(schedule, claim, body["federation"], parts_count=parts_count):
+            found.append("the events are not those that its slots, noise and releases give")
     return schedule, found
+
+
+def _federation_problems(federation: Any, n_public: Any, claim: _Claim) -> list[str]:
+    """Who took part must add up to the records stated, and be told of against whom the claim is made."""
+    from quietgrad.federation.coordinator import ADVERSARIES
+
+    if federation is None:
+        if isinstance(claim.event, PerParty):
+            return ["events of parties are stated without a federation"]
+        return [] if claim.privacy.adversary == ADVERSARY else ["the claim states another adversary"]
+    if set(federation) != {"trust", "secure", "sizes", "parties_per_person", "plan_file"}:
+        raise ValueError("federation")
+    found, sizes = [], federation["sizes"]
+    if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != n_public:
+        found.append("its parties have another number of records together")
+    if isinstance(claim.event, PerParty) and len(claim.event.parties) != len(sizes):
+        found.append("the events are of another number of parties")
+    if federation["trust"] == "local" and not isinstance(claim.event, PerParty):
+        found.append("each party's own noise is stated, and events of all parties together")
+    if federation["trust"] not in (*ADVERSARIES, "secure"):
+        found.append("it states a trust that is not known here")
+    elif claim.privacy.adversary != ADVERSARIES.get(federation["trust"], claim.privacy.adversary):
+        found.append("the claim states another adversary")
+    return found
+
+
+def _may_end_there(planned: Schedule, stated: Schedule, body: dict[str, Any], claim: _Claim) -> bool:
+    """Whether fewer releases than the slots hold may be what is paid for: rounds that a federation kept spare.
+
+    Whoever stops for another reason pays for the whole plan, and so does whose releases follow from data or from a
+    secret draw.
+    """
+    if planned.adaptive or planned.rounds is not None or any(slot.law is not None for slot in stated.slots):
+        return False
+    made = claim.privacy.releases
+    least = {slot.name: slot.count if body["federation"] is None else 1 for slot in stated.slots}
+    least |= {slot.name: slot.count for slot in planned.slots}
+    return all(made.get(name, 0) >= count for name, count in least.items())
 
 
 def _largest(value: Any) -> float:
@@ -272,16 +311,17 @@ def _longest(event: Any) -> int:
     return max(len(law) if isinstance(law, list) else 0, *map(_longest, event.values()), 0)
 
 
-def _derived(schedule: Schedule, claim: _Claim, federation: Any, *, whole: bool) -> bool:
-    """Whether the stated event follows from the schedule, for the releases made or (``whole``) for all of them."""
+def _derived(schedule: Schedule, claim: _Claim, federation: Any, *, parts_count: bool) -> bool:
+    """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
     parties = _without_slack(claim.event)
     for k, event in enumerate(parties):
         own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
         z, relation = claim.privacy.noise_multiplier, claim.relation
         all_of_it = repeated(own.event(z, relation), times)
         made = {name: n for name, n in claim.privacy.releases.items() if n}
-        follow = {all_of_it} if whole or federation is not None else set()
-        follow |= {repeated(own.event(z, relation, made), times)} if made else set()
+        follow = {all_of_it}
+        if made and parts_count:
+            follow.add(repeated(own.event(z, relation, made), times))
         resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
         # Resumed on other sums: charged once more for what it released then.
         if event not in follow and not (resumed and all(is_part(part, all_of_it) for part in event.parts)):  # type: ignore[attr-defined]
@@ -327,10 +367,12 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
 
 
 def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
-    """What the algorithm plans at its stated settings; ``None`` if there is no such algorithm or setting."""
+    """What the algorithm plans at its stated settings; ``None`` if there is no such thing."""
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
-    if plan["algorithm"] not in ALGORITHMS:
+    if plan["algorithm"] not in ALGORITHMS or any(
+        type(value) is int and value > _MOST_SETTING and "batch" not in key for key, value in plan["config"].items()
+    ):
         return None
     method = entry(plan["algorithm"])
     try:
@@ -520,8 +562,11 @@ def _words(
         )
     if "plan" in good:
         shown.append("The releases listed are those that the stated algorithm makes at the stated settings.")
-    if "ledger" in good:
-        shown.append("The ledger's lines are whole as copied, and paid for these releases before they were made.")
+    if "ledger" in good and any(finding.what == "account" for finding in findings):
+        shown.append("The ledger's lines chain from the first to the head, and reserve and pay for these releases.")
+    elif "ledger" in good:
+        shown.append("The lines of this run fit their hashes, and reserve and pay for these releases.")
+        rest.append("That these lines stand in a ledger: the lines between them are left out.")
     if document.signature is None:
         rest.append("Who says so: without a signature only agreement is shown; all of it could have been made up.")
     elif "signature" in good and demanded is None:
@@ -535,6 +580,8 @@ def _words(
         "What was spent on these people outside the ledger lines that are in the file.",
         f"Anything against others than this adversary: {claim.privacy.adversary}.",
     ]
-    if claim.event != _without_slack(claim.event)[0] and document.body["federation"] is not None:
+    federation = document.body["federation"]
+    if isinstance(federation, dict) and federation.get("trust") == "secure":
+        rest.append("That this is the adversary: which parties and servers may be dishonest, the plan file says.")
         rest.append("That secure sums stay within the distance of the stated noise that is counted for them.")
     return tuple(shown), tuple(rest)

@@ -50,5 +50,9 @@ def verify(
             say(title)
         for line in lines:
             say(shown(f"  · {line}"))
-    say("The claim holds as certified." if verdict.ok else "The claim is NOT proved: see what says NO above.")
+    signed = any(finding.what == "signature" and finding.ok for finding in verdict.findings)
+    holds = (
+        "The claim holds as certified." if signed else "The claim follows from the file; nobody signed the file."
+    )
+    say(holds if verdict.ok else "The claim is NOT proved: see what says NO above.")
     raise typer.Exit(0 if verdict.ok else 1)

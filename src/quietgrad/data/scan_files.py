@@ -6,6 +6,7 @@ import csv
 import fnmatch
 import glob
 import io
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,18 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
         filesystem, sources = _remote(sources)
     elif filesystem is not None:
         filesystem = _as_arrow(filesystem)
+    if filesystem is not None and _is_local(filesystem):
+        filesystem = None
     found: list[str] = []
     for source in sources:
         found += _local(source) if filesystem is None else _matching(filesystem, source)
     names = sorted(set(found))
+    if filesystem is None:  # a file with several names is one file: its records count once
+        first: dict[tuple[int, int], str] = {}
+        for name in names:
+            seen = os.stat(name)
+            first.setdefault((seen.st_dev, seen.st_ino), name)
+        names = list(first.values())
     if not names:
         raise DataError(f"{shown(', '.join(sources))}: no table files there (parquet, arrow, feather or csv).")
     return filesystem, names
@@ -47,7 +56,8 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
 def _local(source: str) -> Iterator[str]:
     path = Path(source)
     if path.is_dir():
-        yield from (str(p.resolve()) for p in path.rglob("*") if p.is_file() and table_kind(p.name) and _told(p))
+        inside = (p for p in path.rglob("*") if _told(p.relative_to(path).parts))
+        yield from (str(p.resolve()) for p in inside if p.is_file() and table_kind(p.name))
     elif path.is_file():
         yield str(path.resolve())
     elif glob.has_magic(source):
@@ -56,8 +66,13 @@ def _local(source: str) -> Iterator[str]:
         raise DataError(f"{shown(source)}: no such file.")
 
 
-def _told(path: Path) -> bool:
-    return not path.name.startswith((".", "_"))  # what engines leave beside their tables
+def _told(parts: Sequence[str]) -> bool:
+    """Whether a path inside a folder is of its table: engines and editors leave copies of records beside it.
+
+    >>> _told(("year=2020", "part-0.parquet")), _told(("_temporary", "0", "part-0.parquet"))
+    (True, False)
+    """
+    return not any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
 
 
 def _remote(sources: Sequence[str]) -> tuple[Any, list[str]]:
@@ -93,6 +108,15 @@ def _as_arrow(system: Any) -> Any:
     return system if isinstance(system, fs.FileSystem) else fs.PyFileSystem(fs.FSSpecHandler(system))
 
 
+def _is_local(system: Any) -> bool:
+    from pyarrow import fs
+
+    protocol = getattr(getattr(getattr(system, "handler", None), "fs", None), "protocol", ())
+    return isinstance(system, fs.LocalFileSystem) or "file" in (
+        (protocol,) if isinstance(protocol, str) else protocol
+    )
+
+
 def _matching(system: Any, source: str) -> list[str]:
     from pyarrow import fs
 
@@ -110,7 +134,8 @@ def _matching(system: Any, source: str) -> list[str]:
     paths = [info.path for info in inside if info.is_file]
     if pattern is not None:
         return [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
-    return [path for path in paths if table_kind(path)]
+    under = folder.strip("/").count("/") + 1 if folder.strip("/") else 0
+    return [path for path in paths if table_kind(path) and _told(path.strip("/").split("/")[under:])]
 
 
 def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> Any:

@@ -36,7 +36,6 @@ class Columns:
     @classmethod
     def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> Columns:
         """Read names and types; boolean and category columns declare their vocabularies."""
-        refuse_scan(X, "an additive model")
         named = hasattr(X, "columns")
         shape = np.shape(X)
         if len(shape) != 2 or not shape[1]:
@@ -120,6 +119,7 @@ def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] |
 
     Numbers alone take the way of every scikit-learn estimator, whose refusals people know.
     """
+    refuse_scan(X, "an additive model")
     X = X if hasattr(X, "columns") or sparse.issparse(X) else np.asarray(X)
     shape = X.shape
     if reset:

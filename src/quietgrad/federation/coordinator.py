@@ -123,20 +123,20 @@ class FederatedCurator:
         store.remove()
 
 
+ADVERSARIES = {
+    "curator": "anyone who sees every released number, other parties included; the coordinator sees each party's "
+    "exact sums and is trusted",
+    "local": "everyone but the party itself: the coordinator and all other parties together; each party adds noise "
+    "for its own records and trusts nobody (ICRL-DP)",
+}
+
+
 def adversary(plan: FederatedPlan) -> str:
     """Against whom the plan's ε holds, in words."""
     if not plan.is_private:
         return "nobody: NOT PRIVATE, the plan adds no noise and every sum and model is exact"
-    if plan.trust == "curator":
-        return (
-            "anyone who sees every released number, other parties included; the coordinator sees each party's "
-            "exact sums and is trusted"
-        )
-    if plan.trust == "local":
-        return (
-            "everyone but the party itself: the coordinator and all other parties together; each party adds noise "
-            "for its own records and trusts nobody (ICRL-DP)"
-        )
+    if plan.trust in ADVERSARIES:
+        return ADVERSARIES[plan.trust]
     from quietgrad.secure.threat_model import threats
 
     rows: Mapping[str, str] = dict(threats(plan.terms(max(plan.dims.values()))).rows)

@@ -107,6 +107,8 @@ class History:
         self._loops: list[PrivateLoop] = []
         self._known: dict[str, LoopCost] = {}  # from elsewhere
         self._families: set[str] = set()
+        self._sizes: dict[str, int] = {}  # of the families' files, when they were last looked at
+        self.told = 0  # bytes of the last sample that was told
 
     def add(self, loop: PrivateLoop) -> None:
         """A loop of this process; from now on its samples are told to every family."""
@@ -116,8 +118,15 @@ class History:
 
     def handed_out(self, name: str, used: int) -> None:
         """A sample is about to be handed out: families know before the loop does, and no crash can hide it."""
+        line = f"{used} {name}"
         for family in self._families:
-            _tell(family, [f"{used} {name}"])
+            _tell(family, [line])
+        self.told = len(line) + 2
+
+    def grew(self, told: int) -> bool:
+        """Whether a family's file has other than ``told`` bytes more than when this was last asked."""
+        before, self._sizes = self._sizes, {family: _size(family) for family in self._families}
+        return any(size != before.get(family, -1) + told for family, size in self._sizes.items())
 
     def costs(self) -> list[LoopCost]:
         """All loops that are known to belong together, each with the most samples it was seen with."""
@@ -127,8 +136,8 @@ class History:
         return [*own.values(), *(cost for name, cost in self._known.items() if name not in own)]
 
     def others(self, loop: PrivateLoop) -> list[LoopCost]:
-        """What came along with states that were loaded, but for the loops of this process."""
-        own = {each.cost.name for each in self._loops}
+        """What came along with states that were loaded; of the loops made here, whose state ``loop`` holds."""
+        own = {each.name for each in self._loops} - (loop.came_from - {loop.name})
         return [cost for cost in self.costs() if cost.name not in own]
 
     def epsilon(self, delta: float) -> float:
@@ -175,6 +184,12 @@ class History:
                 self._known[cost.name] = cost
 
 
+def origins(data: Any) -> set[str]:
+    """The loops whose releases a state is made of: all that it tells of, if it does not say."""
+    told = data.get("of")
+    return {str(name) for name in (told if isinstance(told, list) else [cost["loop"] for cost in data["loops"]])}
+
+
 def epsilon_of(costs: Iterable[LoopCost], delta: float) -> float:
     """ε of loops together.
 
@@ -204,6 +219,13 @@ def epsilon_of(costs: Iterable[LoopCost], delta: float) -> float:
 
 def _path(family: str) -> Path:
     return KeyFile.directory().parent / "loops" / family
+
+
+def _size(family: str) -> int:
+    try:
+        return _path(family).stat().st_size
+    except OSError:
+        return -1
 
 
 def _tell(family: str, lines: list[str]) -> None:

@@ -45,7 +45,7 @@ from quietgrad.privacy.budget import Unit
 from quietgrad.sampling import FullBatch, Poisson, Sampling, Turns
 from quietgrad.torch.call_layout import CallLayout
 from quietgrad.torch.clip_rules import ClipRule, FlatClip
-from quietgrad.torch.history import History, LoopCost, epsilon_of
+from quietgrad.torch.history import History, LoopCost, epsilon_of, origins
 from quietgrad.torch.loop_processes import SharedSession, several
 from quietgrad.torch.rows import Owners, Rows, Sample, plain
 from quietgrad.torch.shards import Shards
@@ -121,6 +121,7 @@ class PrivateLoop:
         self.partial = False  # whether more pieces of the sample follow: a step then waits for them
         self.waiting = False  # whether one has
         self.name = name or os.urandom(16).hex()
+        self.came_from: set[str] = set()  # loops whose states were loaded into this one
         self.shards = shards
         self.history = History() if history is None else history
         self._session: Any = (
@@ -170,7 +171,12 @@ class PrivateLoop:
     def load_history(self, data: Any) -> None:
         """A state of another loop comes into this one, and what it cost with it; the promise is still kept."""
         self.history.load(data)
+        self.came_from |= origins(data) - {self.name}
         self.history.keep_promises()
+
+    def state(self) -> dict[str, Any]:
+        """What leaves with a state of this loop: what it cost, and whose releases it is made of."""
+        return {**self.history.to_json(), "of": sorted({self.name, *self.came_from})}
 
     def keep_promise(self) -> None:
         """Plan no more samples than the budget affords after what states that were loaded had cost."""
@@ -219,13 +225,23 @@ class PrivateLoop:
         if self.handed_out >= self.total:
             raise BudgetError(self.refusal())
         count = len(self.keys(self.handed_out).indices)
+        self._refuse_after_others(0)
         self.history.handed_out(self.name, self.handed_out + 1)
+        # Told first and looked at again: of two loops that hand out at once at least one sees the other.
+        self._refuse_after_others(self.history.told)
         self._now = self._ahead.popleft()
         self.sample, self.waiting = Sample(), False
         self.handed_out += 1
         # A forward pass nobody differentiated was an evaluation.
         self._pieces = [piece for piece in self._pieces if piece.has_gradient]
         return count
+
+    def _refuse_after_others(self, told: int) -> None:
+        """Stop where others, who went on from the same state meanwhile, have left nothing of the promise."""
+        if self.history.grew(told):
+            self.keep_promise()
+            if self.handed_out >= self.total:
+                raise BudgetError(self.refusal())
 
     def clear(self) -> None:
         """Forget the outputs: ``zero_grad()``. Those of a sample's earlier pieces wait for its step."""
@@ -263,6 +279,9 @@ class PrivateLoop:
             )
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
+        # Copies, here and of the outputs: the step reads both again, and what the loop wrote into its own meanwhile
+        # (a mean over the rows, say) would put one record into the contributions of all.
+        args = tuple(arg.clone() for arg in args)
         keys = self._keys(self._now).rows(owners.places.numpy())
         engine = self._engine(layout)
         with layout.of(engine.module):
@@ -276,11 +295,11 @@ class PrivateLoop:
                 return value
             if value.dim() < 1 or len(value) != len(keys.indices):
                 raise ValueError(_not_by_rows(value))
-            leaves.append(value.detach().requires_grad_())
+            leaves.append(value.detach().clone().requires_grad_())
             return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
-        state = _state(self._params().values(), tensors_of((args, output))) if recorded is not None else ()
+        state = _state(self._params().values())
         self._pieces.append(_Piece(args, leaves, owners, keys, layout, recorded, state))
         return wrapped
 
@@ -422,7 +441,7 @@ class _Piece:
     keys: RecordKeys
     layout: CallLayout
     recorded: Recorded | None = None
-    state: tuple[int, ...] = ()  # of what the recording depends on: a change in place makes it another function's
+    state: tuple[int, ...] = ()  # of the parameters: a change in place makes the recording another function's
 
     @property
     def has_gradient(self) -> bool:
@@ -526,13 +545,13 @@ class _FromOutputs:
             return False
         rule = self.loop.rule
         assert type(rule) is FlatClip
-        if piece.state != _state(self.loop._params().values(), tensors_of((piece.args, recorded.output))):
+        if piece.state != _state(self.loop._params().values()):
             return False
         return engine.add_recorded(recorded, grads, rule.clip, out, persons)
 
 
-def _state(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in (*params, *tensors))
+def _state(params: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(param._version for param in params)
 
 
 def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:

@@ -18,6 +18,8 @@ from quietgrad.torch import loop_checkpoint
 from quietgrad.torch.history import History
 from quietgrad.torch.module_validator import ModuleValidator
 from quietgrad.torch.opacus_verbs import Private, make_private, make_private_with_epsilon
+from quietgrad.torch.private_module import PrivateModule
+from quietgrad.torch.private_optimizer import PrivateOptimizer
 
 __all__ = ["Accountant", "PrivacyEngine"]
 
@@ -147,7 +149,13 @@ class PrivacyEngine:
         }
         if optimizer is not None:
             content["optimizer_state_dict"] = optimizer.state_dict()
-        loop_checkpoint.save(path, content, self._history.to_json())
+        spent = self._history.to_json()
+        loops = [
+            holder._loop for holder in (module, optimizer) if isinstance(holder, PrivateModule | PrivateOptimizer)
+        ]
+        if loops:
+            spent["of"] = sorted({name for loop in loops for name in (loop.name, *loop.came_from)})
+        loop_checkpoint.save(path, content, spent)
 
     def load_checkpoint(
         self,
@@ -171,6 +179,9 @@ class PrivacyEngine:
         state = content.pop("optimizer_state_dict", None)
         # First what it cost: if something fails below, the state may be in the model already.
         self._history.load(spent)
+        for holder in (module, optimizer):
+            if isinstance(holder, PrivateModule | PrivateOptimizer):
+                holder._loop.load_history(spent)
         module.load_state_dict(content["module_state_dict"], **(module_load_dict_kwargs or {}))
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)

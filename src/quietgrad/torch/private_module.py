@@ -83,7 +83,7 @@ class PrivateModule(nn.Module):
         if not args and not kwargs.get("prefix") and kwargs.get("destination") is None:
             metadata = getattr(state, "_metadata", None)  # a module with a state_dict of its own may have none
             if metadata is not None:
-                metadata.setdefault("", {})[_SPENT] = json.dumps(self._loop.history.to_json())
+                metadata.setdefault("", {})[_SPENT] = json.dumps(self._loop.state())
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

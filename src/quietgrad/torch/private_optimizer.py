@@ -98,7 +98,7 @@ class PrivateOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with what it cost."""
-        spent = {**self._loop.history.to_json(), **self._loop.rule.state()}
+        spent = {**self._loop.state(), **self._loop.rule.state()}
         return {**super().state_dict(), _SPENT: json.dumps(spent)}
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -135,8 +135,8 @@ def made_private(optimizer: Optimizer, loop: PrivateLoop) -> Optimizer:
         optimizer.__class__ = private
     assert isinstance(optimizer, PrivateOptimizer)
     before = getattr(optimizer, "_loop", None)
-    if before is not None and before.history is not loop.history and optimizer.state:
-        loop.load_history(before.history.to_json())  # its averages are that loop's releases
+    if before is not None and before is not loop and optimizer.state:
+        loop.load_history(before.state())  # its averages are that loop's releases
     optimizer._loop, optimizer._step_hooks = loop, []
     return optimizer
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from quietgrad.curators.base import Session, Spent
 from quietgrad.training.result import SEEDED, Privacy
 
+ADVERSARY = "anyone who sees every released number; the curator and its machine are trusted"
+
 
 def statement(session: Session, spent: Spent, account: str | None, notes: tuple[str, ...]) -> Privacy:
     """State what ``spent`` proves about the people of ``account``, and what it does not cover."""
     the_plan = session.plan
     sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
     sampling = the_plan.unit.in_words(sampling)
-    adversary = "anyone who sees every released number; the curator and its machine are trusted"
     if the_plan.budget is None or spent.event is None:
         return Privacy(
             epsilon=None,
@@ -22,7 +23,7 @@ def statement(session: Session, spent: Spent, account: str | None, notes: tuple[
             events=None,
             releases=spent.releases,
             sampling=sampling,
-            adversary=adversary,
+            adversary=ADVERSARY,
             account=account,
             is_private=False,
             notes=("not private", *notes),
@@ -52,7 +53,7 @@ def statement(session: Session, spent: Spent, account: str | None, notes: tuple[
         events=the_plan.event if whole else spent.event,
         releases=spent.releases,
         sampling=sampling,
-        adversary=adversary,
+        adversary=ADVERSARY,
         account=account,
         is_private=not session.seeded,
         notes=notes,

@@ -1,0 +1,158 @@
+"""A loop that writes into its batch before the step, or goes on from another loop's state, tells the truth."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from quietgrad.errors import BudgetError
+from quietgrad.torch.opacus_verbs import make_private
+from quietgrad.torch.privacy_engine import PrivacyEngine
+
+QUIET = 1e-6  # a noise multiplier that leaves the clipped sum readable
+
+
+class _Squashed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        for param in self.parameters():
+            nn.init.constant_(param, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.layer(x))
+
+
+def _released(first: Tensor, meddle: Callable[[Tensor, Tensor], Any], clipping: str) -> Tensor:
+    """The released sum of 50 records whose first one is ``first``, all in the sample."""
+    x = torch.tensor([0.1, 0.0, 0.0]).repeat(50, 1)
+    x[0] = first
+    model = _Squashed()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "seed=1")
+        private, optimizer, loader = make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), epochs=1, seed=1,
+            data_loader=DataLoader(TensorDataset(x, x), batch_size=50), noise_multiplier=QUIET, max_grad_norm=1.0,
+            clipping=clipping, loss_reduction="sum",
+        )  # fmt: skip
+    rows, _ = next(iter(loader))
+    output = private(rows)
+    (100.0 * output**2).sum().backward()
+    meddle(rows, output)
+    optimizer.step()
+    return torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+
+
+def _centre(rows: Tensor, output: Tensor) -> None:
+    rows.sub_(rows.mean(0))
+
+
+def _fill_data(rows: Tensor, output: Tensor) -> None:
+    rows.data.copy_(rows.data.mean(0).expand_as(rows))
+
+
+def _fill_output(rows: Tensor, output: Tensor) -> None:
+    output.data.copy_(output.data[0].clone().expand_as(output))
+
+
+@pytest.mark.parametrize("meddle", [_centre, _fill_data, _fill_output])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_what_is_written_into_a_batch_after_the_forward_pass_is_not_released(
+    meddle: Callable[[Tensor, Tensor], Any], clipping: str
+) -> None:
+    """One record that changes moves the sum by 2C at most, whatever the loop does to its batch before the step."""
+    one, other = (_released(torch.tensor([0.0, far, 0.0]), meddle, clipping) for far in (0.0, 300.0))
+    assert float((one - other).norm()) <= 2.0 + 1e-3
+    assert torch.allclose(one, _released(torch.zeros(3), lambda rows, output: None, clipping), atol=1e-3)
+
+
+def _loop(engine: PrivacyEngine, **settings: Any) -> Any:
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(3, 1)
+    return engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), epochs=2,
+        data_loader=DataLoader(TensorDataset(x, x[:, :1]), batch_size=20), noise_multiplier=1.0, max_grad_norm=1.0,
+        **settings,
+    )  # fmt: skip
+
+
+def _epoch(made: Any) -> None:
+    model, optimizer, loader = made
+    for x, y in loader:
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+
+
+def _by_model(engine: PrivacyEngine, old: Any, new: Any) -> None:
+    new[0].load_state_dict(old[0].state_dict())
+
+
+def _by_optimizer(engine: PrivacyEngine, old: Any, new: Any) -> None:
+    new[1].load_state_dict(old[1].state_dict())
+
+
+def _by_checkpoint(engine: PrivacyEngine, old: Any, new: Any) -> None:
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=old[0], optimizer=old[1])
+    file.seek(0)
+    engine.load_checkpoint(path=file, module=new[0], optimizer=new[1])
+
+
+@pytest.mark.parametrize("carry", [_by_model, _by_optimizer, _by_checkpoint])
+def test_a_state_of_the_same_engines_other_loop_brings_what_it_cost(carry: Callable[..., None]) -> None:
+    engine = PrivacyEngine()
+    old = _loop(engine)
+    _epoch(old)
+    alone = old[2].privacy.epsilon()
+    new = _loop(engine)
+    apart = _loop(engine)
+    carry(engine, old, new)
+    assert new[2].privacy.epsilon() == pytest.approx(alone)
+    _epoch(new)
+    assert new[2].privacy.epsilon() == pytest.approx(engine.get_epsilon(1e-5))
+    assert new[2].privacy.epsilon() > 1.1 * alone
+    assert old[2].privacy.epsilon() == pytest.approx(alone)
+    _epoch(apart)  # has nothing of the others
+    assert apart[2].privacy.epsilon() == pytest.approx(alone)
+    limited = _loop(engine, target_epsilon=1.05 * alone)
+    samples = limited[2].privacy.total
+    carry(engine, old, limited)
+    assert limited[2].privacy.total < samples
+    kept = limited[2].privacy.total
+    limited[0].load_state_dict(limited[0].state_dict())  # its own state again costs nothing
+    assert limited[2].privacy.total == kept
+
+
+def test_continuations_of_one_checkpoint_keep_a_promise_together() -> None:
+    engine = PrivacyEngine()
+    begun = _loop(engine)
+    _epoch(begun)
+    promise = 1.3 * engine.get_epsilon(1e-5)
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=begun[0])
+    going = []
+    for _ in range(2):
+        other = PrivacyEngine()
+        made = _loop(other, target_epsilon=promise)
+        file.seek(0)
+        other.load_checkpoint(path=file, module=made[0])
+        going.append((other, made))
+    refused = 0
+    for _ in range(2):
+        for _, made in going:
+            try:
+                _epoch(made)
+            except BudgetError:
+                refused += 1
+    assert refused
+    for other, made in going:
+        assert other.get_epsilon(1e-5) <= promise
+        assert made[2].privacy.epsilon() <= promise
