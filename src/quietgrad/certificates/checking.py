@@ -250,6 +250,11 @@ def _plan_problems(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[
     if not found and (planned is None or not _same(planned, schedule, federated=body["federation"] is not None)):
         found.append("the slots are not those that the algorithm has at its settings")
     if not found and planned is not None:
+        fixed = not planned.adaptive and planned.rounds is None and schedule.composition == "sequential"
+        if fixed and plan["stopped_by"] == "steps" and body["federation"] is None:
+            lawful = {slot.name for slot in slots if slot.law is not None}
+            if any(privacy.releases.get(name, 0) < n for name, n in counts.items() if name not in lawful):
+                found.append("fewer releases are stated than its steps make")
         parts_count = plan["stopped_by"] in ("steps", "budget") and _may_end_there(planned, schedule, body, claim)
         if not _derived(schedule, claim, body["federation"], parts_count=parts_count):
             found.append("the events are not those that its slots, noise and releases give")
