@@ -110,7 +110,7 @@ def moments(patched: bool) -> Findings:
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            patch.setattr(whitening, "_shortened", lambda block, clip: block)
+            patch.setattr(whitening, "_shortened", lambda block, clip, weights: block)
         return [finding for finding in every_bound() if finding.what.startswith("second moments")]
 
 

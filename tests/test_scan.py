@@ -112,7 +112,7 @@ def test_estimators_fit_a_scan_as_an_array(folder: Path) -> None:
         np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-9)
         assert mine.privacy_.epsilon == other.privacy_.epsilon
         assert mine.classes_.tolist() == [0, 1]
-        assert table.passes <= 40
+        assert table.passes <= 42  # 32 steps, up to eight looks, and the checks before them
     assert list(mine.feature_names_in_) == [f"x{j}" for j in range(D)]
     with pytest.raises(DataError, match="predict_to"):
         mine.predict(table)
@@ -415,8 +415,8 @@ def test_the_command_line_scans_a_folder(folder: Path, tmp_path: Path, capsys: p
     capsys.readouterr()
     assert main(["plan", "--rows", "1e9", "--columns", "200", "--cluster", "64x8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["scan"]
-    assert told["passes"] == 38
-    assert told["bytes_read"] == 38 * 10**9 * 201 * 4
+    assert told["passes"] == 40
+    assert told["bytes_read"] == 40 * 10**9 * 201 * 4
     assert 0.0 < told["hours"] < told["processor_hours"]
 
 
