@@ -266,6 +266,18 @@ def test_a_scanned_header_that_is_no_line(tmp_path: Path) -> None:
         scan(tmp_path / "rows.csv", target="y")
 
 
+def test_scanned_columns_whose_names_are_no_text(tmp_path: Path) -> None:
+    """pyarrow's error for it is Python's own, and was not one sentence."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"zzz": [1.0], "y": [0]}), tmp_path / "a.parquet", store_schema=False)
+    content = (tmp_path / "a.parquet").read_bytes().replace(b"zzz", b"\x80\x80\x80")
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        scan(tmp_path / "a.parquet", target="y")
+
+
 def test_a_plan_with_a_number_of_thousands_of_digits() -> None:
     with pytest.raises(DataError, match="a number has too many digits"):
         parse_plan(f"rounds = 1{'0' * 5000}\n")

@@ -151,7 +151,7 @@ def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> A
             return parquet_facts(path, filesystem, stamp).schema.to_arrow_schema()
         with open_file(path, filesystem) as source, pa.ipc.open_file(source) as file:
             return file.schema
-    except (pa.ArrowException, OSError, EOFError):
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError):
         raise DataError(f"{shown(path)}: cannot be read as {kind}; it may be cut short.") from None
 
 
@@ -187,7 +187,7 @@ def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, i
         return [(FileUnit(path, filesystem, kind, stamp, (), _dialect(path, filesystem, layout)), None)]
     try:
         sizes = _group_sizes(path, filesystem, kind, stamp)
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
         raise DataError(f"{shown(path)}: cannot be read as {kind}; it may be cut short.") from None
     units: list[tuple[FileUnit, int | None]] = []
     groups: list[int] = []
