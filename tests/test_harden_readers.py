@@ -13,6 +13,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 from collections.abc import Iterator
@@ -276,6 +278,26 @@ def test_scanned_columns_whose_names_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(content)
     with pytest.raises(DataError, match="cannot be read as parquet"):
         scan(tmp_path / "a.parquet", target="y")
+
+
+def test_no_byte_of_a_scanned_parquet_file_ends_the_process(tmp_path: Path) -> None:
+    """Damaged facts of a column did, if pyarrow was asked for them before the column was read."""
+    script = (
+        "import sys; from pathlib import Path; from tests.hostile import ALLOWED, READERS\n"
+        "reader = next(reader for reader in READERS if reader.name == 'scanned parquet')\n"
+        "good = reader.seeds()[1]\n"
+        "for place in range(len(good)):\n"
+        "    spoiled = bytearray(good); spoiled[place] ^= 8\n"
+        "    try: reader.read(bytes(spoiled), Path(sys.argv[1]))\n"
+        "    except ALLOWED: pass\n"
+        "print('alive')"
+    )
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ran.stdout.strip() == "alive", ran.stderr[-500:]
 
 
 def test_a_plan_with_a_number_of_thousands_of_digits() -> None:

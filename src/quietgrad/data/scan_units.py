@@ -77,11 +77,14 @@ class FileUnit:
         """Bytes that reading takes beside the rows: of parquet, a page of every column, and dictionaries twice."""
         if self.kind != "parquet":
             return 4 * _PAGE
-        group = parquet_facts(self.path, self.filesystem, self.stamp).row_group(self.groups[0])
-        total = 0
-        for place in range(group.num_columns):
-            chunk = group.column(place)
-            if chunk.path_in_schema in columns:
+        facts = parquet_facts(self.path, self.filesystem, self.stamp)
+        # pyarrow ends the process if a column's facts are damaged and nobody has read the column before it is asked
+        # for them; a reader meets the same damage as an error.
+        next(self.batches(columns, 1), None)
+        group, total = facts.row_group(self.groups[0]), 0
+        for place in range(len(facts.schema)):
+            if facts.schema.column(place).path in columns:
+                chunk = group.column(place)
                 total += min(chunk.total_uncompressed_size, _PAGE) * (3 if chunk.has_dictionary_page else 1)
         return total + len(columns) * _BUFFER
 
