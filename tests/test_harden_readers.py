@@ -283,13 +283,15 @@ def test_scanned_columns_whose_names_are_no_text(tmp_path: Path) -> None:
 def test_no_byte_of_a_scanned_parquet_file_ends_the_process(tmp_path: Path) -> None:
     """Damaged facts of a column did, if pyarrow was asked for them before the column was read."""
     script = (
-        "import sys; from pathlib import Path; from tests.hostile import ALLOWED, READERS\n"
+        "import resource, sys; from pathlib import Path; from tests.hostile import ALLOWED, READERS\n"
         "reader = next(reader for reader in READERS if reader.name == 'scanned parquet')\n"
-        "good = reader.seeds()[1]\n"
+        "good = reader.seeds()[1]; reader.read(good, Path(sys.argv[1]))\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "for place in range(len(good)):\n"
         "    spoiled = bytearray(good); spoiled[place] ^= 8\n"
         "    try: reader.read(bytes(spoiled), Path(sys.argv[1]))\n"
         "    except ALLOWED: pass\n"
+        "assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB\n"
         "print('alive')"
     )
     root = Path(__file__).parents[1]

@@ -21,6 +21,7 @@ from quietgrad.shown import shown
 
 _PAGE = 1 << 20  # bytes that a page of a column usually has at most
 _BUFFER = 1 << 16  # bytes of a column chunk read at a time: a chunk is never held whole
+_SMALL = 32 << 20  # bytes of a file whose columns are read at once
 LEAST_ROWS = 1 << 15
 """Row groups smaller than this are read together."""
 
@@ -86,7 +87,7 @@ class FileUnit:
             if facts.schema.column(place).path in columns:
                 chunk = group.column(place)
                 total += min(chunk.total_uncompressed_size, _PAGE) * (3 if chunk.has_dictionary_page else 1)
-        return total + len(columns) * _BUFFER
+        return total + (len(columns) * _BUFFER if self.stamp[0] > _SMALL else self.stamp[0])
 
     def check(self) -> None:
         """Raise unless the file is as it was when the scan was made."""
@@ -145,11 +146,12 @@ def _parquet(unit: FileUnit, columns: list[str], rows: int) -> Iterator[Any]:
     facts = parquet_facts(unit.path, unit.filesystem, unit.stamp)
     kinds = facts.schema.to_arrow_schema()
     words = [name for name in columns if str(kinds.field(name).type) in ("string", "large_string", "binary")]
+    # Through a buffer pyarrow makes room for whatever a page's header announces, 2 GiB at most; without one no more
+    # than the column has. So no file takes more than 64 times its size.
+    buffer = _BUFFER if unit.stamp[0] > _SMALL else 0
     with (
         open_file(unit.path, unit.filesystem) as source,
-        pq.ParquetFile(
-            source, metadata=facts, buffer_size=_BUFFER, pre_buffer=False, read_dictionary=words
-        ) as file,
+        pq.ParquetFile(source, metadata=facts, buffer_size=buffer, pre_buffer=False, read_dictionary=words) as file,
     ):
         yield from file.iter_batches(rows, row_groups=list(unit.groups), columns=columns, use_threads=False)
 
