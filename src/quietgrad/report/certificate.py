@@ -100,7 +100,7 @@ class AccountTotal:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class RunCertificate:
     """A result's privacy statement, ready to be printed."""
 
     privacy: Privacy
@@ -174,7 +174,7 @@ def detection(epsilon: float, delta: float, false_alarms: float) -> float:
     return min(1.0, upper, 1.0 - math.exp(-epsilon) * (1.0 - delta - false_alarms))
 
 
-def certify_run(result: Result, ledger: Path | None) -> Certificate:
+def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
     """The certificate of a saved result; ``ledger`` is the file its cost was reserved in, if any."""
     composition = {
         "sequential": "All releases are about the same people and compose adaptively.",
@@ -184,7 +184,7 @@ def certify_run(result: Result, ledger: Path | None) -> Certificate:
     if any(mechanism_from(slot.get("mechanism", "gaussian")).whole_run for slot in result.details.get("slots", ())):
         composition = "All releases of the run are together one Gaussian release: their noise is correlated."
     composition = result.privacy.unit.in_words(composition)
-    return Certificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
+    return RunCertificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
 
 
 def digest_of(folder: Path) -> str:

@@ -17,7 +17,7 @@ from quietgrad.files import write_atomically
 from quietgrad.report.certificate import (
     NOT_COVERED,
     AuditResult,
-    Certificate,
+    RunCertificate,
     assumptions,
     audit_of,
     certify_run,
@@ -54,7 +54,7 @@ class Run:
     name: str
     anchor: str
     result: Result
-    certificate: Certificate
+    certificate: RunCertificate
     command: str | None = None
     audit: AuditResult | None = None
 

@@ -7,6 +7,7 @@ drawn a few hundred at a time; asking for one is then a look-up. A sampler belon
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -191,25 +192,16 @@ class CohortSampler:
         return self._members[i % len(self._members)]
 
 
-class SlotSampler:
-    """Hands out slots in order, each once; refuses when there are not enough left.
+class Slots(ABC):
+    """Slots handed out in order, each once; refuses when there are not enough left."""
 
-    >>> sampler = SlotSampler(np.array([2, 0, 1]), n_slots=3)
-    >>> sampler.take(2).tolist(), sampler.left
-    ([1, 2], 1)
-    """
-
-    def __init__(self, slots: Indices, n_slots: int, batch_size: int = 1) -> None:
-        if len(slots) == n_slots and np.bincount(slots, minlength=n_slots).max() == 1:
-            self._slots = np.arange(n_slots)  # a permutation is inverted, which is much quicker than sorted
-            self._by_slot = np.empty(n_slots, np.int64)
-            self._by_slot[slots] = self._slots
-        else:
-            self._by_slot = np.argsort(slots, kind="stable")
-            self._slots = slots[self._by_slot]
-        self._n_slots = n_slots
-        self._batch_size = batch_size
+    def __init__(self, n_slots: int, batch_size: int) -> None:
+        self._n_slots, self._batch_size = n_slots, batch_size
         self.position = 0
+
+    @abstractmethod
+    def _between(self, first: int, last: int) -> Indices:
+        """The records of slots first … last − 1."""
 
     @property
     def left(self) -> int:
@@ -225,9 +217,8 @@ class SlotSampler:
                 f"{count} fresh records asked for, {self.left} of {self._n_slots} left: every record may be used "
                 "once. Stop here, or plan fewer or smaller batches."
             )
-        first, last = np.searchsorted(self._slots, (self.position, self.position + count))
         self.position += count
-        return self._by_slot[first:last]
+        return self._between(self.position - count, self.position)
 
     def batch(self, i: int) -> Indices:
         """Return the records of slots i·b … (i+1)·b − 1; slots before them are given up, never used again."""
@@ -241,6 +232,29 @@ class SlotSampler:
                 f"slot {position} was already handed out (now at {self.position}): a record may be used once."
             )
         self.position = position
+
+
+class SlotSampler(Slots):
+    """Slots of records that are listed.
+
+    >>> sampler = SlotSampler(np.array([2, 0, 1]), n_slots=3)
+    >>> sampler.take(2).tolist(), sampler.left
+    ([1, 2], 1)
+    """
+
+    def __init__(self, slots: Indices, n_slots: int, batch_size: int = 1) -> None:
+        super().__init__(n_slots, batch_size)
+        if len(slots) == n_slots and np.bincount(slots, minlength=n_slots).max() == 1:
+            self._slots = np.arange(n_slots)  # a permutation is inverted, which is much quicker than sorted
+            self._by_slot = np.empty(n_slots, np.int64)
+            self._by_slot[slots] = self._slots
+        else:
+            self._by_slot = np.argsort(slots, kind="stable")
+            self._slots = slots[self._by_slot]
+
+    def _between(self, first: int, last: int) -> Indices:
+        start, end = np.searchsorted(self._slots, (first, last))
+        return self._by_slot[start:end]
 
 
 def _check_records(n: int) -> None:

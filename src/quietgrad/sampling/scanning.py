@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.sampling.samplers import Indices, hashed_slots
+from quietgrad.sampling.samplers import Indices, Slots, hashed_slots
 
 _STRETCH = 1 << 18
 
@@ -58,8 +57,8 @@ class CohortScan:
         return _chosen(self._n, lambda rows: hashed_slots(rows, self._cohorts, self._stream) == turn)
 
 
-class SlotScan:
-    """Hands out slots in order, each once; a row's slot is a keyed hash of its number.
+class SlotScan(Slots):
+    """Slots of rows that are not listed: a row's slot is a keyed hash of its number.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> sampler = SlotScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
@@ -68,41 +67,12 @@ class SlotScan:
     """
 
     def __init__(self, n_records: int, n_slots: int, batch_size: int, stream: SecureStream) -> None:
-        self._n, self._n_slots, self._batch_size, self._stream = n_records, n_slots, batch_size, stream
-        self.position = 0
+        super().__init__(n_slots, batch_size)
+        self._n, self._stream = n_records, stream
 
-    @property
-    def left(self) -> int:
-        """The number of slots not handed out yet."""
-        return self._n_slots - self.position
-
-    def take(self, count: int) -> Indices:
-        """Return the rows of the next ``count`` slots, or raise :class:`ExhaustedError`, taking none."""
-        if count < 1:
-            raise ValueError(f"count={count!r}: must be ≥ 1.")
-        if count > self.left:
-            raise ExhaustedError(
-                f"{count} fresh records asked for, {self.left} of {self._n_slots} left: every record may be used "
-                "once. Stop here, or plan fewer or smaller batches."
-            )
-        first, last = self.position, self.position + count
-        self.position = last
-
+    def _between(self, first: int, last: int) -> Indices:
         def wanted(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
             slots = hashed_slots(rows, self._n_slots, self._stream)
             return (slots >= first) & (slots < last)
 
         return _chosen(self._n, wanted)
-
-    def batch(self, i: int) -> Indices:
-        """Return the rows of slots i·b … (i+1)·b − 1; slots before them are given up, never used again."""
-        self.skip_to(i * self._batch_size)
-        return self.take(self._batch_size)
-
-    def skip_to(self, position: int) -> None:
-        """Continue at slot ``position``, for a resumed run; going back is refused."""
-        if position < self.position:
-            raise BudgetError(
-                f"slot {position} was already handed out (now at {self.position}): a record may be used once."
-            )
-        self.position = position

@@ -30,7 +30,7 @@ from quietgrad.objectives.networks.persons import Alike, Persons
 __all__ = [
     "Combination",
     "Contribution",
-    "Groups",
+    "PersonGroups",
     "Record",
     "Stored",
     "TokenSums",
@@ -251,7 +251,7 @@ class TokenSums:
         return Stored(values.flatten(2))
 
 
-class Groups:
+class PersonGroups:
     """Vectors of people, a group with about as many records at a time; only that group's rows are copied.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quietgrad.objectives.networks.contributions import Contribution, Groups, Stored, TokenSums, squares_of
+from quietgrad.objectives.networks.contributions import Contribution, PersonGroups, Stored, TokenSums, squares_of
 from quietgrad.objectives.networks.outer import UNIT, OuterProducts
 from quietgrad.objectives.networks.persons import Alike, Persons
 
@@ -60,7 +60,7 @@ class Joint:
                 )
             return joint
 
-        return Groups(persons, persons.alike(_device(self.parts[0])), self, make)
+        return PersonGroups(persons, persons.alike(_device(self.parts[0])), self, make)
 
     def held(self) -> int:
         """Bytes."""

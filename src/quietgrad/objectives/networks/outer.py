@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quietgrad.objectives.networks.contributions import Combination, Groups, Record, Stored, squares_of
+from quietgrad.objectives.networks.contributions import Combination, PersonGroups, Record, Stored, squares_of
 from quietgrad.objectives.networks.maps import SeveralRecords
 from quietgrad.objectives.networks.persons import Alike, Persons
 
@@ -180,7 +180,7 @@ class OuterProducts:
                     total += _scale(family, share)
                 out += self.layer.weight_gradient(total, right[part])
 
-    def together(self, persons: Persons) -> Groups:
+    def together(self, persons: Persons) -> PersonGroups:
         """A person is one example with all positions of all their records: the same products, of longer sequences.
 
         What the bound on the Gram matrices' rounding adds is for as many positions as that. Sums from the factors
@@ -190,7 +190,7 @@ class OuterProducts:
         def by_gram(group: Alike) -> bool:
             return self._cheap_gram(self.positions * group.rows.shape[1])
 
-        return Groups(persons, persons.alike(self.lefts[0].device), self, self.of_people, by_gram)
+        return PersonGroups(persons, persons.alike(self.lefts[0].device), self, self.of_people, by_gram)
 
     def of_people(self, group: Alike) -> OuterProducts:
         """Those of a group of people."""

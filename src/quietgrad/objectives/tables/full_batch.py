@@ -31,13 +31,13 @@ class Block(NamedTuple):
     factors: Floats | None
 
 
-class Columns:
+class ColumnMajor:
     """Some rows of a column-major float32 table: its products are summed in float64 without a copy in float64.
 
     A part of a scan is used once and forgotten; to convert it would cost as much as to use it.
 
     >>> X = np.asfortranarray(np.array([[1.0, 2.0], [3.0, 4.0]], dtype=np.float32))
-    >>> rows = Columns(X.T, 0, 2)
+    >>> rows = ColumnMajor(X.T, 0, 2)
     >>> (rows @ np.array([[1.0], [1.0]])).tolist(), (rows.T @ np.array([[1.0], [1.0]])).tolist()
     ([[3.0], [7.0]], [[4.0], [6.0]])
     """
@@ -46,9 +46,9 @@ class Columns:
         self.columns, self.first, self.last, self._transposed = columns, first, last, transposed
 
     @property
-    def T(self) -> Columns:
+    def T(self) -> ColumnMajor:
         """The transpose."""
-        return Columns(self.columns, self.first, self.last, not self._transposed)
+        return ColumnMajor(self.columns, self.first, self.last, not self._transposed)
 
     def __matmul__(self, other: Floats) -> Floats:
         from quietgrad.objectives.tables import kernels
@@ -72,7 +72,7 @@ def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]
         for start in range(0, len(records), step):
             which = slice(start, min(start + step, len(records)))
             factors = records.factors[which, None] if records.factors.size else None
-            yield Block(which, Columns(columns, which.start, which.stop), factors)
+            yield Block(which, ColumnMajor(columns, which.start, which.stop), factors)
         return
     for which, rows in records.blocks(indices):
         yield Block(which, rows, records.factors[which, None] if records.factors.size else None)
