@@ -33,7 +33,8 @@ from quietgrad.torch.affording import affordable
 from quietgrad.torch.clip_rules import clip_rule
 from quietgrad.torch.history import History
 from quietgrad.torch.loop_processes import leads, same_for_all, several, unwrapped
-from quietgrad.torch.own_loop import NO_PROMISE, OutputGradients, OwnLoop, PrivateLoop, pairing
+from quietgrad.torch.loop_sums import OutputGradients, pairing
+from quietgrad.torch.own_loop import NO_PROMISE, OwnLoop, PrivateLoop
 from quietgrad.torch.poisson_loader import PoissonLoader
 from quietgrad.torch.private_module import PrivateModule
 from quietgrad.torch.private_optimizer import check_optimizer, made_private, refuse_stepped

@@ -12,7 +12,7 @@ import copy
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,21 +24,14 @@ from quietgrad.algorithms.base import Releases
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, ExhaustedError, UnprovableError
-from quietgrad.objectives.base import Batch, NoRegularizer, Rule
 from quietgrad.objectives.networks.checks import (
-    made_up,
     refuse_autocast,
-    refuse_changed_buffers,
-    refuse_mixing_layers,
-    refuse_other_types,
 )
 from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.examples import bytes_of, leaves_of, read_record
-from quietgrad.objectives.networks.module import private_log
 from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.randomness import RecordKeys, preserved
-from quietgrad.objectives.networks.tape import mapped, select, tensors_of
-from quietgrad.objectives.networks.ways import Recorded, joined
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.tape import mapped
+from quietgrad.objectives.networks.ways import Recorded
 from quietgrad.objectives.people import PeopleRecords
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Unit
@@ -47,10 +40,11 @@ from quietgrad.torch.call_layout import CallLayout
 from quietgrad.torch.clip_rules import ClipRule, FlatClip
 from quietgrad.torch.history import History, LoopCost, epsilon_of, origins
 from quietgrad.torch.loop_processes import SharedSession, several
-from quietgrad.torch.rows import Owners, Rows, Sample, plain
+from quietgrad.torch.loop_sums import FromOutputs, Piece, not_by_rows, outputs_of, try_calls, versions_of
+from quietgrad.torch.rows import Owners, Rows, Sample
 from quietgrad.torch.shards import Shards
 
-__all__ = ["NO_PROMISE", "OutputGradients", "OwnLoop", "PrivateLoop", "pairing"]
+__all__ = ["NO_PROMISE", "OwnLoop", "PrivateLoop"]
 
 NO_PROMISE = 1e9  # ε of a loop that nobody limited: what it costs is told by PrivateLoop.epsilon
 
@@ -134,7 +128,7 @@ class PrivateLoop:
         self._ahead: deque[Drawn] = deque()  # drawn for a loader that reads ahead, and not yet handed out
         self.sample = Sample()  # what is known of the rows last handed out
         self._now: Drawn | None = None  # the sample a step may use; None once it has been used
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
         self._engines: dict[str, PerExampleEngine] = {}  # by how the model is called
         self._constants: dict[str, str] = {}  # what is no tensor in calls, by where the tensors are
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
@@ -294,13 +288,13 @@ class PrivateLoop:
             if not value.is_floating_point():
                 return value
             if value.dim() < 1 or len(value) != len(keys.indices):
-                raise ValueError(_not_by_rows(value))
+                raise ValueError(not_by_rows(value))
             leaves.append(value.detach().clone().requires_grad_())
             return Rows.of(leaves[-1], owners, self.sample, told=True)
 
         wrapped = mapped(output, leaf)
-        state = _state(self._params().values())
-        self._pieces.append(_Piece(args, leaves, owners, keys, layout, recorded, state))
+        state = versions_of(self._params().values())
+        self._pieces.append(Piece(args, leaves, owners, keys, layout, recorded, state))
         return wrapped
 
     def _recorded(self, engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
@@ -310,7 +304,7 @@ class PrivateLoop:
         if any(piece.recorded is not None for piece in self._pieces):
             return None
         if not engine.planned:
-            _plan(engine, args)
+            try_calls(engine, args)
         return engine.record(args, keys)
 
     def write_gradients(self) -> None:
@@ -322,7 +316,7 @@ class PrivateLoop:
         drawn, self._now, self._pieces = self._now, None, []
         theta = self.engine.flatten(self._params())
         multiplier = self._multiplier(drawn.slot)
-        query = _FromOutputs(self, theta, pieces, multiplier, self._persons(drawn))
+        query = FromOutputs(self, theta, pieces, multiplier, self._persons(drawn))
         total = torch.as_tensor(self._session.release_drawn(drawn, query))
         if self.handed_out == self.plan.schedule.releases:
             self._session.close("steps")
@@ -385,7 +379,7 @@ class PrivateLoop:
             "from the start."
         )
 
-    def _check(self, pieces: list[_Piece]) -> None:
+    def _check(self, pieces: list[Piece]) -> None:
         if not pieces:
             raise RuntimeError(
                 "optimizer.step(): no loss.backward() has reached an output of the private model since the last "
@@ -429,226 +423,3 @@ class PrivateLoop:
                 "the module's parameters were replaced after make_private (load_state_dict(assign=True), or a new "
                 "layer): neither the optimizer nor the private loop knows them. Call make_private afterwards."
             )
-
-
-@dataclass(eq=False)
-class _Piece:
-    """One forward pass: inputs, output leaves, whose rows they are, and the secrets its dropout masks came from."""
-
-    args: tuple[Tensor, ...]
-    leaves: list[Tensor]
-    owners: Owners
-    keys: RecordKeys
-    layout: CallLayout
-    recorded: Recorded | None = None
-    state: tuple[int, ...] = ()  # of the parameters: a change in place makes the recording another function's
-
-    @property
-    def has_gradient(self) -> bool:
-        return any(leaf.grad is not None for leaf in self.leaves)
-
-
-class _FromOutputs:
-    """Σ clip_C(∇fᵢ(θ)) from the gradients that arrived at the outputs."""
-
-    def __init__(
-        self,
-        loop: PrivateLoop,
-        theta: Tensor,
-        pieces: list[_Piece],
-        multiplier: float,
-        persons: Persons | None = None,
-    ) -> None:
-        self.loop = loop
-        self.theta = theta
-        self.pieces = pieces
-        self.multiplier = multiplier
-        self.persons = persons
-
-    @property
-    def bound(self) -> float:
-        return self.loop.rule.bound(self.multiplier)
-
-    def dim(self, records: Any) -> int:
-        return self.loop.engine.dim + self.loop.rule.extra
-
-    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
-        out = torch.as_tensor(out)  # of an array: its own memory
-        if self.persons is None:
-            added = [self._add_piece(piece, out) for piece in self.pieces]
-            finite = all(added)
-        else:
-            norms = list(self._people(self.persons, out))
-            finite = all(bool(each.isfinite().all()) for each in norms)
-        if not finite:
-            private_log.info("contributions of a release were not finite and counted as zero")
-
-    def _add_piece(self, piece: _Piece, out: Tensor) -> bool:
-        loop, grads = self.loop, self._grads(piece)
-        engine = loop._engine(piece.layout)
-        with piece.layout.of(engine.module):
-            if self._add_recorded(engine, piece, grads, out):
-                return True
-            norms = loop.rule.add(engine, self.theta, piece.args, grads, out, piece.keys, self.multiplier)
-        return bool(norms.isfinite().all())
-
-    def _grads(self, piece: _Piece) -> tuple[Tensor, ...]:
-        # A mean over the piece's examples is undone by its own length, whatever that is.
-        scale = float(len(piece.owners.places)) if self.loop.mean_reduced else 1.0
-        return tuple(
-            torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) * scale for leaf in piece.leaves
-        )
-
-    def _people(self, persons: Persons, out: Tensor) -> Iterator[Tensor]:
-        """Everyone once: who is in one piece from that piece, others from all theirs before they are clipped."""
-        loop = self.loop
-        assert type(loop.rule) is FlatClip  # no other knows people
-        rule = Rule.gradient(loop.rule.clip)
-        owners = [persons.owners[piece.owners.places.numpy()] for piece in self.pieces]
-        everyone, counts = np.unique(np.concatenate([np.unique(own) for own in owners]), return_counts=True)
-        several = everyone[counts > 1]
-        for piece, own in zip(self.pieces, owners, strict=True):
-            rows = np.flatnonzero(~np.isin(own, several))
-            if len(rows):
-                people, number = np.unique(own[rows], return_inverse=True)
-                whose = Persons(number.reshape(-1), persons.factors[people])
-                engine = loop._engine(piece.layout)
-                with piece.layout.of(engine.module):
-                    if len(rows) == len(own) and self._add_recorded(engine, piece, self._grads(piece), out, whose):
-                        continue
-                    x, y, keys = self._rows(piece, rows)
-                    yield engine.add((self.theta,), x, y, rule, out, keys, whose)
-        for person in several.tolist():
-            whole = loop.engine.nothing(rule)
-            for piece, own in zip(self.pieces, owners, strict=True):
-                if len(rows := np.flatnonzero(own == person)):
-                    x, y, keys = self._rows(piece, rows)
-                    engine = loop._engine(piece.layout)
-                    with piece.layout.of(engine.module):
-                        engine.add_unclipped((self.theta,), x, y, rule, whole, keys)
-            yield loop.engine.add_whole(whole, persons.factors[person], rule, out)
-
-    def _rows(self, piece: _Piece, rows: Any) -> tuple[Any, Any, RecordKeys]:
-        where = torch.from_numpy(rows)
-        return select(piece.args, where), select(self._grads(piece), where), piece.keys.rows(rows)
-
-    def _add_recorded(
-        self,
-        engine: PerExampleEngine,
-        piece: _Piece,
-        grads: tuple[Tensor, ...],
-        out: Tensor,
-        persons: Persons | None = None,
-    ) -> bool:
-        recorded, piece.recorded = piece.recorded, None
-        if recorded is None:
-            return False
-        rule = self.loop.rule
-        assert type(rule) is FlatClip
-        if piece.state != _state(self.loop._params().values()):
-            return False
-        return engine.add_recorded(recorded, grads, rule.clip, out, persons)
-
-
-def _state(params: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(param._version for param in params)
-
-
-def outputs_of(engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Any:
-    """The module's output, drawn as the gradient will be; in passes of the engine's micro-batch."""
-    count = len(keys.indices)
-    if count == 0:
-        # Not every module takes no rows at all; of one that is nobody's no row is left.
-        with preserved():
-            nobody = engine.module(*(arg.new_zeros((1, *arg.shape[1:])) for arg in args))
-        return mapped(nobody, lambda tensor: tensor[:0])
-    if not engine.planned:
-        _plan(engine, args)
-    way = engine.way(args, ())
-    size = engine.micro_batch or count
-    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-    return joined([way.outputs(tuple(arg[part] for arg in args), keys.rows(part)) for part in parts])
-
-
-def _plan(engine: PerExampleEngine, args: tuple[Tensor, ...]) -> None:
-    """Try the module on made-up examples: their outputs must come first, and be their own."""
-    made, _ = made_up(args, args, 0)
-    assert isinstance(made, tuple)
-    tried: list[Any] = []
-
-    def run() -> None:
-        try:
-            tried.extend(engine.module(*select(made, slice(0, count))) for count in (3, 4))
-        except (RuntimeError, TypeError) as error:
-            refuse_other_types(engine.module, made, error)
-            raise
-
-    refuse_mixing_layers(engine.module)
-    with preserved(), torch.no_grad():
-        refuse_changed_buffers(engine.module, run)
-    for count, output in zip((3, 4), tried, strict=True):
-        for value in tensors_of(output):
-            if value.is_floating_point() and (value.dim() < 1 or len(value) != count):
-                raise ValueError(_not_by_rows(value))
-    engine.way(made, tuple(t for t in tensors_of(tried[1]) if t.is_floating_point()))
-
-
-def _not_by_rows(value: Tensor) -> str:
-    if value.dim() == 0:
-        return (
-            "the model returned one number for the whole batch, a loss or a statistic in which examples weigh each "
-            "other: leave the labels out of the call and make the loss of the outputs, example by example "
-            "(qt.causal_lm_loss for language models), or use DPTrainer."
-        )
-    return (
-        f"the model returned shape {tuple(value.shape)} for a batch of examples: its outputs must have examples "
-        "first (batch_first), one row per example."
-    )
-
-
-def pairing(output: Any, grads: tuple[Tensor, ...]) -> Tensor:
-    """⟨b_i, output_i⟩ for each example: its gradient in θ is that of the loss whose output gradients are b."""
-    outputs = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-    # Alone an example may come without its axis, if the module squeezes its output: all of it is its own.
-    outputs = [o.reshape(g.shape) if len(g) == 1 else o for o, g in zip(outputs, grads, strict=True)]
-    products = [(o * g).reshape(len(o), -1).sum(1) for o, g in zip(outputs, grads, strict=True)]
-    return torch.stack(products).sum(0)
-
-
-@dataclass(frozen=True, eq=False)
-class LoopRecords:
-    """The records of a loop: counted, and known to a ledger by their content; only the loader reads them."""
-
-    dataset: Any
-    dim: int
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def contents(self) -> Iterator[bytes | memoryview]:
-        """All that is known here of what a sum depends on."""
-        return self.fingerprint_parts()
-
-    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
-        """The records as bytes, read as if nothing were drawn for them."""
-        with preserved():
-            for index in range(len(self)):
-                for value in leaves_of(read_record(self.dataset, index, 0)):
-                    yield from bytes_of(value)
-
-
-class OutputGradients:
-    """The objective of a loop: its records are counted here and read by the loader."""
-
-    def __init__(self, engine: PerExampleEngine) -> None:
-        self.engine = engine
-        self.regularizer = NoRegularizer()
-        self.silent_batches = False
-
-    def prepare(self, data: Any) -> LoopRecords:
-        """The data set, whatever its samples are; the loader has been checked."""
-        return LoopRecords(data, self.engine.dim)
-
-    def initial(self, records: Any) -> Tensor:
-        """The module's parameters."""
-        return self.engine.flatten(dict(self.engine.module.named_parameters()))
