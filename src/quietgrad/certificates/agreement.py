@@ -1,0 +1,207 @@
+"""Whether a certificate's parts agree: settings plan its slots, slots and noise give its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quietgrad.certificates.claims import ALTERED, Claim
+from quietgrad.certificates.document import canonical
+from quietgrad.errors import QuietgradError
+from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed, repeated
+from quietgrad.privacy.spending import is_part
+from quietgrad.training.statement import ADVERSARY
+
+_MOST_STEPS = 2 * 10**7  # a plan of a stranger is made here: its lists must fit
+_MOST_SLOTS = 256
+_MOST_SETTING = 10**6  # some plan a slot, or a weight of a law, for each
+
+
+def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[str]]:
+    plan, privacy = body["plan"], claim.privacy
+    expected = {
+        "algorithm",
+        "composition",
+        "config",
+        "n_public",
+        "noise_multiplier",
+        "rounds",
+        "slots",
+        "stopped_by",
+    }
+    if (
+        set(plan) != expected
+        or len(plan["slots"]) > _MOST_SLOTS
+        or _largest([plan["config"], plan["slots"]]) > _MOST_STEPS
+    ):
+        raise ValueError("plan")
+    slots = tuple(Slot.from_json(each) for each in plan["slots"])
+    if canonical([slot.to_json() for slot in slots]) != canonical(plan["slots"]):
+        raise ValueError("slots")
+    rounds = None if plan["rounds"] is None else (float(plan["rounds"][0]), float(plan["rounds"][1]))
+    schedule = Schedule(slots, plan["composition"], rounds=rounds)
+    found = []
+    if plan["noise_multiplier"] != privacy.noise_multiplier:
+        found.append("the claim states another noise multiplier")
+    if plan["n_public"] != body["data"]["n_public"]:
+        found.append("the data are stated with another number of records")
+    described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
+    if privacy.sampling != privacy.unit.in_words(described):  # which also says whom it draws: records, or people
+        found.append("the claim states another sampling, or another unit")
+    found += _federation_problems(body["federation"], plan["n_public"], claim)
+    counts = {slot.name: slot.count for slot in slots}
+    for name, made in privacy.releases.items():
+        if type(made) is not int or not 0 <= made <= counts.get(name, -1):
+            found.append("releases are stated that were not planned")
+    planned = _planned(plan, claim.relation)
+    if not found and (planned is None or not _same(planned, schedule, federated=body["federation"] is not None)):
+        found.append("the slots are not those that the algorithm has at its settings")
+    if not found and planned is not None:
+        fixed = not planned.adaptive and planned.rounds is None and schedule.composition == "sequential"
+        if fixed and plan["stopped_by"] == "steps" and body["federation"] is None:
+            lawful = {slot.name for slot in slots if slot.law is not None}
+            if any(privacy.releases.get(name, 0) < n for name, n in counts.items() if name not in lawful):
+                found.append("fewer releases are stated than its steps make")
+        parts_count = plan["stopped_by"] in ("steps", "budget") and _may_end_there(planned, schedule, body, claim)
+        if not _derived(schedule, claim, body["federation"], parts_count=parts_count):
+            found.append("the events are not those that its slots, noise and releases give")
+    return schedule, found
+
+
+def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[str]:
+    """Who took part must add up to the records stated, and be told of against whom the claim is made."""
+    from quietgrad.federation.coordinator import ADVERSARIES
+
+    if federation is None:
+        if isinstance(claim.event, PerParty):
+            return ["events of parties are stated without a federation"]
+        return [] if claim.privacy.adversary == ADVERSARY else ["the claim states another adversary"]
+    if set(federation) != {"trust", "secure", "sizes", "parties_per_person", "plan_file"}:
+        raise ValueError("federation")
+    found, sizes = [], federation["sizes"]
+    if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != n_public:
+        found.append("its parties have another number of records together")
+    if isinstance(claim.event, PerParty) and len(claim.event.parties) != len(sizes):
+        found.append("the events are of another number of parties")
+    if federation["trust"] == "local" and not isinstance(claim.event, PerParty):
+        found.append("each party's own noise is stated, and events of all parties together")
+    if federation["trust"] not in (*ADVERSARIES, "secure"):
+        found.append("it states a trust that is not known here")
+    elif claim.privacy.adversary != ADVERSARIES.get(federation["trust"], claim.privacy.adversary):
+        found.append("the claim states another adversary")
+    return found
+
+
+def _may_end_there(planned: Schedule, stated: Schedule, body: dict[str, Any], claim: Claim) -> bool:
+    """Whether fewer releases than the slots hold may be what is paid for: rounds that a federation kept spare.
+
+    Whoever stops for another reason pays for the whole plan, and so does whose releases follow from data or from a
+    secret draw.
+    """
+    if planned.adaptive or planned.rounds is not None or any(slot.law is not None for slot in stated.slots):
+        return False
+    made = claim.privacy.releases
+    least = {slot.name: slot.count if body["federation"] is None else 1 for slot in stated.slots}
+    least |= {slot.name: slot.count for slot in planned.slots}
+    return all(made.get(name, 0) >= count for name, count in least.items())
+
+
+def _largest(value: Any) -> float:
+    """The largest whole number in JSON values; what a plan is made of is as long as its numbers say."""
+    if isinstance(value, dict | list):
+        return max((_largest(item) for item in (value.values() if isinstance(value, dict) else value)), default=0)
+    return abs(value) if isinstance(value, int) or (isinstance(value, float) and value.is_integer()) else 0
+
+
+def _derived(schedule: Schedule, claim: Claim, federation: Any, *, parts_count: bool) -> bool:
+    """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
+    parties = _without_slack(claim.event)
+    for k, event in enumerate(parties):
+        own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
+        z, relation = claim.privacy.noise_multiplier, claim.relation
+        all_of_it = repeated(own.event(z, relation), times)
+        made = {name: n for name, n in claim.privacy.releases.items() if n}
+        follow = {all_of_it}
+        if made and parts_count:
+            follow.add(repeated(own.event(z, relation, made), times))
+        resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
+        # Resumed on other sums: charged once more for what it released then.
+        if event not in follow and not (resumed and all(is_part(part, all_of_it) for part in event.parts)):  # type: ignore[attr-defined]
+            return False
+    return True
+
+
+def _without_slack(event: Event) -> list[Event]:
+    """What each party's records went through, apart from the distance of discrete noise to the stated one."""
+    found = []
+    for part in event.parties if isinstance(event, PerParty) else (event,):
+        if isinstance(part, Composed) and isinstance(part.parts[-1], Slack):
+            part = composed(part.parts[:-1])
+        found.append(part)
+    return found
+
+
+def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, parties: int) -> tuple[Schedule, int]:
+    """The schedule with the local batches of one party, where batches are of fixed size, and how often it counts.
+
+    Both as priced for a person who is known to several parties.
+    """
+    from dataclasses import replace
+
+    from quietgrad.federation.plan import of_several_parties
+    from quietgrad.federation.weights import shares
+    from quietgrad.sampling import FixedSize
+
+    known_to = 1 if federation["parties_per_person"] is None else int(federation["parties_per_person"])
+    if federation["trust"] != "local":
+        schedule, known_to = of_several_parties(schedule, known_to), 1
+
+    sizes = tuple(int(size) for size in federation["sizes"])
+    slots = []
+    for slot in schedule.slots:
+        if isinstance(slot.sampling, FixedSize):
+            if parties not in (1, len(sizes)):
+                raise ValueError("parties")
+            batch = shares(slot.sampling.batch_size, sizes)[party]
+            slot = replace(slot, sampling=FixedSize(sizes[party], batch))
+        slots.append(slot)
+    return replace(schedule, slots=tuple(slots)), known_to
+
+
+def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
+    """What the algorithm plans at its stated settings; ``None`` if there is no such thing."""
+    from quietgrad.algorithms.registry import ALGORITHMS, entry
+
+    if plan["algorithm"] not in ALGORITHMS or any(
+        type(value) is int and value > _MOST_SETTING and "batch" not in key for key, value in plan["config"].items()
+    ):
+        return None
+    method = entry(plan["algorithm"])
+    try:
+        try:
+            algorithm = method.make(plan["config"])
+        except ValueError:  # settings with parts of their own, which only the class itself reads
+            algorithm = method.kind(**plan["config"])
+        planned: Schedule = algorithm.schedule(int(plan["n_public"])).under(relation)
+    except (*ALTERED, QuietgradError):
+        return None
+    return planned
+
+
+def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:
+    """Whether a plan has the slots of its algorithm; looks before it may stand beside them."""
+    stated = {slot.name: slot for slot in schedule.slots}
+    if planned.composition != schedule.composition or planned.rounds != schedule.rounds:
+        return False
+    if not all(slot.name in stated and _same_releases(slot, stated[slot.name]) for slot in planned.slots):
+        return False
+    # A federation may repeat rounds that were lost: as many spare ones for each slot.
+    spare = {stated[slot.name].count - slot.count for slot in planned.slots}
+    return spare == {0} or (federated and len(spare) == 1 and min(spare) > 0)
+
+
+def _same_releases(planned: Slot, stated: Slot) -> bool:
+    """Equal, but for how often."""
+    ours, theirs = planned.to_json(), stated.to_json()
+    return canonical({**ours, "count": 0}) == canonical({**theirs, "count": 0})
