@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from quietgrad.algorithms.rates import Rate, as_rate
 from quietgrad.curators.base import Session
@@ -195,6 +195,8 @@ class FirstOrder(Algorithm):
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
+        if self.returns not in get_args(Output):
+            raise ValueError(f"returns={self.returns!r}: must be one of {', '.join(get_args(Output))}.")
         object.__setattr__(self, "_rate", self.rate())
         object.__setattr__(self, "_oracle", self.oracle())
 

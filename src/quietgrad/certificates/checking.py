@@ -310,6 +310,7 @@ def _words(
         "What was spent on these people outside the ledger lines that are in the file.",
         f"Anything against others than this adversary: {claim.privacy.adversary}.",
     ]
+    rest += [f"What the run notes of itself: {note}." for note in claim.privacy.notes]
     federation = document.body["federation"]
     if isinstance(federation, dict) and federation.get("trust") == "secure":
         rest.append("That this is the adversary: which parties and servers may be dishonest, the plan file says.")

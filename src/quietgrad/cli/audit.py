@@ -118,7 +118,8 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
 def _keep(report: AuditReport, folder: Path) -> None:
     """Leave what was found beside the run, where its page shows it."""
     from quietgrad.files import write_atomically
-    from quietgrad.report.certificate import AUDIT_FILE, digest_of
+    from quietgrad.report.certificate import AUDIT_FILE
+    from quietgrad.training.result import digest_of
 
     said = {"result": digest_of(folder), **report.to_json()}
     write_atomically(folder / AUDIT_FILE, (json.dumps(said, indent=2, default=str) + "\n").encode())

@@ -27,7 +27,7 @@ def evaluate(
     delta: Annotated[float, typer.Option(help="δ of the evaluation.")] = 1e-6,
     relation: Annotated[str, typer.Option(help="replace-one or add-remove.")] = "replace-one",
     ledger: Annotated[
-        Path | None, typer.Option(help="Ledger file; else evaluation-ledger.jsonl in the folder.")
+        Path | None, typer.Option(help="Ledger file; else the one that the run was paid from.")
     ] = None,
     account: Annotated[str, typer.Option(help="Whose privacy is spent: the held-out people.")] = "held-out",
     person: Annotated[
@@ -47,6 +47,7 @@ def evaluate(
     from quietgrad.estimators.runs import from_run
     from quietgrad.estimators.scoring import private_score
     from quietgrad.files import are_many
+    from quietgrad.training.verification import ledger_of
 
     model = from_run(folder)
     facts = model.result_.details.get("model")
@@ -72,7 +73,7 @@ def evaluate(
         if y is None:
             raise DataError(f"{data}: has no labels to score against.")
         labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
-    book = folder / "evaluation-ledger.jsonl" if ledger is None else ledger
+    book = ledger_of(folder) if ledger is None else ledger  # where people who were trained on are known
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     with usage():
         score = private_score(

@@ -69,15 +69,18 @@ def frontier(
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: must be ≥ 1.")
     given = {"test": test, "schema": schema, "label": label, "task": task}
-    table = _with_held_out(_load(data, given))
+    table = _load(data, given)
+    if not public:
+        table.refuse_uncounted(Budget(levels[0], delta, Relation.parse(relation)))
+    table, n_public = _with_held_out(table, relation)
     if row_bound is not None:
         table = replace(table, row_bound=row_bound)
     if public:
         found = _public(table, levels, delta, relation, repeats)
     else:
         found = _private(
-            table, levels, delta, relation, score_epsilon, ledger or out / "ledger.jsonl", (account, held_out),
-            cap_epsilon, quiet=as_json,
+            table, n_public, levels, delta, relation, score_epsilon, ledger or out / "ledger.jsonl",
+            (account, held_out), cap_epsilon, quiet=as_json,
         )  # fmt: skip
     import json
 
@@ -118,20 +121,32 @@ def _load(data: str, given: dict[str, Any]) -> Dataset:
     return load(data, **{key: value for key, value in given.items() if value is not None})
 
 
-def _with_held_out(table: Dataset) -> Dataset:
-    """The table with held-out rows of its own: a fifth, by a public seed, where it brings none."""
+def _with_held_out(table: Dataset, relation: str) -> tuple[Dataset, int]:
+    """The table with held-out rows of its own, a fifth where it brings none, and the public number of the others.
+
+    Under add-remove each row is held out by a draw of its own: in a split of fixed sizes one record more would move
+    others to the other side, and tables that are neighbours would not have parts that are.
+    """
     import numpy as np
 
     from quietgrad.data.dataset import SPLIT_SEED
     from quietgrad.errors import DataError
+    from quietgrad.privacy.budget import Relation
+    from quietgrad.privacy.rng import SecureStream, fresh_key
 
     if table.X_test is not None and table.y_test is not None:
-        return table
+        return table, table.n
     if table.n < 20:
         raise DataError(f"{table.name}: has too few rows to hold some out; give --test.")
-    order = np.random.default_rng(SPLIT_SEED).permutation(table.n)
-    some, rest = order[: table.n // 5], order[table.n // 5 :]
-    return replace(table, X=table.X[rest], y=table.y[rest], X_test=table.X[some], y_test=table.y[some])
+    if Relation.parse(relation) is Relation.ADD_REMOVE:
+        aside = SecureStream(fresh_key(), "split").uint64(0, table.n) < np.uint64(2**64 // 5)
+    else:
+        aside = np.random.default_rng(SPLIT_SEED).permutation(table.n) < table.n // 5
+    if not 2 <= aside.sum() <= table.n - 2:
+        raise DataError(f"{table.name}: has too few rows to hold some out; give --test.")
+    kept = replace(table, X=table.X[~aside], y=table.y[~aside], X_test=table.X[aside], y_test=table.y[aside])
+    exact = Relation.parse(relation) is Relation.REPLACE_ONE
+    return kept, kept.n if exact else round(0.8 * table.n)
 
 
 def _model(table: Dataset, epsilon: float, delta: float, relation: str, **kept: Any) -> Any:
@@ -172,6 +187,7 @@ def _public(table: Dataset, levels: list[float], delta: float, relation: str, re
 
 def _private(
     table: Dataset,
+    n_public: int,
     levels: list[float],
     delta: float,
     relation: str,
@@ -201,7 +217,7 @@ def _private(
     file.parent.mkdir(parents=True, exist_ok=True)
     points = []
     for level in levels:
-        model = _model(table, level, delta, relation, ledger=str(file), account=accounts[0])
+        model = _model(table, level, delta, relation, n_public=n_public, ledger=str(file), account=accounts[0])
         model.fit(table.X, table.y)
         score = private_score(
             model, table.X_test, table.y_test, epsilon=score_epsilon, delta=delta, relation=relation,

@@ -104,7 +104,7 @@ class RunSpec:
     def make_algorithm(self, data: Dataset, n: int | None = None) -> Any:
         """The method asked for, or the default for linear models, chosen from public numbers only.
 
-        ``n`` is how many people there are, if they are not the records.
+        ``n`` is how many people there are, if they are not the records: the number of records is then a secret.
         """
         from quietgrad.cli.settings import algorithm_from, key_values
 
@@ -113,9 +113,10 @@ class RunSpec:
         given = {key: value for key, value in self.flags.items() if value is not None}
         bound = data.row_bound if self.row_bound is None else self.row_bound
         promise = self.budget()
+        people = self.n_public or n or data.n
         if self.features is not None:  # thousands of features are too many to whiten
             said = key_values(self.settings)
-            usual = pictures_settings(self.n_public or data.n, None if promise is None else promise.epsilon)
+            usual = pictures_settings(people, None if promise is None else promise.epsilon)
             flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
             return algorithm_from("dp-sgd", flags, self.settings)
         if promise is None or given or self.settings:  # whoever sets it up sets it up whole
@@ -126,7 +127,7 @@ class RunSpec:
         from quietgrad.algorithms.whitened_design import for_table
 
         return for_table(
-            self.n_public or n or data.n,
+            people,
             data.d,
             budget=promise,
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
@@ -152,6 +153,7 @@ class RunSpec:
             return open_scan(self.data, self.reading, self.scanning, self.test)
         else:
             data = load(self.data, test=self.test, **self.reading)
+            data.refuse_uncounted(self.budget())
         return data if self.features is None else _featured(data)
 
     def ledger_in(self, folder: Path) -> Path | None:

@@ -34,7 +34,7 @@ class PartitionUnit:
         """Record batches of at most ``rows`` rows."""
         import pyarrow as pa
 
-        frame = self.held.compute() if self.frame is None else self.frame
+        frame = _computed(self.held) if self.frame is None else self.frame
         try:
             table = pa.Table.from_pandas(frame[list(columns)], preserve_index=False)
         except (pa.ArrowException, TypeError, ValueError, KeyError):
@@ -55,6 +55,16 @@ def cut_partitions(
     runner = connected(cluster) if cluster is not None else _current()
     pieces = frame[layout.read].to_delayed(optimize_graph=True)
     return [(PartitionUnit(piece), None) for piece in pieces], runner
+
+
+def _computed(held: Any) -> Any:
+    try:
+        return held.compute()
+    except Exception as error:  # the user's own graph: whatever it raises may quote a cell
+        raise DataError(
+            f"frame: a partition could not be computed ({type(error).__name__}); its message may quote a cell and "
+            "is not shown. Compute it alone to see."
+        ) from None
 
 
 def _current() -> DaskRunner | None:

@@ -13,6 +13,7 @@ from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Reading
 from quietgrad.objectives.people import OfPeople
+from quietgrad.objectives.tables.scanned import UNCOUNTED, Scanned
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
@@ -152,6 +153,8 @@ class CentralCurator:
     def _check(self, plan: Plan) -> None:
         self._check_unit(plan)
         exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
+        if exact and isinstance(self.records, Scanned) and self.records.leaves_out:
+            raise DataError(f"X: {UNCOUNTED}")
         fixed = any(isinstance(slot.sampling, FixedSize) for slot in plan.schedule.slots)
         if (exact or fixed) and len(self.records) != plan.n_public:
             why = (

@@ -19,6 +19,8 @@ from quietgrad.shown import did_you_mean
 if TYPE_CHECKING:
     from scipy import sparse
 
+    from quietgrad.privacy.budget import Budget
+
 # Quoted, so that scipy is not imported with the package.
 Matrix: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.float64] | sparse.csr_matrix[Any]"
 Task: TypeAlias = Literal["binary", "multiclass", "regression"]
@@ -59,6 +61,8 @@ class Dataset:
     person: npt.NDArray[Any] | None = field(default=None, repr=False)
     pictures: dict[str, Any] | None = None
     """What says how the rows were made of pictures, if they were."""
+    leaves_out: bool = False
+    """Whether rows were left out for what they hold: how many there are is then a secret of theirs."""
 
     @property
     def n(self) -> int:
@@ -69,6 +73,14 @@ class Dataset:
     def d(self) -> int:
         """Number of features."""
         return int(self.X.shape[1])
+
+    def refuse_uncounted(self, budget: Budget | None) -> None:
+        """Raise DataError if the promise fixes the number of records and what they hold decides it."""
+        from quietgrad.objectives.tables.scanned import UNCOUNTED
+        from quietgrad.privacy.budget import Relation
+
+        if self.leaves_out and budget is not None and budget.relation is Relation.REPLACE_ONE:
+            raise DataError(f"{self.name}: {UNCOUNTED}")
 
 
 def check(data: Dataset) -> Dataset:

@@ -89,6 +89,11 @@ class Scan:
         return self.layout.classes if self.layout.schema is None else self.layout.schema.classes
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether rows with a gap are left out."""
+        return self.layout.may_drop
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Records and features."""
         return len(self), self.features

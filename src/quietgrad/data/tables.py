@@ -242,6 +242,7 @@ def _assemble(
             notes=tuple(notes), class_names=class_names, label_bounds=bounds,
             feature_names=schema.feature_names if schema is not None else tuple(features),
             person=None if person is None else np.array([*ids, None], dtype=object)[:-1],
+            leaves_out=schema is not None and schema.drop_incomplete,
         )
     )  # fmt: skip
 

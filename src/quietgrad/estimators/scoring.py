@@ -27,7 +27,7 @@ from quietgrad.objectives.people import People
 from quietgrad.objectives.queries.evaluation import Tabulation
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.training.result import Privacy
+from quietgrad.training.result import Privacy, digest_of
 
 Floats = npt.NDArray[np.float64]
 Number = tuple[float, float]
@@ -75,9 +75,10 @@ class PrivateScore:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write the score beside a run, where ``quietgrad report`` shows it."""
+        """Write the score beside a run, where ``quietgrad report`` shows it as long as the run is this one."""
         target = Path(folder) / "evaluation.json"
-        write_atomically(target, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        said = {"result": digest_of(Path(folder)), **self.to_json()}
+        write_atomically(target, (json.dumps(said, indent=1) + "\n").encode())
         return target
 
     def __str__(self) -> str:

@@ -244,6 +244,7 @@ def records(file: PlanFile, path: str | Path) -> Dataset:
     data = load_table(path, train=False, **file.reading)
     if data.d != file.features:
         raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
+    data.refuse_uncounted(file.budget)
     return data
 
 

@@ -24,9 +24,16 @@ from quietgrad.privacy.rng import fresh_key
 Codes = npt.NDArray[np.int64]
 
 _NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
+# How a missing id is spelt once a file or a conversion has made it a text: all of them would be one person.
+_NO_ONE = frozenset(
+    ("NA", "N/A", "n/a", "NaN", "nan", "NAN", "None", "none", "null", "NULL", "Null", "NaT", "<NA>", "#N/A", "-nan")
+)
 _INVISIBLE = ("Cc", "Cf")
 _DAYS = ("Y", "M", "W", "D")  # units of numpy's dates that tell no time of the day
-_MISSING = "person: a record has no id. Remove such records, or give each an id of its own."
+_MISSING = (
+    "person: a record has no id, or one that spells a missing value (NA, None, nan, null). Remove such records, or "
+    "give each an id of its own."
+)
 _KINDS = (
     "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
     "that 1 and '1' are not two people."
@@ -67,6 +74,8 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
         codes = np.argsort(np.argsort(first))[codes]
         known = values.tolist()
         texts = known if array.dtype.kind in "US" else []
+    if not _NO_ONE.isdisjoint(texts):
+        raise DataError(_MISSING)
     if len({_plain(text) for text in texts}) < len(texts):
         raise DataError(
             "person: some ids differ only in spaces, in how accents are written or in what cannot be seen. If they "

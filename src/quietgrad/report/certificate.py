@@ -5,19 +5,18 @@ Everything here comes from a saved result and its ledger; nothing is computed fr
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quietgrad.files import read_bytes, read_json
+from quietgrad.files import read_json
 from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.mechanisms import from_json as mechanism_from
-from quietgrad.training.result import Privacy, Result
+from quietgrad.training.result import Privacy, Result, digest_of
 
 RELATION_WORDS = {
     Relation.ADD_REMOVE: "Two data sets are neighbours if one has a single record more than the other. "
@@ -185,11 +184,6 @@ def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
         composition = "All releases of the run are together one Gaussian release: their noise is correlated."
     composition = result.privacy.unit.in_words(composition)
     return RunCertificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
-
-
-def digest_of(folder: Path) -> str:
-    """What tells the result in ``folder`` from any other that may take its place."""
-    return hashlib.sha256(read_bytes(folder / "result.json")).hexdigest()
 
 
 def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from quietgrad.errors import DataError
 from quietgrad.files import read_json
-from quietgrad.training.result import Privacy, Result
+from quietgrad.training.result import Privacy, Result, digest_of
 from quietgrad.training.verification import contradiction
 
 EVALUATION = "evaluation.json"
@@ -59,6 +59,8 @@ def _evaluation(path: Path) -> Evaluation | None:
         return None
     said = read_json(path)
     try:
+        if said["result"] != digest_of(path.parent):
+            return None  # of a run that was here before
         privacy = Privacy.from_json(said["privacy"])
         why = contradiction(privacy)
         numbers = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.files import check_regular, read_json, write_atomically
+from quietgrad.files import check_regular, read_bytes, read_json, write_atomically
 from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.events import Event
 from quietgrad.vectors import Vector
@@ -207,6 +208,11 @@ class Result:
         write_atomically(path / "model.safetensors", to_bytes({"params": params}))
         write_atomically(path / "result.json", (json.dumps(self.to_json(), indent=2) + "\n").encode())
         return path
+
+
+def digest_of(folder: Path) -> str:
+    """What tells the result in ``folder`` from any other that may take its place."""
+    return hashlib.sha256(read_bytes(folder / "result.json")).hexdigest()
 
 
 def load(folder: str | Path) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,12 +92,19 @@ def _refuse(values: Any, cells: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], 
             f"{what}: must be one number per record and {_rows(wrong)} not. Encode them as numbers first."
         )
     first, *others = np.flatnonzero(wrong.any(axis=0))
-    columns = list(values.columns) if isinstance(values, _Frame) else range(cells.shape[1])
+    columns = _names(values, cells.shape[1])
     more = f" (and {len(others)} more columns)" if others else ""
     raise DataError(
-        f"{what}: column {columns[first]!r}{more} must be numbers and {_rows(wrong[:, first])} not. "
+        f"{what}: column {columns[int(first)]!r}{more} must be numbers and {_rows(wrong[:, first])} not. "
         "Encode categories, or fill what is missing, first."
     )
+
+
+def _names(values: Any, width: int) -> Sequence[Any]:
+    """What the columns are called, or their places: an Arrow table's ``columns`` are the cells themselves."""
+    if isinstance(names := getattr(values, "column_names", None), list):
+        return names
+    return list(values.columns) if isinstance(values, _Frame) else range(width)
 
 
 @runtime_checkable

@@ -73,6 +73,12 @@ class Parts(Protocol):
 Work = Callable[[Parts, Task], Value]
 
 
+UNCOUNTED = (
+    "rows with a gap are left out (`drop_incomplete`), so a record's content decides how many there are, and under "
+    "replace-one that number is public. Use add-remove with a declared n, or give each column a `fill`."
+)
+
+
 @runtime_checkable
 class Source(Protocol):
     """Where parts come from; :class:`quietgrad.data.scanning.Scan` is one."""
@@ -90,6 +96,11 @@ class Source(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """Rows of each piece."""
+        ...
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether rows are left out for what they hold."""
         ...
 
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
@@ -204,6 +215,11 @@ class Scanned:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether rows are left out for what they hold, so that their number is no public fact."""
+        return self.source.leaves_out
 
     def __getattr__(self, name: str) -> Any:
         raise NotScannedError(

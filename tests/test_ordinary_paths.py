@@ -1,0 +1,153 @@
+"""Ordinary paths on which something secret decided what is published, or a message quoted a record."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quietgrad as qg
+from quietgrad.cli import main
+from quietgrad.cli.frontier import _with_held_out
+from quietgrad.data.dataset import Dataset
+from quietgrad.errors import DataError
+from quietgrad.estimators import PrivateLogisticRegression
+from quietgrad.objectives.person_ids import first_seen
+
+SECRET = "only-of-Ann"
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+def run(*arguments: object, code: int = 0) -> None:
+    assert main([str(a) for a in arguments]) == code
+
+
+def table(path: Path, n: int, gap: bool = False, flipped: bool = False) -> Path:
+    rng = np.random.default_rng(0)
+    lines = ["a,b,y"]
+    for k in range(n):
+        a, b = rng.uniform(-1, 1, 2)
+        first = "" if gap and k == 4 else f"{a:.3f}"
+        lines.append(f"{first},{b:.3f},{int((a > 0) != flipped)}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_how_many_records_somebody_has_decides_no_setting(tmp_path: Path) -> None:
+    sizes = []
+    for more in (0, 40):
+        rng, path = np.random.default_rng(0), tmp_path / f"pictures{more}.csv"
+        whose = [*range(60), *([0] * more)]
+        pixels = [",".join(f"{v:.2f}" for v in row) for row in rng.uniform(0, 1, (len(whose), 64))]
+        rows = [f"q{i},{row},{k % 2}" for k, (i, row) in enumerate(zip(whose, pixels, strict=True))]
+        path.write_text("\n".join(["pid," + ",".join(f"p{j}" for j in range(64)) + ",y", *rows]) + "\n")
+        out = tmp_path / f"run{more}"
+        run(
+            "train", path, "--person", "pid", "--label", "y", "--features", "scattering", "--epsilon", 5,
+            "--set", "steps=3", "--out", out,
+        )  # fmt: skip
+        sizes.append(json.loads((out / "result.json").read_text())["config"]["batch_size"])
+    assert sizes[0] == sizes[1] == 30
+
+
+SCHEMA = {
+    "columns": {"a": {"bounds": [-1, 1]}, "b": {"bounds": [-1, 1]}},
+    "label": {"column": "y", "classes": ["0", "1"]},
+    "drop_incomplete": True,
+}
+
+
+def test_rows_left_out_for_a_gap_are_no_public_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under replace-one n is public: a record that gets a gap would change it."""
+    schema, data = tmp_path / "schema.json", table(tmp_path / "t.csv", 60, gap=True)
+    schema.write_text(json.dumps(SCHEMA))
+    told = ("train", data, "--schema", schema, "--epsilon", 1, "--out", tmp_path / "run")
+    run(*told, "--relation", "replace-one", code=1)
+    assert "drop_incomplete" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+    run(*told, "--relation", "add-remove", "--n-public", 60)
+    scanned = qg.data.scan(data, schema=schema)
+    with pytest.raises(DataError, match="drop_incomplete"):
+        PrivateLogisticRegression(relation="replace-one").fit(scanned)
+
+
+def test_a_record_more_moves_no_other_to_the_held_out_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quietgrad.privacy.rng.fresh_key", lambda: bytes(32))
+    sides = []
+    for n in (1000, 1001):
+        whole = Dataset("t", np.arange(float(n))[:, None], np.arange(n) % 2, classes=(0, 1))
+        kept, public = _with_held_out(whole, "add-remove")
+        assert kept.X_test is not None
+        assert abs(len(kept.X_test) - n / 5) < 60  # five standard deviations
+        assert public == round(0.8 * n)
+        sides.append(set(kept.X[:, 0]))
+    assert len(sides[0] ^ sides[1]) <= 1
+
+
+def test_ids_that_spell_nothing_are_nobody() -> None:
+    for word in ("NA", "nan", "None", "<NA>", "null"):
+        with pytest.raises(DataError, match="no id"):
+            first_seen(["anna", word, word])
+    assert first_seen(["anna", "nan cy"])[1] == 2
+
+
+def test_a_column_of_an_arrow_table_is_named_and_not_shown() -> None:
+    pa = pytest.importorskip("pyarrow")
+    frame = pa.table({"age": [1.0, 2.0, 3.0], "word": [SECRET, "b", "c"]})
+    with pytest.raises(DataError, match="word") as caught:
+        PrivateLogisticRegression().fit(frame, [0, 1, 0])
+    assert SECRET not in str(caught.value)
+
+
+def test_what_a_dask_graph_raises_is_not_shown() -> None:
+    dd = pytest.importorskip("dask.dataframe")
+    pd = pytest.importorskip("pandas")
+
+    def fails(part: Any) -> Any:
+        return part.assign(x=float(SECRET))
+
+    frame = dd.from_pandas(pd.DataFrame({"x": [0.0, 1.0], "y": [0, 1]}), npartitions=1)
+    frame = frame.map_partitions(fails, meta=frame._meta)
+    with pytest.raises(DataError, match="partition") as caught:
+        PrivateLogisticRegression(classes=[0, 1]).fit(qg.data.scan(frame, target="y"))
+    assert SECRET not in str(caught.value)
+
+
+def test_a_report_shows_no_score_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = table(tmp_path / "t.csv", 400), tmp_path / "run"
+    run("train", data, "--epsilon", 2, "--row-bound", 2, "--rows", "clip", "--out", out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        run("evaluate", out, data, "--epsilon", 2)
+    # These are the people who were trained on, and the run's ledger knows them.
+    assert "charged to account 'default' before" in capsys.readouterr().err
+    run("report", out)
+    assert "on held-out people" in (out / "report.html").read_text().lower()
+    flipped = table(tmp_path / "flipped.csv", 400, flipped=True)
+    run("train", flipped, "--epsilon", 2, "--row-bound", 2, "--rows", "clip", "--out", out, "--overwrite")
+    run("report", out)
+    assert "on held-out people" not in (out / "report.html").read_text().lower()
+
+
+def test_a_verdict_tells_what_the_run_notes_of_itself(tmp_path: Path) -> None:
+    from quietgrad.certificates import check, issue
+
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-1, 1, (100, 2))
+    method, budget = qg.DPGD(steps=2), qg.Budget(0.5, 0.1)
+    qg.minimize(qg.objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), method, budget=budget, folder=tmp_path / "run")
+    verdict = check(issue(tmp_path / "run"))
+    assert any("δ is not below 1/n" in line for line in verdict.not_shown)
+
+
+def test_an_output_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="returns='lastx'"):
+        qg.DPSGD(steps=3, batch_size=5, returns="lastx")  # type: ignore[arg-type]
