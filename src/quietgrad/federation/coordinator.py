@@ -99,6 +99,7 @@ class FederatedCurator:
                 self._gather(plan, caller, store)
             if charge is None:
                 note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
+                note += "" if plan.records_public is None else f"; {plan.counts}"
                 charge = self._account.reserve(event, plan.budget, run=store.run, note=note, unit=plan.unit)
         except BaseException as error:
             if isinstance(error, Exception) and not store.resumed:

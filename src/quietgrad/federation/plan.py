@@ -27,7 +27,7 @@ from quietgrad.errors import BudgetError
 from quietgrad.federation.queries import Template
 from quietgrad.federation.weights import shares
 from quietgrad.objectives.people import Combine, OfPeople, check_combination
-from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.correlated import Correlated
@@ -128,6 +128,7 @@ class FederatedPlan(Plan):
 
     def _check_people(self) -> None:
         check_combination(self.combine, self.records_per_person)
+        check_records_public(self.records_public, self.n_public, self.unit)
         times = self.parties_per_person
         if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= max(1, len(self.names)):
             raise ValueError(
@@ -477,6 +478,7 @@ class FederatedPlan(Plan):
             templates={slot: tuple(templates) for slot, templates in data["queries"].items()},
             dims=dict(data["dims"]),
             unit=Unit.parse(data["unit"]),
+            records_public=data.get("records_public"),
             parties_per_person=data["parties_per_person"],
             matched=data.get("matched", ""),
             combine=data["combine"],

@@ -52,6 +52,7 @@ def federate(
     unit: str | Unit = "record",
     parties_per_person: int | None = None,
     matched: str = "",
+    records_public: int | None = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> FederatedPlan:
@@ -71,6 +72,7 @@ def federate(
         unit: ``"person"`` if sizes count people with several records each.
         parties_per_person: with people, how many parties one may be known to: 1 if nobody is known to two.
         matched: instead, the digest of the lists by which the parties found who is known to several of them.
+        records_public: how many records people have together at all parties, if that is public.
         combine, records_per_person: how a person's records count.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
@@ -122,6 +124,7 @@ def federate(
         unit=whom,
         parties_per_person=1 if parties_per_person is None else parties_per_person,
         matched=matched,
+        records_public=records_public,
         combine=combine,
         records_per_person=records_per_person,
     )
