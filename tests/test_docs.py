@@ -70,11 +70,14 @@ if "patients.csv" in BLOCK:
     }).to_csv("patients.csv", index=False)
 """
 VISITS = """
-from quietgrad.estimators import PrivateLogisticRegression, private_score
+from quietgrad.estimators import PrivateLogisticRegression, PrivateScaler, PublicOneHot, private_score
 from quietgrad.federation import Party, simulate
-import pandas
+import pandas, sklearn
+from sklearn.pipeline import make_pipeline
 ids = patient_ids = np.arange(3000) // 5
 frame = pandas.DataFrame(X, columns=list("abcd")).assign(patient_id=ids)
+frame = frame.assign(ward="icu") if "PublicOneHot" in BLOCK else frame
+X_test, y_test, test_ids = X[:500], y[:500], ids[:500]
 clf = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1])
 model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1]).fit(X, y)
 loss, method = objective, qg.DPSGD(steps=3, batch_size=20, sampling="single-pass")

@@ -114,7 +114,8 @@ class Federation:
         self.table = table
         self.algorithm = qg.DPSRM(steps=STEPS, batch_size=table[1].size // 20, learning_rate=0.5)
         self.parties: list[Party] = deal(*table, M, unevenness=4.0)
-        secure = {"trust": "curator"} if trust == "curator" else {"trust": "secure", "secure": trust}
+        secure: dict[str, Any] = {"trust": "secure", "secure": trust}
+        secure = {"trust": "curator"} if trust == "curator" else secure
         plan, people = assemble(self.algorithm, OBJECTIVE, self.parties, seed=SEED, budget=BUDGET, **secure)
         curator = FederatedCurator(
             OBJECTIVE, InProcess(people.handlers), identity=people.identity, roster=people.roster, seed=SEED

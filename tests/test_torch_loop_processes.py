@@ -19,6 +19,10 @@ import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 
 WRAPPERS = ("plain", "ddp", "opacus", "fsdp")
+PEOPLE = ("plain", "ddp", "fsdp")
+IDS = (
+    [0] * 30 + [1] * 9 + [k % 5 + 2 for k in range(22)]
+)  # seven people, scattered; small samples leave shares empty
 
 
 def data() -> TensorDataset:
@@ -46,10 +50,11 @@ def train(wrapper: str, folder: Path | None = None, **settings: Any) -> dict[str
     model = network(wrapper)
     engine = qt.PrivacyEngine()
     settings = {"clipping": "per_layer"} | settings if wrapper == "opacus" else settings
+    size = 3 if "person" in settings else 20
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), target_epsilon=4.0,
         target_delta=1e-5, epochs=2, max_grad_norm=1.0, seed=7,
-        data_loader=DataLoader(data(), batch_size=20, shuffle=True),
+        data_loader=DataLoader(data(), batch_size=size, shuffle=True),
         ledger=None if folder is None else folder / f"{wrapper}.jsonl", **settings,
     )  # fmt: skip
     seen = []
@@ -68,16 +73,18 @@ def refusal(rank: int) -> dict[str, str]:
     said = {}
     x, y = data().tensors
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(rank))
-    cases: dict[str, tuple[nn.Module, TensorDataset, int | None]] = {
-        "order": (network("plain"), TensorDataset(x[order], y[order]), None),
-        "width": (network("plain", 8 + rank), data(), None),
-        "seed": (network("plain"), data(), 5 + rank),
+    cases: dict[str, tuple[nn.Module, TensorDataset, dict[str, Any]]] = {
+        "order": (network("plain"), TensorDataset(x[order], y[order]), {}),
+        "width": (network("plain", 8 + rank), data(), {}),
+        "seed": (network("plain"), data(), {"seed": 5 + rank}),
+        "ids": (network("plain"), data(), {"person": IDS if rank else IDS[::-1]}),
+        "combine": (network("plain"), data(), {"person": IDS, "combine": "sum" if rank else "mean"}),
     }
-    for name, (model, records, seed) in cases.items():
+    for name, (model, records, settings) in cases.items():
         try:
             qt.make_private(
                 module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
-                data_loader=DataLoader(records, batch_size=20), max_grad_norm=1.0, seed=seed,
+                data_loader=DataLoader(records, batch_size=5), max_grad_norm=1.0, **settings,
             )  # fmt: skip
         except (DataError, QuietgradError) as error:
             said[name] = str(error)
@@ -109,6 +116,8 @@ def process(rank: int, folder: str) -> None:
     # A file, not a port: nobody else can have taken it.
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     out: dict[str, Any] = {wrapper: train(wrapper, Path(folder)) for wrapper in WRAPPERS}
+    for wrapper in PEOPLE:
+        out[f"people {wrapper}"] = train(wrapper, None, person=IDS)
     out["refusals"] = refusal(rank)
     out["misaligned"] = misaligned(rank)
     torch.save(out, Path(folder) / f"{rank}.pt")
@@ -148,7 +157,33 @@ def test_two_processes_train_the_model_of_one(wrapper: str, both: tuple[Path, li
     assert len(entries) == 1
 
 
-@pytest.mark.parametrize(("what", "message"), [("order", "order"), ("width", "training begins"), ("seed", "seed")])
+def whole_people(rows: Any) -> bool:
+    """Whether everybody of whom a row is there is there with all their rows."""
+    mine = [IDS[k] for k in rows]
+    return all(mine.count(each) == IDS.count(each) for each in set(mine))
+
+
+@pytest.mark.filterwarnings("ignore:seed=7")
+@pytest.mark.parametrize("wrapper", PEOPLE)
+def test_people_stay_together_on_two_processes(wrapper: str, both: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (answer[f"people {wrapper}"] for answer in both[1])
+    alone = train(wrapper, None, person=IDS)
+    for name, value in alone["params"].items():
+        assert torch.equal(first["params"][name], second["params"][name])
+        torch.testing.assert_close(first["params"][name], value, rtol=1e-3, atol=1e-4)
+    places = {float(value): k for k, value in enumerate(data().tensors[0][:, 1])}
+    shares = list(zip(first["seen"], second["seen"], alone["seen"], strict=True))
+    for a, b, whole in shares:
+        assert torch.equal(torch.cat([a, b]).sort().values, whole.sort().values)
+        assert all(whole_people([places[float(value)] for value in part]) for part in (a, b))
+    assert any(len(a) and len(b) for a, b, _ in shares)  # both had people at once
+    assert any(not len(a) or not len(b) for a, b, _ in shares)  # and one had nobody
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("order", "order"), ("width", "training begins"), ("seed", "seed"), ("ids", "whose"), ("combine", "whose")],
+)
 def test_processes_that_hold_different_things_are_refused(
     what: str, message: str, both: tuple[Path, list[dict[str, Any]]]
 ) -> None:

@@ -17,6 +17,7 @@ from quietgrad.audit.distinguish import Claim, Finding, attack_profile
 from quietgrad.audit.neighbours import every_query, labels
 from quietgrad.audit.probes import probe_sensitivity
 from quietgrad.audit.report import AuditReport
+from quietgrad.audit.shared_people import shared_people_findings
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Gradient, Query
@@ -172,6 +173,7 @@ def people_reports(runs: int) -> Iterator[AuditReport]:
         started = time.perf_counter()
         plan = Plan("people", {}, Schedule((Slot("gradient", FullBatch()),)), 4, Budget(6.0, 1e-5, relation), 0.8)
         found = [attack_person(size, max(400, runs // 2), relation=relation) for size in SIZES]
+        found += shared_people_findings(max(400, runs // 4), relation)
         found += [probe_drawn_people(), probe_ids(), *(f for f in probe_people() if f.what.endswith(str(relation)))]
         yield AuditReport(
             algorithm="people",

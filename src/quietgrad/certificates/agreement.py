@@ -71,7 +71,7 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
 
 def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[str]:
     """Who took part must add up to the records stated, and be told of against whom the claim is made."""
-    from quietgrad.federation.coordinator import ADVERSARIES
+    from quietgrad.federation.coordinator import ADVERSARIES, BUT_FOR_LISTS
 
     if federation is None:
         if isinstance(claim.event, PerParty):
@@ -88,7 +88,9 @@ def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[s
         found.append("each party's own noise is stated, and events of all parties together")
     if federation["trust"] not in (*ADVERSARIES, "secure"):
         found.append("it states a trust that is not known here")
-    elif claim.privacy.adversary != ADVERSARIES.get(federation["trust"], claim.privacy.adversary):
+    elif claim.privacy.adversary.removesuffix(BUT_FOR_LISTS) != ADVERSARIES.get(
+        federation["trust"], claim.privacy.adversary.removesuffix(BUT_FOR_LISTS)
+    ):
         found.append("the claim states another adversary")
     return found
 

@@ -22,6 +22,7 @@ from quietgrad.certificates.second import SecondProof, second_proof
 from quietgrad.certificates.signing import signature_holds
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_bytes
+from quietgrad.plans.schedule import DECLARED
 from quietgrad.privacy.accounting import Proof, prove
 from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.chain import Entry, anchor, check_anchor
@@ -113,6 +114,7 @@ def check(
         findings.append(Finding("ledger", False, f"its lines are not those of a ledger ({type(error).__name__})"))
     findings.append(_model_finding(document.body, model))
     stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP per {claim.privacy.unit} under {claim.relation}"
+    stated = "; ".join([stated, *(note for note in claim.privacy.notes if note.endswith(DECLARED))])
     return Verdict(
         f"{document.body['plan'].get('algorithm')} on {document.body['data'].get('name')}: {stated}",
         tuple(findings),

@@ -218,6 +218,31 @@ def revoke(
         say("tell the other members: each revokes for itself. To readmit somebody, provision again.")
 
 
+@app.command(
+    epilog="Example: quietgrad federate match plan.toml --name hospital-1 --data h1.csv --key people.key --new-key"
+)
+def match(
+    plan: Plan,
+    name: Annotated[str, typer.Option(help="This party's name in the plan.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="This party's records, with the plan's column of people.")],
+    key: Annotated[Path, typer.Option(help="The parties' secret key; the coordinator never sees it.")],
+    lists: Annotated[Path, typer.Option(help="Folder of lists: this party's is written, others are read.")] = Path(
+        "lists"
+    ),
+    new_key: Annotated[bool, typer.Option("--new-key", help="Draw the key: at one party, once.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find out with the other parties who is known to several of them, by a keyed hash of people's ids."""
+    from quietgrad.cli import members
+    from quietgrad.federation.toml_plan import read_plan
+
+    rows = members.matched(read_plan(plan), name, data, key, lists, new_key=new_key)
+    if as_json:
+        show_json(dict(rows))
+    else:
+        show_rows(f"people of {name}, matched", rows)
+
+
 @app.command("threat-model", epilog="Example: quietgrad federate threat-model plan.toml")
 def threat_model(plan: Plan, as_json: Json = False) -> None:
     """Say who must work together to learn what."""
@@ -290,6 +315,8 @@ def party(
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
     engine: Engine = "tls",
+    people_key: Annotated[Path | None, typer.Option(help="Matched people: the parties' key.")] = None,
+    people_lists: Annotated[Path | None, typer.Option(help="Matched people: folder of all parties' lists.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -305,12 +332,14 @@ def party(
         from quietgrad.cli import flare
 
         facts = flare.take_part(
-            file, plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap, patience=patience
-        )
+            file, plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap, patience=patience,
+            people_key=people_key, people_lists=people_lists,
+        )  # fmt: skip
     else:
         facts = members.take_part(
             file, credentials, data, out, tell,
             ledger=out / "ledger.jsonl" if ledger is None else ledger, account=account, cap=cap, patience=patience,
+            people_key=people_key, people_lists=people_lists,
         )  # fmt: skip
     members.remember_reading(file, out)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import math
 import signal
@@ -79,9 +80,15 @@ def take_part(
     account: str,
     cap: Budget | None,
     patience: float,
+    people_key: Path | None = None,
+    people_lists: Path | None = None,
 ) -> dict[str, Any]:
     """Start FLARE's client of a party or a sum server and wait until the run is over."""
-    settings = _settings(plan, credentials, out, data, ledger, account, cap)
+    settings = dataclasses.replace(
+        _settings(plan, credentials, out, data, ledger, account, cap),
+        people_key=None if people_key is None else str(people_key.resolve()),
+        people_lists=None if people_lists is None else str(people_lists.resolve()),
+    )
     settings.member(file).close()  # whatever is wrong here is told here; the job's process makes its own
     with _running(file, credentials, settings) as process:
         tell(f"approved plan {file.digest[:16]}…; FLARE's client is calling {file.host}:{file.port}")

@@ -205,6 +205,9 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
     say_table(accounts)
     if runs.row_count:
         say_table(runs)
+    for run in (run for row in rows for run in row["reservations"]):
+        if counts := str(run["note"]).partition("; ")[2]:  # numbers that were declared public
+            say(shown(f"run {run['run'][:16]}: {counts}"))
     for row in rows:
         if row["problem"]:
             say(shown(f"{row['account']}: {row['problem']}"))

@@ -109,18 +109,56 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path], engine: str
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
+    from quietgrad.privacy.budget import Unit
+
     if not plan.is_private:
         return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
+    people = [("people", plan.multiplicity())] if plan.unit is Unit.PERSON else []
     if plan.trust == "secure":
         from quietgrad.secure.threat_model import threats
 
-        return list(threats(plan.terms(max(plan.dims.values()))).rows)
+        return [*threats(plan.terms(max(plan.dims.values()))).rows, *people]
     from quietgrad.federation.coordinator import adversary
 
     return [
         ("trust", plan.trust),
         ("protects against", adversary(plan)),
         ("noise in the sum", f"variance {plan.variance_factor:.4g} times that of a trusted curator"),
+        *people,
+    ]
+
+
+def matched(
+    file: PlanFile, name: str, data: Path, key: Path, lists: Path, *, new_key: bool
+) -> list[tuple[str, str]]:
+    """Write the list of a party's people; where all lists are there, also what they are agreed on by."""
+    from quietgrad.federation import matching, network
+    from quietgrad.objectives.person_ids import first_seen
+
+    if name not in file.parties:
+        raise DataError(f"{name!r} is not a party of this plan: {', '.join(file.parties)}.")
+    table = network.records(file, data)
+    if table.person is None:
+        raise DataError('the plan names no column of people: add [data] person = "COLUMN".')
+    secret = matching.new_key(key) if new_key else matching.read_key(key)
+    mine = matching.write_list(lists, matching.PeopleList.of(name, table.person, secret), secret)
+    rows = [("people key", f"{key}: for the parties alone, never for the coordinator")] if new_key else []
+    rows += [("list of people", f"{mine}: send it to the other parties, not by way of the coordinator")]
+    absent = [other for other in file.parties if not (lists / f"{other}{matching.SUFFIX}").exists()]
+    if absent:
+        return [
+            *rows,
+            ("still missing", f"the lists of {', '.join(absent)}; put them into {lists}, give this again"),
+        ]
+    both = matching.Matching.read(secret, lists, file.parties)
+    kept = both.kept(name, network.held(table))
+    return [
+        *rows,
+        ("[federation]", f'matched = "{both.digest}"'),
+        (
+            f"[[party]] {name}",
+            f"records = {first_seen(kept.person)[1]}, of {first_seen(table.person)[1]} people known here",
+        ),
     ]
 
 
@@ -261,9 +299,12 @@ def take_part(
     account: str,
     cap: Budget | None,
     patience: float,
+    people_key: Path | None = None,
+    people_lists: Path | None = None,
 ) -> dict[str, Any]:
     """Be a party until the run is over; save the model that comes out."""
     from quietgrad.federation import network
+    from quietgrad.federation.matching import read_matching
 
     if credentials.name not in file.parties:
         raise DataError(f"{credentials.folder}: {credentials.name!r} is not a party of this plan.")
@@ -280,8 +321,11 @@ def take_part(
         tell(NOT_PRIVATE)
     kept = None if file.budget is None else ledger
     party = network.party(
-        file, credentials, network.held(table), folder=out, ledger=kept, account=account, cap=cap
+        file, credentials, network.held(table), folder=out, ledger=kept, account=account, cap=cap,
+        matching=read_matching(people_key, people_lists, file.parties),
     )  # fmt: skip
+    if file.plan.matched:
+        tell(f"{len(party.records)} people are kept here; others that are known here are kept by another party")
     tell_state(out, credentials.name, tell)
     tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
     member = _member(file, credentials, party.handle, tell, patience)

@@ -46,6 +46,9 @@ def plan(
     people: Annotated[
         bool, typer.Option("--people", help="n counts people, each with any number of records.")
     ] = False,
+    records_public: Annotated[
+        int | None, typer.Option(help="With --people: how many records they have together, if that is public.")
+    ] = None,
     rows: Annotated[
         float | None,
         typer.Option(help="Rows of a table to scan, such as 1e9: adds passes, bytes and time.", show_default=False),
@@ -98,7 +101,8 @@ def plan(
     promise = budget(epsilon, delta, relation) if method.private else None
     with usage():
         unit = "person" if people else "record"
-        the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier, unit=unit)
+        the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier, unit=unit,
+                             records_public=records_public)  # fmt: skip
     reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
         proof = None if promise is None else the_plan.proof.to_json()

@@ -53,6 +53,7 @@ class RunSpec:
     n_public: int | None = None
     combine: str = "mean"
     records_per_person: int | None = None
+    records_public: int | None = None
     evaluate_train: bool = False
     checkpoint_seconds: float = 10.0
     features: str | None = None

@@ -100,6 +100,9 @@ def train(
         int | None, typer.Option(help="The most of a person's rows that one release looks at.")
     ] = None,
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
+    records_public: Annotated[
+        int | None, typer.Option(help="How many rows people have together, if that is public; else it is not said.")
+    ] = None,
     account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
     cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
     evaluate_train: Annotated[
@@ -158,6 +161,7 @@ def train(
         n_public=n_public,
         combine=combine,
         records_per_person=records_per_person,
+        records_public=records_public,
         evaluate_train=evaluate_train,
         checkpoint_seconds=checkpoint_seconds,
         features=features,
@@ -195,7 +199,9 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     with usage():
         loss = objective_from(facts)
         unit = "record" if people is None else "person"
-        the_plan = plan(method, n=spec.n_public or count, budget=promise, unit=unit)
+        the_plan = plan(
+            method, n=spec.n_public or count, budget=promise, unit=unit, records_public=spec.records_public
+        )
     spent = SpentSoFar(the_plan)
     table = getattr(data, "table", None) or (data.X, data.y)
     kept: dict[str, Any] = {
@@ -217,7 +223,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
             else:
                 result = minimize(
                     loss, table, method, budget=promise, n_public=spec.n_public, planned=the_plan,
-                    callback=callback, **kept,
+                    callback=callback, records_public=spec.records_public, **kept,
                 )  # fmt: skip
     except KeyboardInterrupt:
         say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)

@@ -129,7 +129,7 @@ class CentralCurator:
             event,
             plan.budget,
             run=run,
-            note=note or plan.algorithm,
+            note=(note or plan.algorithm) + ("" if plan.records_public is None else f"; {plan.counts}"),
             contents=contents,
             part=part,
             unit=self.unit,

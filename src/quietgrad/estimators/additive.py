@@ -324,10 +324,11 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         person: Any = None,
         combine: Combine = "mean",
         records_per_person: int | None = None,
+        records_public: int | None = None,
     ) -> PrivateAdditiveClassifier:
         """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing.
 
-        ``person``, ``combine`` and ``records_per_person`` are those of
+        ``person``, ``combine``, ``records_per_person`` and ``records_public`` are those of
         :class:`~quietgrad.estimators.PrivateLogisticRegression`.
         """
         X, ids = named(X, person)
@@ -335,7 +336,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         Z, y = self._check_inputs(X, y, numeric=False)
         check_classification_targets(y)
         declared = None if public is None else declared_classes(public, y)
-        whom = Whom.of(ids, len(Z), combine, records_per_person)
+        whom = Whom.of(ids, len(Z), combine, records_per_person, records_public)
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
             notes: tuple[str, ...] = ()
@@ -421,16 +422,17 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
         person: Any = None,
         combine: Combine = "mean",
         records_per_person: int | None = None,
+        records_public: int | None = None,
     ) -> PrivateAdditiveRegressor:
         """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
 
-        ``person``, ``combine`` and ``records_per_person`` are those of
+        ``person``, ``combine``, ``records_per_person`` and ``records_public`` are those of
         :class:`~quietgrad.estimators.PrivateLogisticRegression`.
         """
         X, ids = named(X, person)
         Z, y = self._check_inputs(X, y, numeric=True)
         y = np.asarray(y, dtype=np.float64)
-        whom = Whom.of(ids, len(Z), combine, records_per_person)
+        whom = Whom.of(ids, len(Z), combine, records_per_person, records_public)
         self._bounds_of_targets = self._target_bounds(whom.count(len(Z)))
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:

@@ -202,7 +202,10 @@ class PrivateLinearModel(Charged):
     def _plan(self, n: int, features: int, looks: tuple[Slot, ...] = (), whom: Whom = _ROWS) -> Plan:
         """The plan of a whole fit, looks at the labels included."""
         method = self._method(n, features, whom)
-        return make_plan(method, n=self._public_n(n), budget=self._budget(), looks=looks, unit=whom.unit)
+        return make_plan(
+            method, n=self._public_n(n), budget=self._budget(), looks=looks, unit=whom.unit,
+            records_public=whom.records_public,
+        )  # fmt: skip
 
     def _planned(self, n: int, features: int, whom: Whom = _ROWS) -> Plan:
         """The plan that a fit on ``n`` records would make."""

@@ -35,6 +35,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         person: Any = None,
         combine: Combine = "mean",
         records_per_person: int | None = None,
+        records_public: int | None = None,
         **options: Any,
     ) -> Any:
         """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
@@ -47,12 +48,13 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
                 then no feature. The promise is to people with all their records; without it, to single records.
             combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
             records_per_person: the most of a person's records that one release looks at.
+            records_public: how many records people have together, if that is public; never shown otherwise.
         """
         refuse_weights(options)
         X, y = scan_if_one(X, y)
         table, ids = named(X, person)
         X, y, bounds = self._accept(table, y)
-        whom = Whom.of(ids, X.shape[0], combine, records_per_person)
+        whom = Whom.of(ids, X.shape[0], combine, records_per_person, records_public)
         n, features = whom.count(X.shape[0]), X.shape[1]
         bounds = self._target_bounds(n)
         method = self._method(n, features, whom)

@@ -16,9 +16,17 @@ class Whom(NamedTuple):
     """Who is one in a fit; ``people`` is ``None`` where every row is. It lives as long as the fit does."""
 
     people: People | None = None
+    records_public: int | None = None
 
     @classmethod
-    def of(cls, person: Any, rows: int, combine: Combine = "mean", records_per_person: int | None = None) -> Whom:
+    def of(
+        cls,
+        person: Any,
+        rows: int,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        records_public: int | None = None,
+    ) -> Whom:
         """From what ``fit`` was given; refused, before anything is planned, if it is not one id per row."""
         check_combination(combine, records_per_person)
         if person is None:
@@ -26,10 +34,11 @@ class Whom(NamedTuple):
                 raise ValueError(
                     "combine, records_per_person: say how a person's records count; give person= with them."
                 )
-            return cls()
+            return cls(None, records_public)
         if isinstance(person, People):
-            return cls(person)
-        return cls(People.of(person, combine=combine, records_per_person=records_per_person, records=rows))
+            return cls(person, records_public)
+        people = People.of(person, combine=combine, records_per_person=records_per_person, records=rows)
+        return cls(people, records_public)
 
     @property
     def unit(self) -> Unit:

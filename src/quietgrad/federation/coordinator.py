@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,7 @@ class FederatedCurator:
                 self._gather(plan, caller, store)
             if charge is None:
                 note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
+                note += "" if plan.records_public is None else f"; {plan.counts}"
                 charge = self._account.reserve(event, plan.budget, run=store.run, note=note, unit=plan.unit)
         except BaseException as error:
             if isinstance(error, Exception) and not store.resumed:
@@ -129,12 +131,18 @@ ADVERSARIES = {
     "local": "everyone but the party itself: the coordinator and all other parties together; each party adds noise "
     "for its own records and trusts nobody (ICRL-DP)",
 }
+BUT_FOR_LISTS = (
+    "; the parties matched their people by lists of hashed ids, so ε is not about whether somebody is known to a "
+    "party against the other parties, who have its list, but about what is recorded of them"
+)
 
 
 def adversary(plan: FederatedPlan) -> str:
     """Against whom the plan's ε holds, in words."""
     if not plan.is_private:
         return "nobody: NOT PRIVATE, the plan adds no noise and every sum and model is exact"
+    if plan.matched:
+        return adversary(replace(plan, matched="")) + BUT_FOR_LISTS
     if plan.trust in ADVERSARIES:
         return ADVERSARIES[plan.trust]
     from quietgrad.secure.threat_model import threats

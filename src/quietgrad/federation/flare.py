@@ -20,6 +20,7 @@ from typing import Any
 
 from quietgrad.errors import DataError
 from quietgrad.federation import network
+from quietgrad.federation.matching import read_matching
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
@@ -56,6 +57,8 @@ class SiteSettings:
     ledger: str | None = None
     account: str = "default"
     cap_epsilon: float | None = None
+    people_key: str | None = None
+    people_lists: str | None = None
 
     FILE = "quietgrad.json"
 
@@ -91,9 +94,10 @@ class SiteSettings:
         if self.data is None:
             return network.server(file, credentials)
         table = network.records(file, self.data)
+        key, lists = (None if path is None else Path(path) for path in (self.people_key, self.people_lists))
         return network.party(
             file, credentials, network.held(table), folder=self.out, ledger=self.ledger_for(file),
-            account=self.account, cap=self.cap_for(file),
+            account=self.account, cap=self.cap_for(file), matching=read_matching(key, lists, file.parties),
         )  # fmt: skip
 
     def tell(self, words: str) -> None:

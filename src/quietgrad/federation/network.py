@@ -20,6 +20,7 @@ from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.journal import forget
+from quietgrad.federation.matching import Matching
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import COORDINATOR, Credentials
@@ -113,6 +114,7 @@ def party(
     ledger: str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
+    matching: Matching | None = None,
 ) -> PartyCurator:
     """Approve one run of the plan, which answers for a party; the one that ``folder`` has begun, if it has.
 
@@ -127,7 +129,7 @@ def party(
     member = PartyCurator(
         credentials.name, file.objective, data, file.plan, ledger=ledger, account=account,
         cap=cap or default_cap(file, ledger, account), identity=credentials.identity,
-        roster=_roster(file, credentials), folder=folder,
+        roster=_roster(file, credentials), folder=folder, matching=matching,
     )  # fmt: skip
     try:
         member.check_cap()  # now, and not when the others have paid already

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.federation.matching import Matching
+from quietgrad.objectives.people import OfRecords
 from quietgrad.objectives.person_ids import first_seen, hashed_ids, kind_of
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.rng import fresh_key
@@ -91,6 +93,20 @@ def check_people(parties: Sequence[Party], most: int | None) -> bool:
                 f"parties: somebody is known to more of them than parties_per_person={most}; declare as many."
             )
     return any(whose)
+
+
+def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], Matching]:
+    """The parties without those whom another one keeps, and the lists that say who is known to several."""
+    if any(party.person is None for party in parties):
+        raise ValueError("match_people: give all parties person=.")
+    names = names_of(parties)
+    matching = Matching.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
+    found = []
+    for name, party in zip(names, parties, strict=True):
+        kept = matching.kept(name, OfRecords(party.data, party.person))
+        X, y = kept.data if party.y is not None else (kept.data, None)
+        found.append(replace(party, X=X, y=y, person=kept.person))
+    return found, matching
 
 
 def names_of(parties: Sequence[Party]) -> tuple[str, ...]:

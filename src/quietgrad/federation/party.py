@@ -18,6 +18,7 @@ from quietgrad.curators.account import Account
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.approval import Approval
 from quietgrad.federation.journal import Journal
+from quietgrad.federation.matching import Matching
 from quietgrad.federation.members import SecureMember, Stranger
 from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
@@ -56,6 +57,7 @@ class PartyCurator:
         identity, roster: who is who, for secure sums.
         folder: keep a journal here, so that this party can restart within the run; without it a restarted party
             has approved another run and is charged for the whole plan again. One process at a time.
+        matching: the parties' lists of people and their key, exactly if the plan is of matched people.
         ids: whole numbers that name the records, if all parties share ``key`` and sample by record.
         key: 32 secret bytes for the samples. Noise never comes from it: it is drawn anew in every process.
         seed: fixed randomness, for tests: the run is then **not private**.
@@ -74,6 +76,7 @@ class PartyCurator:
         identity: Identity | None = None,
         roster: Roster | None = None,
         folder: str | Path | None = None,
+        matching: Matching | None = None,
         ids: npt.ArrayLike | None = None,
         key: bytes | None = None,
         seed: int | None = None,
@@ -88,7 +91,16 @@ class PartyCurator:
                     else "say whose each record is."
                 )
             )
-        self.records = self.objective.prepare(data)
+        if plan.matched != ("" if matching is None else matching.digest):
+            raise DataError(
+                f"{name}: "
+                + (
+                    "the plan is of matched people; give the people key and the lists."
+                    if matching is None
+                    else "these lists of people, or their key, are not those that the plan was agreed on."
+                )
+            )
+        self.records = self.objective.prepare(data if matching is None else matching.kept(name, data))
         self._place = plan.index(name)
         self._check_records()
         people = Account(account, ledger, cap)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from quietgrad.errors import BudgetError
 from quietgrad.federation.queries import Template
 from quietgrad.federation.weights import shares
 from quietgrad.objectives.people import Combine, OfPeople, check_combination
-from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.correlated import Correlated
@@ -72,6 +73,8 @@ class FederatedPlan(Plan):
         parties_per_person: with people as the unit, how many parties one of them may be known to, at most; public,
             and the parties' word. What a person adds to a sum is then up to that many times what a party lets them
             add, and the noise is as much louder; a party's own noise (``"local"``) is paid for that often instead.
+        matched: with people as the unit, the digest of the lists by which parties found who is known to several
+            (:mod:`quietgrad.federation.matching`): one party keeps each of them, so parties' people are disjoint.
         combine, records_per_person: how a person's records count, at every party alike.
     """
 
@@ -89,6 +92,7 @@ class FederatedPlan(Plan):
     templates: Mapping[str, tuple[Template, ...]] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
     parties_per_person: int = 1
+    matched: str = ""
     combine: Combine = "mean"
     records_per_person: int | None = None
 
@@ -124,15 +128,22 @@ class FederatedPlan(Plan):
 
     def _check_people(self) -> None:
         check_combination(self.combine, self.records_per_person)
+        check_records_public(self.records_public, self.n_public, self.unit)
         times = self.parties_per_person
         if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= max(1, len(self.names)):
             raise ValueError(
                 f"parties_per_person={times!r}: must be a whole number from 1 to the number of parties."
             )
+        if self.matched and (times != 1 or not re.fullmatch("[0-9a-f]{64}", self.matched)):
+            raise ValueError(
+                "matched: is the digest that `quietgrad federate match` shows; with it everybody is kept by one "
+                "party, so leave out parties_per_person."
+            )
         if self.unit is Unit.RECORD:
-            if times != 1 or self.combine != "mean" or self.records_per_person is not None:
+            if self.matched or times != 1 or self.combine != "mean" or self.records_per_person is not None:
                 raise ValueError(
-                    "parties_per_person, combine, records_per_person: are about people; give every party person=."
+                    "parties_per_person, matched, combine, records_per_person: are about people; give every party "
+                    "person=."
                 )
             return
         if times == 1 or self.budget is None:
@@ -378,11 +389,17 @@ class FederatedPlan(Plan):
     def multiplicity(self) -> str:
         """In how many parties a person may be, and what that costs, in words."""
         times = self.parties_per_person
+        if self.matched:
+            return (
+                "ids were matched between the parties by a keyed hash, and whoever is known to several is kept by "
+                "one of them, so parties' people are disjoint; the parties have each other's lists"
+            )
         if times == 1:
             return "each is known to one party only, as all of them declare, so parties' people are disjoint"
+        not_matched = f"one may be known to {times} parties, as all of them declare; ids are not matched"
         if self.trust == "local":
-            return f"one may be known to {times} parties, each with its own noise: all {times} are in the price"
-        return f"one may be known to {times} parties: in a sum they count up to {times}·C, and the noise is as loud"
+            return f"{not_matched}: each party has its own noise, and all {times} are in the price"
+        return f"{not_matched}: in a sum they count up to {times}·C, and the noise is as loud"
 
     def neighbourhood(self) -> str:
         """Among whom secrets are shared, with the probabilities that rest on it."""
@@ -430,6 +447,7 @@ class FederatedPlan(Plan):
             "queries": {slot: list(templates) for slot, templates in self.templates.items()},
             "dims": dict(self.dims),
             "parties_per_person": self.parties_per_person,
+            **({"matched": self.matched} if self.matched else {}),
             "combine": self.combine,
             "records_per_person": self.records_per_person,
         }
@@ -460,7 +478,9 @@ class FederatedPlan(Plan):
             templates={slot: tuple(templates) for slot, templates in data["queries"].items()},
             dims=dict(data["dims"]),
             unit=Unit.parse(data["unit"]),
+            records_public=data.get("records_public"),
             parties_per_person=data["parties_per_person"],
+            matched=data.get("matched", ""),
             combine=data["combine"],
             records_per_person=data["records_per_person"],
         )

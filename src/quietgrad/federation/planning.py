@@ -51,6 +51,8 @@ def federate(
     noise_multiplier: float | None = None,
     unit: str | Unit = "record",
     parties_per_person: int | None = None,
+    matched: str = "",
+    records_public: int | None = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> FederatedPlan:
@@ -69,6 +71,8 @@ def federate(
         noise_multiplier: fix the noise; the plan's ε is then whatever it proves to be.
         unit: ``"person"`` if sizes count people with several records each.
         parties_per_person: with people, how many parties one may be known to: 1 if nobody is known to two.
+        matched: instead, the digest of the lists by which the parties found who is known to several of them.
+        records_public: how many records people have together at all parties, if that is public.
         combine, records_per_person: how a person's records count.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
@@ -79,10 +83,10 @@ def federate(
     ({'gradient': 2}, 1.0, 2.0)
     """
     whom = Unit.parse(unit)
-    if whom is Unit.PERSON and parties_per_person is None:
+    if whom is Unit.PERSON and parties_per_person is None and not matched:
         raise ValueError(
             "parties_per_person: say how many parties may know one person, 1 if nobody is known to two: people in "
-            "several parties add up, and no party can tell by itself."
+            "several parties add up, and no party can tell by itself. Or match their ids, and say so by matched."
         )
     names, sizes = tuple(names), tuple(int(size) for size in sizes)
     if len(names) != len(sizes) or any(size < 1 for size in sizes):
@@ -119,6 +123,8 @@ def federate(
         shape=shape,
         unit=whom,
         parties_per_person=1 if parties_per_person is None else parties_per_person,
+        matched=matched,
+        records_public=records_public,
         combine=combine,
         records_per_person=records_per_person,
     )

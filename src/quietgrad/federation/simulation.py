@@ -15,8 +15,9 @@ from quietgrad.algorithms.weighted_average import WeightedAverage
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, adversary
 from quietgrad.federation.coordinator_session import FederatedSession
 from quietgrad.federation.journal import forget
+from quietgrad.federation.matching import Matching, new_key, read_key
 from quietgrad.federation.members import SumMember
-from quietgrad.federation.parties import Party, check_people, names_of
+from quietgrad.federation.parties import Party, check_people, matched, names_of
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import federate
@@ -26,6 +27,7 @@ from quietgrad.federation.transport.processes import Processes
 from quietgrad.federation.weights import Weights
 from quietgrad.objectives.people import Combine, OfRecords, PersonRefused
 from quietgrad.privacy.budget import Budget, Unit
+from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
 from quietgrad.training import Callback, run
@@ -61,6 +63,7 @@ def simulate(
     noise_multiplier: float | None = None,
     keep: Callable[[Result], object] = lambda result: None,
     parties_per_person: int | None = None,
+    match_people: bool = False,
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> Result:
@@ -90,6 +93,7 @@ def simulate(
         keep: called with the result before what could resume the run is removed: save it there.
         parties_per_person: if the parties' records are people's (``Party(..., person=ids)``), how many parties one
             of them may be known to; 1 if nobody is known to two. The promise is then to people.
+        match_people: instead, find by a keyed hash who is known to several parties; one of them keeps the person.
         combine, records_per_person: how a person's records count, as in :func:`quietgrad.minimize`.
 
     >>> import numpy as np, quietgrad as qg
@@ -101,6 +105,11 @@ def simulate(
     >>> result.params.shape, result.privacy.is_private, result.details["trust"]
     ((1,), True, 'secure')
     """
+    matching = None
+    if match_people:
+        if parties_per_person is not None:
+            raise ValueError("match_people: everybody is then kept by one party; leave out parties_per_person.")
+        parties, matching = matched(parties, _people_key(folder, seed))
     by_person = check_people(parties, parties_per_person)
     if isinstance(algorithm, WeightedAverage) and algorithm.noise == "paper":
         if by_person:
@@ -114,7 +123,7 @@ def simulate(
         algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
         colluders=colluders, servers=servers, spare=spare, cohort=cohort, seed=seed, folder=folder,
         noise_multiplier=noise_multiplier, parties_per_person=parties_per_person, combine=combine,
-        records_per_person=records_per_person, unit="person" if by_person else "record",
+        records_per_person=records_per_person, unit="person" if by_person else "record", matching=matching,
     )  # fmt: skip
     if processes and faults:
         raise ValueError("faults: are injected in one process only; leave processes out.")
@@ -135,6 +144,17 @@ def simulate(
         for name in plan.names:
             forget(home, name)
     return result
+
+
+def _people_key(folder: str | Path | None, seed: int | None) -> bytes:
+    """The parties' key, which a run that is continued must find again."""
+    if seed is not None:
+        return seed_key(seed)
+    if folder is None:
+        return fresh_key()
+    path = Path(folder) / "people.key"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return read_key(path) if path.exists() else new_key(path)
 
 
 def _as_printed(
@@ -196,6 +216,7 @@ def assemble(
     *,
     seed: int | None = None,
     folder: str | Path | None = None,
+    matching: Matching | None = None,
     **settings: Any,
 ) -> tuple[FederatedPlan, Federation]:
     """The plan for ``parties`` and a handler for each of them; ``settings`` are those of :func:`federate`."""
@@ -203,8 +224,9 @@ def assemble(
     records = objective.prepare(parties[0].data)
     shape = Shape(records.dim, getattr(records, "features", 0))
     plan = federate(
-        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape, **settings
-    )
+        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape,
+        matched="" if matching is None else matching.digest, **settings,
+    )  # fmt: skip
     coordinator = Identity("coordinator")
     people = {name: Identity(name) for name in (*names, *plan.servers)}
     last = [people[name] for name in plan.servers] or [coordinator]
@@ -213,7 +235,7 @@ def assemble(
     for name, party in zip(names, parties, strict=True):
         makers[name] = partial(
             _party, name, objective, _held(party), plan, ledger=party.ledger, account=party.account, cap=party.cap,
-            secret=people[name].secret_bytes(), roster=roster, folder=folder,
+            secret=people[name].secret_bytes(), roster=roster, folder=folder, matching=matching,
             ids=party.ids if seed is not None else None, seed=seed,
         )  # fmt: skip
     for name in plan.servers:

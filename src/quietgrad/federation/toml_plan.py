@@ -34,7 +34,8 @@ _SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "federation": {
         "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
         "colluders": (int,), "servers": (int,), "spare": (int,), "cohort": (int,), "private": (bool,),
-        "parties_per_person": (int,), "combine": (str,), "records_per_person": (int,),
+        "parties_per_person": (int,), "matched": (str,), "records_public": (int,),
+        "combine": (str,), "records_per_person": (int,),
     },
     "coordinator": {"address": (str,), "timeout": (int, float), "grace": (int, float)},
     "data": {"features": (int,), "classes": (list,), "label": (str,), "schema": (dict,), "person": (str,)},

@@ -129,7 +129,25 @@ def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     >>> hashed_ids([1, 1], b"k" * 32) == hashed_ids([1.0, 1.0], b"k" * 32) != hashed_ids(["1"], b"k" * 32)
     True
     """
-    return {hmac.digest(key, f"{_kind(v)}\0{_written(v)}".encode(), "sha256") for v in _values(ids)}
+    return {_hashed(value, key) for value in _values(ids)}
+
+
+def hashed_people(ids: Any, key: bytes) -> tuple[Codes, list[bytes]]:
+    """Each record's number of a person, as :func:`first_seen` gives it, and a keyed hash of each person's id.
+
+    >>> codes, hashes = hashed_people(["b", "a", "b"], b"k" * 32)
+    >>> codes, set(hashes) == hashed_ids(["a", "b"], b"k" * 32)
+    (array([0, 1, 0]), True)
+    """
+    codes, _ = first_seen(ids)
+    cells = _cells(ids)
+    firsts = np.unique(codes, return_index=True)[1]
+    values = cells[firsts] if cells.dtype.kind == "M" else cells[firsts].tolist()
+    return codes, [_hashed(value, key) for value in values]
+
+
+def _hashed(value: Any, key: bytes) -> bytes:
+    return hmac.digest(key, f"{_kind(value)}\0{_written(value)}".encode(), "sha256")
 
 
 class Met:
@@ -163,10 +181,14 @@ class Met:
 
 def _values(ids: Any) -> set[Any]:
     """Each id once; whole numbers as such, and times of arrays as they are."""
+    values = _cells(ids)
+    return set(values) if values.dtype.kind == "M" else set(values.tolist())  # as a list, nanoseconds are numbers
+
+
+def _cells(ids: Any) -> npt.NDArray[Any]:
     array = _array(ids)
     values = _one_kind(array) if array.dtype.kind == "O" else array
-    values = _whole(values) if values.dtype.kind == "f" else values
-    return set(values) if values.dtype.kind == "M" else set(values.tolist())  # as a list, nanoseconds are numbers
+    return _whole(values) if values.dtype.kind == "f" else values
 
 
 def _written(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.plans.schedule import DECLARED, Plan, Slot
 from quietgrad.privacy.budget import Relation, Unit
 
 _NEIGHBOURS = {
@@ -18,7 +18,11 @@ _MOVES = {
 
 def explain(plan: Plan) -> str:
     """Return the text that :meth:`quietgrad.plans.schedule.Plan.explain` prints."""
-    return plan.unit.in_words(_records(plan))
+    text = plan.unit.in_words(_records(plan))
+    if plan.records_public is None:
+        return text
+    head, _, rest = text.partition("\n")
+    return f"{head}\nin all: {plan.counts}, {DECLARED}\n{rest}"
 
 
 def _records(plan: Plan) -> str:

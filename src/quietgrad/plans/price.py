@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from quietgrad.errors import BudgetError
-from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.plans.schedule import Plan, Slot, check_records_public
 from quietgrad.privacy.budget import Budget, Unit
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def plan(
     noise_multiplier: float | None = None,
     looks: tuple[Slot, ...] = (),
     unit: str | Unit = "record",
+    records_public: int | None = None,
 ) -> Plan:
     """Price ``algorithm`` on ``n`` records without touching any: find the noise that meets ``budget``.
 
@@ -49,6 +50,7 @@ def plan(
             the budget and the session.
         unit: ``"person"`` if people have several records each (``person=`` of the run): the arithmetic is the same,
             of people.
+        records_public: how many records these people have together, if that is public; it is only repeated.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
     >>> p = plan(DPGD(steps=30), n=10000, budget=Budget(1.0, 1e-5))
@@ -58,6 +60,7 @@ def plan(
     kind = Unit.parse(unit)
     if isinstance(n, bool) or int(n) != n or n < 1:
         raise ValueError(f"n={n!r}: must be a whole number ≥ 1.")
+    check_records_public(records_public, int(n), kind)
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(int(n))
@@ -67,7 +70,9 @@ def plan(
         schedule = replace(schedule, slots=(*looks, *schedule.slots))
 
     def made(z: float, paper: str | None = None) -> Plan:
-        return Plan(algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper, kind)
+        return Plan(
+            algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper, kind, records_public
+        )
 
     if budget is None:
         return made(0.0)

@@ -197,6 +197,8 @@ class Plan:
     ``budget=None`` is a non-private run without noise. ``noise_multiplier`` is σ of the noise on the sum ÷ C of a
     slot whose relative noise is 1; ``paper_noise`` marks a paper's own formula, whose ε is proved, not claimed.
     ``unit`` is what n_public counts and a contribution is bounded of: records, or people with all their records.
+    ``records_public`` is how many records people have together, where somebody declared that to be public: it is
+    said wherever n is, and nothing follows from it.
     """
 
     algorithm: str
@@ -207,6 +209,17 @@ class Plan:
     noise_multiplier: float
     paper_noise: str | None = None
     unit: Unit = Unit.RECORD
+    records_public: int | None = None
+
+    @property
+    def counts(self) -> str:
+        """The public numbers in words.
+
+        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=Unit.PERSON, records_public=1203554).counts
+        '40 218 people, 1 203 554 records'
+        """
+        people = self.unit.in_words(f"{_spaced(self.n_public)} records")
+        return people if self.records_public is None else f"{people}, {_spaced(self.records_public)} records"
 
     @property
     def is_private(self) -> bool:
@@ -282,6 +295,7 @@ class Plan:
             "config": dict(self.config),
             "n_public": self.n_public,
             "unit": str(self.unit),
+            **({} if self.records_public is None else {"records_public": self.records_public}),
             "budget": None if self.budget is None else self.budget.to_json(),
             "noise_multiplier": self.noise_multiplier,
             "paper_noise": self.paper_noise,
@@ -308,10 +322,30 @@ class Plan:
                 ("cost", f"ε = {self.proof.epsilon:.4g} at δ = {self.budget.delta:g} ({self.budget.relation})")
             )
             rows.append(("proved by", self.proof.accountant))
-        return in_a_notebook(f"{self.algorithm} on {self.n_public} records", rows)
+        return in_a_notebook(f"{self.algorithm} on {self.counts}", rows)
 
     def explain(self) -> str:
         """Say for people what will be released, what each release reveals, and which proof prices it."""
         from quietgrad.plans.explain import explain
 
         return explain(self)
+
+
+DECLARED = "both declared public"
+"""What stands behind :attr:`Plan.counts` where the number of records is said."""
+
+
+def check_records_public(records: int | None, n: int, unit: Unit) -> None:
+    """Raise ValueError unless ``records`` may be the public number of records of n people."""
+    if records is None:
+        return
+    if unit is Unit.RECORD:
+        raise ValueError("records_public: is how many records people have together; without person= n says it.")
+    if isinstance(records, bool) or not isinstance(records, int) or records < n:
+        raise ValueError(
+            f"records_public={records!r}: must be a whole number, as many as there are people at least."
+        )
+
+
+def _spaced(count: int) -> str:
+    return f"{count:,}".replace(",", " ")

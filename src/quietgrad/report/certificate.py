@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.files import read_json
-from quietgrad.plans.schedule import Slot
+from quietgrad.plans.schedule import DECLARED, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.mechanisms import from_json as mechanism_from
@@ -115,6 +115,8 @@ class RunCertificate:
         words = self.privacy.unit.in_words(RELATION_WORDS[self.privacy.relation])
         if self.privacy.unit is Unit.RECORD:
             return words
+        if any(str(note).endswith(DECLARED) for note in self.privacy.notes):
+            return f"{words} A person is somebody with all the records about them, however many."
         return (
             f"{words} A person is somebody with all the records about them, however many; how many is not public."
         )

@@ -79,7 +79,7 @@ class Run:
         facts = self.result.details.get("model", {})
         rows = [
             ("data", str(self.result.data.get("name", "not named"))),
-            ("records (public number)", f"{self.result.n_public}"),
+            (self.result.privacy.unit.in_words("records (public number)"), f"{self.result.n_public}"),
             ("parameters", str(len(self.result.params))),
         ]
         said = ("objective", "regularizer", "intercept", "row_bound")

@@ -3,7 +3,9 @@
 Every process runs the same loop on the same data. Samples come from a key that all share, and each process gets its
 own share of their records from the loader and clips their gradients. The shares are added, the leading process
 alone adds the noise to the sum and holds the ledger, and all step with what it released. A sum is the same whoever
-computed its terms, up to the order of additions. This is for one institution that trusts its machines.
+computed its terms, up to the order of additions. What is shared out is what a sampler draws: where records are
+people's, each person with all theirs goes to one process, which clips what they are together; so the bound on a
+person is that of one process. This is for one institution that trusts its machines.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class SharedSession:
         return self._session.expected_batch(slot)
 
     def batch(self, drawn: Drawn) -> Batch:
-        """This process's share of a sample."""
+        """This process's share of a sample: whole people, where records are people's."""
         whole = self._session.batch(drawn)
         everyone = np.arange(len(whole.records)) if whole.indices is None else whole.indices
         # By secret words: cut by position, every later record would change processes when one leaves.
@@ -190,7 +192,7 @@ def _refuse_other_loops(curator: CentralCurator, plan: Plan, module: nn.Module) 
         start = [param.detach().cpu() for param in (*module.parameters(), *module.buffers())]
         modes = "".join("t" if layer.training else "e" for layer in module.modules())
         parts: tuple[Iterator[bytes | memoryview], ...] = (
-            curator.records.fingerprint_parts(),
+            curator.records.contents(),
             (tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in start if tensor.numel()),
             iter([f"{module!r} {modes} {json.dumps(plan.to_json())}".encode()]),
             iter([curator._key]),
@@ -211,7 +213,12 @@ def _refuse_other_loops(curator: CentralCurator, plan: Plan, module: nn.Module) 
             raise DataError(f"the processes do not agree on {what}: every process must be given the same.")
 
 
-_COMPARED = ("the records or their order", "the parameters that training begins with", "model or settings", "seed")
+_COMPARED = (
+    "the records, their order or whose they are",
+    "the parameters that training begins with",
+    "model or settings",
+    "seed",
+)
 
 
 def _all_or_none(make: Callable[[], Any], why: str) -> Any:

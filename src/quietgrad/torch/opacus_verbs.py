@@ -32,7 +32,7 @@ from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.torch.affording import affordable
 from quietgrad.torch.clip_rules import clip_rule
 from quietgrad.torch.history import History
-from quietgrad.torch.loop_processes import leads, same_for_all, several, unwrapped
+from quietgrad.torch.loop_processes import leads, same_for_all, unwrapped
 from quietgrad.torch.loop_sums import OutputGradients, pairing
 from quietgrad.torch.own_loop import NO_PROMISE, OwnLoop, PrivateLoop
 from quietgrad.torch.poisson_loader import PoissonLoader
@@ -227,10 +227,9 @@ def _private(
     engine = PerExampleEngine(module, pairing, micro_batch=micro_batch, memory_budget=memory_budget)
     check_optimizer(optimizer, params)
     refuse_stepped(optimizer)
-    if people is not None and (clipping[1] != "flat" or several()):
+    if people is not None and clipping[1] != "flat":
         raise ValueError(
-            "person: a person's records are clipped together over all parameters and by one process: use "
-            "clipping='flat', and one process or qt.fit."
+            "person: a person's records are clipped together over all parameters: use clipping='flat'."
         )
     method: Any = OwnLoop(stretches, rule.config(), poisson_sampling)
     unit = Unit.RECORD if people is None else Unit.PERSON

@@ -66,6 +66,7 @@ def fit(
     account: str = "default",
     cap: Budget | None = None,
     n_public: int | None = None,
+    records_public: int | None = None,
     folder: str | Path | None = None,
     checkpoint_seconds: float = 10.0,
     micro_batch: int | None = None,
@@ -101,7 +102,8 @@ def fit(
             of its own (augmentation, dropout); its contribution is the clipped mean of these gradients. Costs that
             many passes and no privacy.
         collate_fn: makes (x, y) of a list of samples.
-        ledger, account, cap, n_public, folder, checkpoint_seconds, seed: as in :func:`quietgrad.minimize`.
+        ledger, account, cap, n_public, records_public, folder, checkpoint_seconds, seed: as in
+            :func:`quietgrad.minimize`.
 
     Under ``torchrun`` with an initialised process group, every process calls ``fit``: each computes its share of
     every sum, the first one adds the noise, once, and all end with the same model.
@@ -127,15 +129,17 @@ def fit(
 
     def lead(shared: Any, examples: Any) -> Result:
         plan = training.plan(
-            algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier, unit=unit
-        )
+            algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier, unit=unit,
+            records_public=records_public,
+        )  # fmt: skip
         within, plan = _within_budget(algorithm, plan)
         _log_fallbacks(objective)
         with watch.watching(plan) as callback:
             return training.minimize(
                 shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap,
-                n_public=n_public, seed=seed, folder=folder, checkpoint_seconds=checkpoint_seconds,
-                callback=callback, noise_multiplier=plan.noise_multiplier if plan.is_private else None,
+                n_public=n_public, records_public=records_public, seed=seed, folder=folder,
+                checkpoint_seconds=checkpoint_seconds, callback=callback,
+                noise_multiplier=plan.noise_multiplier if plan.is_private else None,
                 planned=plan if within is algorithm else None,
             )  # fmt: skip
 
@@ -194,6 +198,7 @@ def resume(
             budget=None if meta["budget"] is None else Budget.from_json(meta["budget"]),
             noise_multiplier=meta["noise_multiplier"],
             unit=unit,
+            records_public=meta.get("records_public"),
         )
         within, plan = _within_budget(algorithm, plan)
         with watch.watching(plan) as callback:

@@ -32,6 +32,7 @@ def minimize(
     account: str = "default",
     cap: Budget | None = None,
     n_public: int | None = None,
+    records_public: int | None = None,
     start: Vector | None = None,
     seed: int | None = None,
     folder: str | Path | None = None,
@@ -55,6 +56,8 @@ def minimize(
         cap: a budget that the account as a whole must not exceed.
         n_public: the public number of records. Under add-remove the true number is private: declare one here, or
             the length of the data is taken and thereby declared public.
+        records_public: with ``person``, how many records people have together, if that is public: it is then said
+            beside n wherever n is. Without it no number of records is ever shown.
         folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
             result is saved here.
         seed: fixed randomness for tests; the result is then not private.
@@ -80,9 +83,10 @@ def minimize(
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed)
     declared = len(curator.records) if n_public is None else n_public
     the_plan = planned or plan(
-        algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier, unit=curator.unit
-    )
-    if (the_plan.budget, the_plan.n_public) != (budget, declared):
+        algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier, unit=curator.unit,
+        records_public=records_public,
+    )  # fmt: skip
+    if (the_plan.budget, the_plan.n_public, the_plan.records_public) != (budget, declared, records_public):
         raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
     notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
     notes = (*notes, *how_people_count(objective))
@@ -143,8 +147,9 @@ def resume(
             f"{folder}: the run counted its people otherwise; resume it with the same person= settings."
         )
     the_plan = plan(
-        algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"], unit=unit
-    )
+        algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"], unit=unit,
+        records_public=meta.get("records_public"),
+    )  # fmt: skip
     name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
     released = int(meta.get("released", 0))

@@ -176,7 +176,7 @@ class Result:
         )
         rows: list[tuple[str, object]] = [
             ("parameters", len(self.params)),
-            ("records (public number)", self.n_public),
+            (self.privacy.unit.in_words("records (public number)"), self.n_public),
             ("stopped by", self.stopped_by),
             *self.privacy.facts(),
         ]

@@ -54,6 +54,7 @@ class Saver:
             "config": json_values(the_plan.config),
             "n_public": the_plan.n_public,
             "unit": str(the_plan.unit),
+            "records_public": the_plan.records_public,
             "budget": None if the_plan.budget is None else the_plan.budget.to_json(),
             "noise_multiplier": the_plan.noise_multiplier,
             "notes": list(notes),

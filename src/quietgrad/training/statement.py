@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quietgrad.curators.base import Session, Spent
+from quietgrad.plans.schedule import DECLARED
 from quietgrad.training.result import SEEDED, Privacy
 
 ADVERSARY = "anyone who sees every released number; the curator and its machine are trusted"
@@ -13,6 +14,8 @@ def statement(session: Session, spent: Spent, account: str | None, notes: tuple[
     the_plan = session.plan
     sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
     sampling = the_plan.unit.in_words(sampling)
+    if the_plan.records_public is not None:
+        notes = (*notes, f"{the_plan.counts}, {DECLARED}")
     if the_plan.budget is None or spent.event is None:
         return Privacy(
             epsilon=None,

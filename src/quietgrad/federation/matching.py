@@ -1,0 +1,228 @@
+"""People known to several parties, found by a keyed hash of their ids: each is kept by one of those that know them.
+
+The parties agree on a secret key and hand each other lists of HMAC(key, id), past the coordinator. Of the parties
+in whose lists somebody is, the key chooses one, their home; the others leave the person out. Whoever is in the run
+is in it once, so parties' people are disjoint by construction and everything that is proved for disjoint parties
+holds: any sampling, either relation, noise for one contribution. Which home a person has depends on the person
+alone, so that taking one away moves nobody else.
+
+Two ids with one hash would only leave somebody out. One person whose ids differ between parties is not found, and
+counts as two: ids must be written alike, and a list says what kind they are of.
+
+What it reveals: who has the key can ask a list whether an id is in it. So the lists tell the parties who is known
+to whom, and nothing to anybody without the key but how long they are and how many entries they share.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.errors import DataError
+from quietgrad.files import parse_json, read_bytes, reason, write_atomically
+from quietgrad.objectives.people import OfRecords
+from quietgrad.objectives.person_ids import hashed_people, kind_of
+from quietgrad.privacy.rng import KEY_BYTES, fresh_key
+
+SUFFIX = ".people"
+_HASH_BYTES = 16  # of a hash: a collision leaves somebody out and protects everybody as before
+_MAC_BYTES = 32
+_LARGEST = 1 << 32
+_FORMAT = "quietgrad people 1"
+
+
+@dataclass(frozen=True)
+class PeopleList:
+    """The people of one party as hashes under the parties' key; build it with :meth:`of`.
+
+    >>> mine = PeopleList.of("north", ["ann", "bob", "ann"], b"k" * 32)
+    >>> len(mine.hashes), PeopleList.parse(mine.to_bytes(b"k" * 32), b"k" * 32) == mine
+    (2, True)
+    """
+
+    party: str
+    kind: str
+    hashes: frozenset[bytes]
+
+    @classmethod
+    def of(cls, party: str, ids: Any, key: bytes) -> PeopleList:
+        """The list of the people that ``ids`` name."""
+        hashes = hashed_people(ids, key)[1]
+        return cls(party, kind_of(ids), frozenset(each[:_HASH_BYTES] for each in hashes))
+
+    def to_bytes(self, key: bytes) -> bytes:
+        """A line that says whose it is, the hashes in order, and a MAC of both under the key."""
+        head = json.dumps({"format": _FORMAT, "party": self.party, "kind": self.kind, "people": len(self.hashes)})
+        body = head.encode() + b"\n" + b"".join(sorted(self.hashes))
+        return body + hmac.digest(key, body, "sha256")
+
+    @classmethod
+    def parse(cls, content: bytes, key: bytes, source: str = "list") -> PeopleList:
+        """Read :meth:`to_bytes`; a list that was made with another key, or altered, is refused."""
+        body, mac = content[:-_MAC_BYTES], content[-_MAC_BYTES:]
+        head, _, rest = body.partition(b"\n")
+        try:
+            entry = parse_json(head)
+            party, kind, count = str(entry["party"]), str(entry["kind"]), int(entry["people"])
+            good = entry["format"] == _FORMAT and len(rest) == count * _HASH_BYTES
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise DataError(f"{source}: is not a list of people of `quietgrad federate match`.")
+        if not hmac.compare_digest(mac, hmac.digest(key, body, "sha256")):
+            raise DataError(
+                f"{source}: was made with another people key, or was altered: nobody would be the same person in "
+                "it. All parties use one key."
+            )
+        hashes = (rest[k : k + _HASH_BYTES] for k in range(0, len(rest), _HASH_BYTES))
+        return cls(party, kind, frozenset(hashes))
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The lists of all parties, and their key: says whom a party keeps.
+
+    >>> key = b"k" * 32
+    >>> lists = [PeopleList.of("north", ["ann", "bob"], key), PeopleList.of("south", ["bob", "cyd"], key)]
+    >>> both = Matching(key, {each.party: each for each in lists})
+    >>> north, south = both.keeps("north", ["ann", "bob"]), both.keeps("south", ["bob", "cyd"])
+    >>> bool(north[0]), bool(south[1]), bool(north[1]) != bool(south[0])
+    (True, True, True)
+    """
+
+    key: bytes
+    lists: Mapping[str, PeopleList]
+
+    def __post_init__(self) -> None:
+        if len({each.kind for each in self.lists.values()}) > 1:
+            raise DataError(
+                "people: the parties' ids are of different kinds, numbers here and texts there, so nobody would be "
+                "the same person. Write them alike at all parties, and make the lists again."
+            )
+
+    def __repr__(self) -> str:
+        return "Matching()"  # neither key nor hashes
+
+    @classmethod
+    def of(cls, parties: Mapping[str, Any], key: bytes) -> Matching:
+        """Match people whose ids are all here, by party."""
+        return cls(key, {name: PeopleList.of(name, ids, key) for name, ids in parties.items()})
+
+    @classmethod
+    def read(cls, key: bytes, folder: Path, parties: Sequence[str]) -> Matching:
+        """The lists in ``folder``, one called ``NAME.people`` for each of ``parties``."""
+        missing = [name for name in parties if not (folder / f"{name}{SUFFIX}").exists()]
+        if missing:
+            raise DataError(
+                f"{folder}: the list of {missing[0]!r} is missing; each party makes its own and sends it."
+            )
+        return cls(key, {name: read_list(folder, name, key) for name in parties})
+
+    @cached_property
+    def digest(self) -> str:
+        """A MAC of all lists, for the plan: whoever has other lists or another key finds another one."""
+        parts = [self.lists[name].to_bytes(self.key)[-_MAC_BYTES:] for name in sorted(self.lists)]
+        return hmac.digest(self.key, b"quietgrad matched people 1\0" + b"".join(parts), "sha256").hex()
+
+    def keeps(self, party: str, ids: Any) -> npt.NDArray[np.bool_]:
+        """For each record of ``party`` whether its person's home is there.
+
+        Raises:
+            DataError: somebody is not in the party's own list, so the others cannot know of them.
+        """
+        codes, hashes = hashed_people(ids, self.key)
+        own, others = self.lists[party], [each for name, each in self.lists.items() if name != party]
+        if kind_of(ids) != own.kind or not own.hashes.issuperset(each[:_HASH_BYTES] for each in hashes):
+            raise DataError(
+                f"{party}: somebody in the table is not in the list of people that was made of it. Make the list "
+                "again, send it to the other parties, and agree on the plan anew."
+            )
+        homes = np.array([self._is_home(party, each[:_HASH_BYTES], others) for each in hashes])
+        return np.asarray(homes[codes])
+
+    def _is_home(self, party: str, person: bytes, others: Sequence[PeopleList]) -> bool:
+        holders = [each.party for each in others if person in each.hashes]
+        if not holders:
+            return True
+        return party == min(
+            (party, *holders), key=lambda name: hmac.digest(self.key, person + name.encode(), "sha256")
+        )
+
+    def kept(self, party: str, held: OfRecords) -> OfRecords:
+        """The records of those whom a party keeps."""
+        from sklearn.utils import _safe_indexing
+
+        places = np.flatnonzero(self.keeps(party, held.person))
+        if not len(places):
+            raise DataError(f"{party}: everybody it knows is kept by another party; leave it out of the plan.")
+        parts = held.data if isinstance(held.data, tuple) else (held.data,)
+        taken = tuple(_safe_indexing(part, places) for part in parts)
+        return OfRecords(taken if isinstance(held.data, tuple) else taken[0], _safe_indexing(held.person, places))
+
+
+def read_matching(key: Path | None, lists: Path | None, parties: Sequence[str]) -> Matching | None:
+    """The matching that a party was told of by two paths; ``None`` if it was told of none."""
+    if (key is None) != (lists is None):
+        raise DataError("people: the key and the folder of lists belong together; give both or neither.")
+    return None if key is None or lists is None else Matching.read(read_key(key), lists, parties)
+
+
+def read_list(folder: Path, party: str, key: bytes) -> PeopleList:
+    """The list of a party, as it was sent."""
+    path = folder / f"{party}{SUFFIX}"
+    try:
+        found = PeopleList.parse(read_bytes(path, most=_LARGEST), key, str(path))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({reason(error)}).") from None
+    if found.party != party:
+        raise DataError(f"{path}: is the list of {found.party!r}, not of {party!r}.")
+    return found
+
+
+def write_list(folder: Path, people: PeopleList, key: bytes) -> Path:
+    """Write a party's list into ``folder``, readable by its owner only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{people.party}{SUFFIX}"
+    write_atomically(path, people.to_bytes(key), private=True)
+    return path
+
+
+def new_key(path: Path) -> bytes:
+    """Draw the parties' key and write it where only its owner may read it; a file that is there is left alone."""
+    key = fresh_key()
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key.hex().encode() + b"\n")
+    except FileExistsError:
+        raise DataError(f"{path}: exists already; leave out --new-key to use it.") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({reason(error)}).") from None
+    return key
+
+
+def read_key(path: Path) -> bytes:
+    """The parties' key; one that others may read is refused."""
+    try:
+        open_to_others = path.stat().st_mode & 0o077
+        key = bytes.fromhex(read_bytes(path, most=1024).decode().strip())
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: no such key. One party makes it with --new-key and hands it to the others, never to the "
+            "coordinator."
+        ) from None
+    except (ValueError, OSError):
+        open_to_others, key = 0, b""
+    if open_to_others:
+        raise DataError(f"{path}: others may read this key; run `chmod 600 {path}`.")
+    if len(key) != KEY_BYTES:
+        raise DataError(f"{path}: is not a key of `quietgrad federate match --new-key`.")
+    return key
