@@ -34,7 +34,9 @@ class ScanParts:
     def raw(self, task: Task) -> Iterator[tuple[Array, Array]]:
         """(X, y) as the columns say, block by block."""
         seen, watched, checksum = 0, hasattr(task.unit, "checksum"), 0
-        for batch in _ahead(task.unit.batches(self.layout.read, self.rows)):
+        batches = task.unit.batches(self.layout.read, self.rows)
+        # The kernel reads local files ahead by itself; a thread for it costs a copy between two cores' caches.
+        for batch in _ahead(batches) if getattr(task.unit, "filesystem", None) is not None else batches:
             if not batch.num_rows:
                 continue
             if task.rows is not None and not (watched or self.layout.may_drop):

@@ -57,6 +57,7 @@ class Scan:
     memory: int
     notes: tuple[str, ...] = ()
     turned: Callable[[Array, Array], Any] | None = None
+    begun: bool = False
     _seen: _Seen = field(default_factory=_Seen, repr=False)
 
     def __repr__(self) -> str:
@@ -126,6 +127,8 @@ class Scan:
 
     def verify(self, reading: Reading) -> None:
         """Read everything once: refuse gaps, infinities and what ``reading`` cannot use; remember the content."""
+        if self.begun:
+            return
         tasks = [Task(unit, None) for unit in self.units]
         with self._seen.lock:
             first = self._seen.digests is None
@@ -154,6 +157,10 @@ class Scan:
     def named(self) -> Scan:
         """The same records with the names of their classes for labels, where the classes are declared."""
         return self if self.classes is None else self.labelled(partial(np.take, np.asarray(self.classes)))
+
+    def known(self) -> Scan:
+        """The same records for a run that has begun: its next pass refuses what it cannot use, and no other."""
+        return replace(self, begun=self._seen.digests is not None)
 
     def labelled(self, labels: Callable[[Array], Array]) -> Scan:
         """The same records with ``labels(y)`` for y."""
@@ -303,7 +310,7 @@ def scan(
     if layout.may_drop:
         notes = (*notes, "rows with a missing entry left out")
     units = tuple(unit for unit, _ in pieces)
-    return Scan(layout, units, runner, rows, int(memory), notes, None, _Seen(sizes=known))
+    return Scan(layout, units, runner, rows, int(memory), notes, _seen=_Seen(sizes=known))
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,11 @@ def _add(a: Any, b: Any) -> Any:
     return a
 
 
+def _sum_each(queries: Sequence[Any], ends: Sequence[int], reading: Any, batch: Batch, out: Any) -> None:
+    for query, part in zip(queries, np.split(out, ends[:-1]), strict=True):
+        query.sum_into(reading, batch, part)
+
+
 class NotScannedError(DataError, AttributeError):
     """A query cannot be answered part by part."""
 
@@ -197,6 +202,8 @@ class Scanned:
         self.reading, self.source, self.dim = reading, source, dim
         self.features = source.features
         self.row_bound = getattr(reading, "row_bound", None)
+        self._foreseen: tuple[Any, ...] = ()
+        self._sums: list[tuple[Any, Any]] = []
         source.verify(reading)
         self._ends = np.cumsum(np.asarray(source.sizes, dtype=np.int64))
         if not len(self):
@@ -218,12 +225,29 @@ class Scanned:
         """The source's content: a ledger knows the table by it."""
         yield from self.source.fingerprint()
 
+    def foresee(self, *queries: Any) -> None:
+        """Questions about all records that come next: one pass then sums for all of them."""
+        self._foreseen = tuple(query for query in queries if is_additive(query))
+
     def answer(self, query: Any, batch: Batch, out: Any) -> None:
         """out += what ``query`` sums to, part by part."""
-        if is_additive(query):
-            self.add(query.sum_into, batch, out)
-        else:  # it asks the objective for sums, and the objective asks here
+        if not is_additive(query):  # it asks the objective for sums, and the objective asks here
             query.sum_into(self.reading, batch, out)
+        elif batch.indices is not None:
+            self.add(query.sum_into, batch, out)
+        else:
+            if not any(query is asked for asked, _ in self._sums):
+                self._sums = self._summed(query, batch)
+            out += next(total for asked, total in self._sums if asked is query)
+
+    def _summed(self, query: Any, batch: Batch) -> list[tuple[Any, Any]]:
+        """The sums of a question and of those that were foreseen with it; kept until another one is asked."""
+        together = self._foreseen if any(query is asked for asked in self._foreseen) else (query,)
+        self._foreseen = ()
+        ends = np.cumsum([asked.dim(self) for asked in together]).tolist()
+        out = np.zeros(ends[-1])
+        self.add(partial(_sum_each, together, ends), batch, out)
+        return list(zip(together, np.split(out, ends[:-1]), strict=True))
 
     def add(self, summand: Callable[[Any, Batch, Any], None], batch: Batch, out: Any) -> None:
         """out += Σ over the parts of what ``summand(reading, batch, out)`` adds."""
