@@ -26,8 +26,8 @@ Codes = npt.NDArray[np.int64]
 _NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
 _INVISIBLE = ("Cc", "Cf")
 _DAYS = ("Y", "M", "W", "D")  # units of numpy's dates that tell no time of the day
-_MISSING = "person: a record has no id. Remove such records, or give each an id of its own."
-_KINDS = (
+MISSING = "person: a record has no id. Remove such records, or give each an id of its own."
+KINDS = (
     "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
     "that 1 and '1' are not two people."
 )
@@ -52,13 +52,13 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     if array.dtype.kind == "O":
         array = _one_kind(array)
     if array.dtype.kind == "f":
-        array = _whole(array)
+        array = whole_numbers(array)
     if array.dtype.kind == "M" and np.isnat(array).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     if array.dtype.kind in "US" and (array == array.dtype.type()).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     if array.dtype.kind not in "iuUSMO":
-        raise DataError(_KINDS)
+        raise DataError(KINDS)
     if array.dtype.kind == "O":
         codes, known = _numbered(array)
         texts = known if isinstance(known[0], (str, bytes)) else []
@@ -156,7 +156,7 @@ def _values(ids: Any) -> set[Any]:
     """Each id once; whole numbers as such, and times of arrays as they are."""
     array = _array(ids)
     values = _one_kind(array) if array.dtype.kind == "O" else array
-    values = _whole(values) if values.dtype.kind == "f" else values
+    values = whole_numbers(values) if values.dtype.kind == "f" else values
     return set(values) if values.dtype.kind == "M" else set(values.tolist())  # as a list, nanoseconds are numbers
 
 
@@ -189,6 +189,15 @@ def _plain(value: Any) -> Any:
     return b" ".join(value.split()) if isinstance(value, bytes) else value
 
 
+def is_plain_text(value: str | bytes) -> bool:
+    """Whether an id is written as no other one that looks like it: a text that is not may be two people's.
+
+    >>> is_plain_text("ann"), is_plain_text(" ann")
+    (True, False)
+    """
+    return bool(_plain(value) == value)
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, np.datetime64):
         return "day" if np.datetime_data(value.dtype)[0] in _DAYS else "time"
@@ -206,7 +215,7 @@ def _array(ids: Any) -> npt.NDArray[Any]:
     if isinstance(ids, (set, frozenset, Mapping)):
         raise DataError("person: must be one id per record in the records' order, a list or a column.")
     if isinstance(ids, np.ma.MaskedArray) and np.ma.getmaskarray(ids).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     try:
         if hasattr(ids, "to_numpy"):  # a column of pandas or polars: its own missing values become objects or NaN
             return np.asarray(ids.to_numpy())
@@ -223,31 +232,31 @@ def _one_kind(cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Objects of one kind: floats as an array of them; the others stay objects, whose length numpy would cut."""
     kinds = {type(cell) for cell in cells}
     if any(kind.__name__ in _NOTHING for kind in kinds):
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     if all(issubclass(kind, (float, np.floating)) for kind in kinds):
         return cells.astype(np.float64)
     if any(issubclass(kind, (float, np.floating)) for kind in kinds) and any(
         isinstance(cell, (float, np.floating)) and cell != cell for cell in cells
     ):
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     for kind in (str, bytes):
         if all(issubclass(found, kind) for found in kinds):
             if not all(len(cell) for cell in cells):
-                raise DataError(_MISSING)
+                raise DataError(MISSING)
             return cells
     if any(issubclass(kind, (bool, np.bool_)) for kind in kinds):
-        raise DataError(_KINDS)
+        raise DataError(KINDS)
     if all(issubclass(kind, (int, np.integer)) for kind in kinds):
         return cells
     if len(kinds) == 1 and issubclass(kinds.pop(), (datetime.date, uuid.UUID)):
         return cells
-    raise DataError(_KINDS)
+    raise DataError(KINDS)
 
 
-def _whole(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def whole_numbers(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Floats that are whole numbers: tables often hold ids so."""
     if np.isnan(array).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     exact = 2.0 ** (np.finfo(array.dtype).nmant + 1)  # whole numbers above it are not told apart
     if not (np.abs(array) < exact).all() or (array != np.floor(array)).any():
         raise DataError("person: ids are fractions or too large to be told apart. Give whole numbers or texts.")
