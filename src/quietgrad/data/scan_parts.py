@@ -27,6 +27,7 @@ class ScanParts:
     rows: int
     turned: Callable[[Array, Array], Any] | None = None
     whose: Whose | None = None
+    mapped: Callable[[Array], Array] | None = None
 
     def blocks(self, task: Task) -> Iterator[Any]:
         """What an objective's ``prepare`` takes, block by block."""
@@ -47,6 +48,9 @@ class ScanParts:
         else:
             yield from ((X, y, None) for X, y, _ in self.rows_of(task.unit, task.rows))
 
+    def _mapped(self, X: Array) -> Array:
+        return X if self.mapped is None else self.mapped(X)
+
     def rows_of(self, unit: Any, rows: Array | None = None) -> Iterator[tuple[Array, Array, Any]]:
         """(X, y, people's ids) of all rows of a piece, or of those at ``rows``, block by block."""
         seen, watched, checksum = 0, hasattr(unit, "checksum"), 0
@@ -60,18 +64,18 @@ class ScanParts:
                 seen += batch.num_rows
                 if len(wanted):
                     X, y, ids = self.layout.rows(batch.take(_indices(wanted)))
-                    yield np.ascontiguousarray(X), y, ids
+                    yield np.ascontiguousarray(self._mapped(X)), y, ids
                 continue
             X, y, ids = self.layout.rows(batch)
             if watched:
                 checksum = checksum_of(X, y, checksum)
             if rows is None:
-                yield X, y, ids
+                yield self._mapped(X), y, ids
                 continue
             wanted = _between(rows, seen, seen + len(X))
             seen += len(X)
             if len(wanted):
-                yield np.ascontiguousarray(X[wanted]), y[wanted], None
+                yield np.ascontiguousarray(self._mapped(X[wanted])), y[wanted], None
         if watched and unit.checksum not in (None, checksum):
             raise ChangedError(
                 "frame: a partition has other content than when it was first read. Make the frame's computation "

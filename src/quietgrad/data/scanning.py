@@ -23,7 +23,7 @@ from quietgrad.data.row_layout import Array, RowLayout
 from quietgrad.data.scan_parts import ScanParts, Threads, checksum_of
 from quietgrad.data.scan_people import Carried, Runs, RunsOf, cut_by_person
 from quietgrad.data.scan_units import LEAST_ROWS
-from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.schema import Categorical, Schema, read_schema
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Reading
 from quietgrad.objectives.people import Combine, Whose
@@ -47,7 +47,11 @@ class _Seen:
     checksums: tuple[int, ...] | None = None
     by_person: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
     digests: tuple[bytes, ...] | None = None
-    passes: int = 0
+    passes: list[int] = field(default_factory=lambda: [0])
+
+    def of_rows(self) -> _Seen:
+        """What is known of the same rows, whatever is read of them."""
+        return _Seen(self.lock, sizes=self.sizes, passes=self.passes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +69,8 @@ class Scan:
     turned: Callable[[Array, Array], Any] | None = None
     begun: bool = False
     whose: Whose | None = None
+    mapping: Callable[[Array], Array] | None = None
+    names: tuple[str, ...] | None = None
     _seen: _Seen = field(default_factory=_Seen, repr=False)
 
     def __repr__(self) -> str:
@@ -83,12 +89,14 @@ class Scan:
     @property
     def features(self) -> int:
         """Number of features."""
-        return self.layout.width
+        return self.layout.width if self.names is None else len(self.names)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the features."""
         schema = self.layout.schema
+        if self.names is not None:
+            return self.names
         return self.layout.columns if schema is None else schema.feature_names
 
     @property
@@ -114,7 +122,7 @@ class Scan:
     @property
     def passes(self) -> int:
         """How often the table was gone through so far, for whole sums and for samples alike."""
-        return self._seen.passes
+        return self._seen.passes[0]
 
     # --- the source of :mod:`quietgrad.objectives.tables.scanned` --------------------------------------------
 
@@ -167,8 +175,8 @@ class Scan:
 
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged in a fixed order."""
-        self._seen.passes += 1
-        parts = ScanParts(self.layout, self.rows_at_once, self.turned, self.whose)
+        self._seen.passes[0] += 1
+        parts = ScanParts(self.layout, self.rows_at_once, self.turned, self.whose, self.mapping)
         found: Value | None = self.runner.total(parts, work, tasks, merge)
         return found
 
@@ -181,7 +189,7 @@ class Scan:
         tasks = [Task(unit, None, a, b) for unit, a, b in zip(self.units, firsts, people, strict=False)]
         with self._seen.lock:
             first = self._seen.digests is None
-            found = self.total(_Verification(reading, first, self.name), tasks, _join) or []
+            found = self.total(_Verification(reading, first, self.name, self.features), tasks, _join) or []
             if first:
                 self._seen.digests = tuple(digest for digest, _, _ in found)
                 self._seen.checksums = tuple(checksum for _, _, checksum in found)
@@ -210,17 +218,13 @@ class Scan:
         if layout.schema is not None or column not in layout.columns:
             raise DataError(f"person: say it where the scan is made: scan(..., person={shown(column)!r}).")
         columns = tuple(name for name in layout.columns if name != column)
-        return replace(
-            self, layout=replace(layout, columns=columns, person=column), _seen=_Seen(sizes=self._seen.sizes)
-        )
+        return replace(self, layout=replace(layout, columns=columns, person=column), _seen=self._seen.of_rows())
 
     def by_row(self) -> Scan:
         """The same rows, whoever they are about: for evaluations that promise nothing to anybody."""
         if self.person is None:
             return self
-        return replace(
-            self, layout=replace(self.layout, person=None), whose=None, _seen=_Seen(sizes=self._seen.sizes)
-        )
+        return replace(self, layout=replace(self.layout, person=None), whose=None, _seen=self._seen.of_rows())
 
     def by_person(self, combine: Combine = "mean", records_per_person: int | None = None) -> Scan:
         """The same people as what counts: a sum over them combines everybody's records first."""
@@ -231,6 +235,30 @@ class Scan:
     def with_rows(self, turned: Callable[[Array, Array], Any]) -> Scan:
         """The same records, each block seen as ``turned(X, y)``: a public map of one record to one record."""
         return replace(self, turned=turned if self.turned is None else partial(_then, self.turned, turned))
+
+    def mapped(self, rows: Callable[[Array], Array], names: Sequence[str]) -> Scan:
+        """The same records with ``rows(X)`` for their features: a public map of each row, kept nowhere."""
+        return replace(
+            self,
+            mapping=rows if self.mapping is None else partial(_mapped_twice, self.mapping, rows),
+            names=tuple(names),
+            rows_at_once=max(256, min(self.rows_at_once, _CELLS // max(1, len(names)))),
+            _seen=replace(self._seen.of_rows(), checksums=self._seen.checksums, by_person=self._seen.by_person),
+        )
+
+    @property
+    def bounds(self) -> tuple[tuple[float, float], ...] | None:
+        """The ranges that are public: a schema maps every column to [0, 1]."""
+        return None if self.layout.schema is None or self.names is not None else ((0.0, 1.0),) * self.features
+
+    @property
+    def indicators(self) -> frozenset[str]:
+        """Features that are 0 or 1 by the schema: one for each category."""
+        schema = self.layout.schema
+        if schema is None or self.names is not None:
+            return frozenset()
+        kinds = [isinstance(kind, Categorical) for kind in schema.columns.values() for _ in range(kind.width)]
+        return frozenset(name for name, told in zip(self.feature_names, kinds, strict=True) if told)
 
     def named(self) -> Scan:
         """The same records with the names of their classes for labels, where the classes are declared."""
@@ -256,13 +284,17 @@ class Scan:
 
     def blocks(self) -> Iterator[tuple[Array, Array]]:
         """(X, y) of all records in order, a block at a time: for predictions, which need no sum."""
-        parts = ScanParts(self.layout, self.rows_at_once)
+        parts = ScanParts(self.layout, self.rows_at_once, mapped=self.mapping)
         for unit in self._watched:
             yield from ((X, y) for X, y, _ in parts.rows_of(unit))
 
 
 def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array], Any], X: Array, y: Array) -> Any:
     return second(*first(X, y))
+
+
+def _mapped_twice(first: Callable[[Array], Array], second: Callable[[Array], Array], X: Array) -> Array:
+    return second(first(X))
 
 
 def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> Laid:
@@ -293,9 +325,10 @@ class _Verification:
     reading: Any
     digest: bool
     name: str
+    width: int
 
     def __call__(self, parts: Any, task: Task) -> list[tuple[bytes, int, int]]:
-        columns = [hashlib.sha256() for _ in range(parts.layout.width)] if self.digest else []
+        columns = [hashlib.sha256() for _ in range(self.width)] if self.digest else []
         rows, checksum, watched = 0, 0, hasattr(task.unit, "checksum")
         for X, y, people in parts.read(task):
             if not np.isfinite(X).all():
