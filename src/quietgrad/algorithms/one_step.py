@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.algorithms.table_looks import noise_of
-from quietgrad.curators.base import Session
+from quietgrad.curators.base import Foresees, Session
 from quietgrad.objectives.base import Loss
 from quietgrad.objectives.tables.glm import Logistic, Squared
 from quietgrad.objectives.tables.information import WhitenedInformation
@@ -66,15 +66,18 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
     radius, n, size = whitening.radius, door.expected_batch("gradient"), len(start)
     gradient = WhitenedGradient(start, (2.0 if squares else 1.25) * radius, whitening)
     information = WhitenedInformation(start, (2.5 if squares else 0.625) * radius**2, whitening, relation)
-    slope = door.release("score", seen(gradient)) / n
+    loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
+    asked = seen(gradient), seen(information), seen(loss)
+    if isinstance(door, Foresees):
+        door.foresee(*asked[: 3 if squares else 2])
+    slope = door.release("score", asked[0]) / n
     slope += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(start)))
-    curve = information.unpack(door.release("information", seen(information)) / n)
+    curve = information.unpack(door.release("information", asked[1]) / n)
     slope_noise = noise_of(door, "score", gradient.bound) / n
     curve_noise = noise_of(door, "information", information.bound) / n
     dispersion = 1.0
     if squares:  # asked before anything is refused: how many releases a run makes must not follow from the data
-        loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
-        dispersion = max(2.0 * float(door.release("dispersion", seen(loss))[0]) / n, 1e-12)
+        dispersion = max(2.0 * float(door.release("dispersion", asked[2])[0]) / n, 1e-12)
     least = float(np.linalg.eigvalsh(curve)[0])
     spread = curve_noise * math.sqrt(2.0 * size)
     if least <= 0.0 or spread > MOST_NOISE * least:

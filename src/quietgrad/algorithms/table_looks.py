@@ -189,8 +189,10 @@ def _found_ranges(
         if not asked:  # asked all the same: how many releases a run makes must not follow from the data
             chosen, near, far = unknown[:1], -reach[:1], reach[:1].copy()
             near, far = np.where(np.isfinite(near), near, -1.0), np.where(np.isfinite(far), far, 1.0)
+        pieces = Pieces(chosen, near, far, relation)
         for again, slot in enumerate(look.offset_slots):
-            pieces = Pieces(chosen, near, far, relation)
+            if asked:  # nobody looks closer where nobody looks: one sum does for all of these releases
+                pieces = Pieces(chosen, near, far, relation)
             inner = door.release(slot, pieces).reshape(-1, PIECES)
             nearer, closer = read_pieces(inner, noise_of(door, slot, pieces.bound), near, far)
             # Each look may cut a tail off: a later one is believed only where it narrows the interval by far.

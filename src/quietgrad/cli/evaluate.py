@@ -57,10 +57,10 @@ def evaluate(
         )
     ids = None
     if are_many(data):
-        if person is not None or model.privacy_.unit == "person":
-            raise DataError(f"{data}: people are not known to scans; give one file, which is read whole.")
         spec = RunSpec.load(folder)
-        X: Any = open_scan(data, {**spec.reading, "pair": facts["class_names"]}, spec.scanning).table
+        whose = spec.reading.get("person") if person is None else person
+        reading = {**spec.reading, "pair": facts["class_names"], "person": whose}
+        X: Any = open_scan(data, reading, spec.scanning).table
         labels = None
         if X.classes is not None:
             model.classes_ = np.asarray(X.classes)

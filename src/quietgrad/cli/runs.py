@@ -19,6 +19,7 @@ from quietgrad.files import read_json
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
     from quietgrad.objectives.people import People
+    from quietgrad.objectives.tables.scanned import ScannedPeople
     from quietgrad.privacy.budget import Budget
 
 RUN_FILE = "run.json"
@@ -88,9 +89,10 @@ class RunSpec:
 
         return None if self.cap_epsilon is None else budget(self.cap_epsilon, self.delta, self.relation)
 
-    def people_in(self, data: Dataset) -> People | None:
+    def people_in(self, data: Any) -> People | ScannedPeople | None:
         """Whose the records are, if a column says so; ``None`` if every record is a person's only one."""
         from quietgrad.objectives.people import People, check_combination
+        from quietgrad.objectives.tables.scanned import ScannedPeople
 
         check_combination(self.combine, self.records_per_person)
         if data.person is None and "person" in self.reading:
@@ -100,6 +102,8 @@ class RunSpec:
                 raise ValueError("combine, records_per_person: say how a person's records count; give --person.")
             return None
         combine: Any = self.combine
+        if getattr(data.person, "is_source", False):
+            return ScannedPeople(data.person, combine, self.records_per_person)
         return People.of(data.person, combine=combine, records_per_person=self.records_per_person, records=data.n)
 
     def make_algorithm(self, data: Dataset, n: int | None = None) -> Any:
@@ -146,10 +150,9 @@ class RunSpec:
         if self.data is None:
             data: Any = demo_dataset()
         elif scans(self.data, self.scanning):
-            if self.reading.get("person") is not None or self.features is not None:
+            if self.features is not None:
                 raise DataError(
-                    f"{self.data}: people and features of pictures are not known to scans; give one file, which is "
-                    "read whole."
+                    f"{self.data}: features of pictures are not known to scans; give one file, which is read whole."
                 )
             return open_scan(self.data, self.reading, self.scanning, self.test)
         else:

@@ -27,7 +27,6 @@ class ScannedData:
     y = None
     y_test = None
     pictures = None
-    person = None
     label_bounds: tuple[float, float] | None = None
 
     @property
@@ -39,6 +38,11 @@ class ScannedData:
     def X_test(self) -> Scan | None:
         """Held-out records."""
         return self.test
+
+    @property
+    def person(self) -> Scan | None:
+        """The scan, if it says whose its rows are."""
+        return None if self.X.person is None else self.X
 
     @property
     def name(self) -> str:
@@ -99,7 +103,7 @@ def _opened(data: str, reading: dict[str, Any], options: dict[str, Any]) -> tupl
     with usage():
         table = scan(
             data, target=reading.get("label"), schema=reading.get("schema"), classes=classes,
-            task="regression" if task == "regression" else None, **options,
+            task="regression" if task == "regression" else None, person=reading.get("person"), **options,
         )  # fmt: skip
     if table.layout.task == "regression":
         return table, "regression", None
@@ -128,6 +132,7 @@ def open_columns(data: str, spec: Any, facts: dict[str, Any]) -> Scan:
 
 def scan_scores(objective: Any, params: Any, table: Scan, task: str, frame: Any) -> dict[str, float]:
     """Loss and accuracy (or rmse) of a model on a scan, without noise: they are data."""
+    table = table.by_row()
     view = table if frame is None else table.with_rows(_Clipped(frame))
     records = objective.prepare(view)
     scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}

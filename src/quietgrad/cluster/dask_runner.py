@@ -204,18 +204,18 @@ class _Rows:
     """Which rows of a piece are asked for, without showing them: who is in a sample is a secret, and logs print."""
 
     def __init__(self, task: Any) -> None:
-        self.rows, self.unit = task.rows, task.unit.filled(None) if hasattr(task.unit, "held") else None
+        self.task = task._replace(unit=task.unit.filled(None) if hasattr(task.unit, "held") else None)
 
     def __repr__(self) -> str:
         return "rows"
 
 
 def _work_on(work: Any, merge: Merging, units: list[Any], rows: list[_Rows]) -> Any:
-    from quietgrad.objectives.tables.scanned import Task, merged, one_thread_each
+    from quietgrad.objectives.tables.scanned import merged, one_thread_each
 
     with one_thread_each():
         tasks = [
-            Task(unit if asked.unit is None else asked.unit.filled(unit), asked.rows)
+            asked.task._replace(unit=unit if asked.task.unit is None else asked.task.unit.filled(unit))
             for unit, asked in zip(units, rows, strict=True)
         ]
         return merged((work(task) for task in tasks), merge)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +107,15 @@ class Session(Protocol):
 
     def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
         """End the session; only a stop that does not depend on data gives unused budget back."""
+        ...
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A session that reads its table anew for every release, and once for several if it knows of them."""
+
+    def foresee(self, *queries: Query) -> None:
+        """What the next releases ask of all records; nothing is released by it."""
         ...
 
 

@@ -196,6 +196,10 @@ class CentralSession:
         taken: npt.NDArray[np.int64] = self._fresh.take(sampling.batch_size)
         return taken
 
+    def foresee(self, *queries: Query) -> None:
+        if isinstance(self._records, Scanned):
+            self._records.foresee(*queries)
+
     @_alone
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         return self._answer(self._begin(slot, "release"), query, rho)

@@ -26,6 +26,8 @@ Array = npt.NDArray[Any]
 class RowLayout:
     """Which columns of a table are features, which is the target, and how they become numbers.
 
+    ``person`` is the column of people's ids, which are no feature.
+
     Without a ``schema`` features keep their scale. ``classes`` turn targets into codes 0…k−1, ``task="regression"``
     into numbers; without either, labels stay as they are (an estimator decides what they are).
     """
@@ -36,6 +38,7 @@ class RowLayout:
     schema: Schema | None = None
     classes: tuple[object, ...] | None = None
     task: Task | None = None
+    person: str | None = None
 
     @property
     def width(self) -> int:
@@ -45,7 +48,7 @@ class RowLayout:
     @property
     def read(self) -> list[str]:
         """The columns that are read."""
-        return [*self.columns, *([] if self.target is None else [self.target])]
+        return [*self.columns, *(name for name in (self.target, self.person) if name is not None)]
 
     @property
     def may_drop(self) -> bool:
@@ -79,8 +82,8 @@ class RowLayout:
                     f"{where}: column {column!r} is {shown(kind, most=40)}; its categories need words or codes."
                 )
 
-    def rows(self, batch: Any) -> tuple[Array, Array]:
-        """(X, y) of a record batch: X column-major, float32 or float64."""
+    def rows(self, batch: Any) -> tuple[Array, Array, Any]:
+        """(X, y, people's ids or ``None``) of a record batch: X column-major, float32 or float64."""
         import pyarrow as pa
 
         try:
@@ -88,10 +91,12 @@ class RowLayout:
             y = np.zeros(len(X)) if self.target is None else self.targets(batch.column(self.target))
         except pa.ArrowException:  # its message may quote a cell
             raise DataError(f"{self.name}: has columns that cannot be made numbers.") from None
+        ids = None if self.person is None else batch.column(self.person)
         if self.may_drop:
             kept = np.isfinite(X).all(axis=1)
             X, y = X[kept], y[kept]
-        return X, y
+            ids = None if ids is None else ids.filter(pa.array(kept))
+        return X, y, ids
 
     def _plain(self, batch: Any) -> Array:
         import pyarrow as pa

@@ -230,6 +230,8 @@ def _csv_kinds(layout: RowLayout) -> tuple[tuple[str, str], ...]:
         classes = layout.classes if schema is None else schema.classes
         by_number = classes is None or all(isinstance(label, int | float) for label in classes)
         kinds[layout.target] = "float64" if by_number else "string"
+    if layout.person is not None:
+        kinds[layout.person] = "string"
     return tuple(kinds.items())
 
 

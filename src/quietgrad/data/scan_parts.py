@@ -13,6 +13,7 @@ import numpy as np
 
 from quietgrad.data.row_layout import Array, RowLayout
 from quietgrad.errors import ChangedError
+from quietgrad.objectives.people import OfRecords, People, Whose
 from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
 
 Value = TypeVar("Value")
@@ -25,36 +26,57 @@ class ScanParts:
     layout: RowLayout
     rows: int
     turned: Callable[[Array, Array], Any] | None = None
+    whose: Whose | None = None
+    mapped: Callable[[Array], Array] | None = None
 
     def blocks(self, task: Task) -> Iterator[Any]:
         """What an objective's ``prepare`` takes, block by block."""
-        for X, y in self.raw(task):
-            yield Laid(X, y) if self.turned is None else self.turned(X, y)
+        for X, y, people in self.read(task):
+            yield self.seen(X, y, people)
 
-    def raw(self, task: Task) -> Iterator[tuple[Array, Array]]:
-        """(X, y) as the columns say, block by block."""
-        seen, watched, checksum = 0, hasattr(task.unit, "checksum"), 0
-        for batch in _ahead(task.unit.batches(self.layout.read, self.rows)):
+    def seen(self, X: Array, y: Array, people: People | None) -> Any:
+        """A block as an objective takes it."""
+        data = Laid(X, y) if self.turned is None else self.turned(X, y)
+        return data if people is None else OfRecords(data, people)
+
+    def read(self, task: Task) -> Iterator[tuple[Array, Array, People | None]]:
+        """(X, y) as the columns say and whose the rows are, block by block; everybody's rows in one block."""
+        if self.whose is not None:
+            from quietgrad.data.scan_people import whole_people
+
+            yield from whole_people(self, task, self.whose)
+        else:
+            yield from ((X, y, None) for X, y, _ in self.rows_of(task.unit, task.rows))
+
+    def _mapped(self, X: Array) -> Array:
+        return X if self.mapped is None else self.mapped(X)
+
+    def rows_of(self, unit: Any, rows: Array | None = None) -> Iterator[tuple[Array, Array, Any]]:
+        """(X, y, people's ids) of all rows of a piece, or of those at ``rows``, block by block."""
+        seen, watched, checksum = 0, hasattr(unit, "checksum"), 0
+        batches = unit.batches(self.layout.read, self.rows)
+        # The kernel reads local files ahead by itself; a thread for it costs a copy between two cores' caches.
+        for batch in _ahead(batches) if getattr(unit, "filesystem", None) is not None else batches:
             if not batch.num_rows:
                 continue
-            if task.rows is not None and not (watched or self.layout.may_drop):
-                wanted = _between(task.rows, seen, seen + batch.num_rows)
+            if rows is not None and not (watched or self.layout.may_drop):
+                wanted = _between(rows, seen, seen + batch.num_rows)
                 seen += batch.num_rows
                 if len(wanted):
-                    X, y = self.layout.rows(batch.take(_indices(wanted)))
-                    yield np.ascontiguousarray(X), y
+                    X, y, ids = self.layout.rows(batch.take(_indices(wanted)))
+                    yield np.ascontiguousarray(self._mapped(X)), y, ids
                 continue
-            X, y = self.layout.rows(batch)
+            X, y, ids = self.layout.rows(batch)
             if watched:
                 checksum = checksum_of(X, y, checksum)
-            if task.rows is None:
-                yield X, y
+            if rows is None:
+                yield self._mapped(X), y, ids
                 continue
-            wanted = _between(task.rows, seen, seen + len(X))
+            wanted = _between(rows, seen, seen + len(X))
             seen += len(X)
             if len(wanted):
-                yield np.ascontiguousarray(X[wanted]), y[wanted]
-        if watched and task.unit.checksum not in (None, checksum):
+                yield np.ascontiguousarray(self._mapped(X[wanted])), y[wanted], None
+        if watched and unit.checksum not in (None, checksum):
             raise ChangedError(
                 "frame: a partition has other content than when it was first read. Make the frame's computation "
                 "repeatable, or persist it; nothing is released from a table that changes under a run."

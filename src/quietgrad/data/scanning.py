@@ -14,18 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.row_layout import Array, RowLayout
 from quietgrad.data.scan_parts import ScanParts, Threads, checksum_of
+from quietgrad.data.scan_people import Carried, Runs, RunsOf, cut_by_person
 from quietgrad.data.scan_units import LEAST_ROWS
-from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.schema import Categorical, Schema, read_schema
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Reading
+from quietgrad.objectives.people import Combine, Whose
 from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work
+from quietgrad.shown import shown
 
 Value = TypeVar("Value")
 
@@ -42,13 +45,20 @@ class _Seen:
     lock: threading.RLock = field(default_factory=threading.RLock)
     sizes: tuple[int, ...] | None = None
     checksums: tuple[int, ...] | None = None
+    by_person: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
     digests: tuple[bytes, ...] | None = None
-    passes: int = 0
+    passes: list[int] = field(default_factory=lambda: [0])
+
+    def of_rows(self) -> _Seen:
+        """What is known of the same rows, whatever is read of them."""
+        return _Seen(self.lock, sizes=self.sizes, passes=self.passes)
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
     """A table that is never materialised; made by :func:`scan`."""
+
+    is_source: ClassVar[bool] = True
 
     layout: RowLayout
     pieces: tuple[Any, ...]
@@ -57,13 +67,17 @@ class Scan:
     memory: int
     notes: tuple[str, ...] = ()
     turned: Callable[[Array, Array], Any] | None = None
+    begun: bool = False
+    whose: Whose | None = None
+    mapping: Callable[[Array], Array] | None = None
+    names: tuple[str, ...] | None = None
     _seen: _Seen = field(default_factory=_Seen, repr=False)
 
     def __repr__(self) -> str:
         return f"Scan({self.name!r}, features={self.features}, target={self.layout.target!r})"
 
     def __len__(self) -> int:
-        return sum(self.sizes)
+        return sum(self._row_sizes)
 
     # --- public facts, as of a loaded table -----------------------------------------------------------------
 
@@ -75,12 +89,14 @@ class Scan:
     @property
     def features(self) -> int:
         """Number of features."""
-        return self.layout.width
+        return self.layout.width if self.names is None else len(self.names)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the features."""
         schema = self.layout.schema
+        if self.names is not None:
+            return self.names
         return self.layout.columns if schema is None else schema.feature_names
 
     @property
@@ -99,14 +115,34 @@ class Scan:
         return len(self), self.features
 
     @property
+    def person(self) -> str | None:
+        """The column of people's ids, if what counts as one is a person."""
+        return self.layout.person
+
+    @property
+    def people(self) -> int:
+        """How many people the rows are about; the column of ids is read once to know."""
+        return sum(self._people[1])
+
+    @property
     def passes(self) -> int:
         """How often the table was gone through so far, for whole sums and for samples alike."""
-        return self._seen.passes
+        return self._seen.passes[0]
 
     # --- the source of :mod:`quietgrad.objectives.tables.scanned` --------------------------------------------
 
     @property
     def units(self) -> tuple[Any, ...]:
+        """The pieces, each with everybody who begins in it where people count."""
+        return self._watched if self.whose is None else self._people[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each piece, or people where they count."""
+        return self._row_sizes if self.whose is None else self._people[1]
+
+    @property
+    def _watched(self) -> tuple[Any, ...]:
         """The pieces; those that nothing else watches expect the content they had at first."""
         known = self._seen.checksums
         if known is None or not any(hasattr(piece, "expecting") for piece in self.pieces):
@@ -114,34 +150,59 @@ class Scan:
         return tuple(piece.expecting(value) for piece, value in zip(self.pieces, known, strict=True))
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def _row_sizes(self) -> tuple[int, ...]:
         """Rows of each piece; read off the files' own records of them where there are any."""
         with self._seen.lock:
             if self._seen.sizes is None:
-                counted = self.total(_count_rows, [Task(unit, None) for unit in self.units], _join)
+                counted = self._rows.total(_count_rows, [Task(unit, None) for unit in self._watched], _join)
                 self._seen.sizes = tuple(counted or ())
             return self._seen.sizes
 
+    @property
+    def _rows(self) -> Scan:
+        """The same rows, nobody's."""
+        return replace(self, whose=None)
+
+    @property
+    def _people(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The pieces cut so that everybody's rows are read together, and the people who begin in each."""
+        with self._seen.lock:
+            if self._seen.by_person is None:
+                if self.person is None:
+                    raise DataError("person: name the column of people's ids: scan(..., person=...).")
+                tasks = [Task(unit, None) for unit in self._watched]
+                read: Work[list[Runs]] = RunsOf(self.layout)
+                runs = self._rows.total(read, tasks, _join) or []
+                self._seen.by_person = cut_by_person(self.pieces, runs, self.rows_at_once)
+            units, people = self._seen.by_person
+            watched = zip(units, self._watched, strict=True)
+            return tuple(unit if isinstance(unit, Carried) else same for unit, same in watched), people
+
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged in a fixed order."""
-        self._seen.passes += 1
-        parts = ScanParts(self.layout, self.rows_at_once, self.turned)
+        self._seen.passes[0] += 1
+        parts = ScanParts(self.layout, self.rows_at_once, self.turned, self.whose, self.mapping)
         found: Value | None = self.runner.total(parts, work, tasks, merge)
         return found
 
     def verify(self, reading: Reading) -> None:
         """Read everything once: refuse gaps, infinities and what ``reading`` cannot use; remember the content."""
-        tasks = [Task(unit, None) for unit in self.units]
+        if self.begun:
+            return
+        firsts = np.cumsum((0, *self.sizes)).tolist() if self.whose is not None else [0] * (len(self.pieces) + 1)
+        people = self.sizes if self.whose is not None else firsts
+        tasks = [Task(unit, None, a, b) for unit, a, b in zip(self.units, firsts, people, strict=False)]
         with self._seen.lock:
             first = self._seen.digests is None
-            found = self.total(_Verification(reading, first, self.name), tasks, _join) or []
+            found = self.total(_Verification(reading, first, self.name, self.features), tasks, _join) or []
             if first:
                 self._seen.digests = tuple(digest for digest, _, _ in found)
                 self._seen.checksums = tuple(checksum for _, _, checksum in found)
             sizes = tuple(rows for _, rows, _ in found)
             if self._seen.sizes is None:
-                self._seen.sizes = sizes
-            elif self._seen.sizes != sizes:
+                if self.whose is None:
+                    self._seen.sizes = sizes
+            elif (self._seen.sizes != sizes) if self.whose is None else (sum(self._seen.sizes) != sum(sizes)):
                 raise DataError(f"{self.name}: has other numbers of rows than its files say; they may be damaged.")
 
     def fingerprint(self) -> Iterator[bytes]:
@@ -150,15 +211,67 @@ class Scan:
         yield f"scan {self.features}".encode()
         yield from sorted(self._seen.digests)
 
+    def of_people(self, column: Any = None) -> Scan:
+        """The same records, each the person's whose id is in ``column``, which is then no feature."""
+        if column is None or column == self.person:
+            return self
+        if not isinstance(column, str):
+            raise DataError("person: of a scan, name the column of people's ids.")
+        if self.person is not None or column == self.layout.target:
+            raise DataError(f"person: {shown(column)!r} is not the column of ids that the scan was made with.")
+        layout = self.layout
+        if layout.schema is not None or column not in layout.columns:
+            raise DataError(f"person: say it where the scan is made: scan(..., person={shown(column)!r}).")
+        columns = tuple(name for name in layout.columns if name != column)
+        return replace(self, layout=replace(layout, columns=columns, person=column), _seen=self._seen.of_rows())
+
+    def by_row(self) -> Scan:
+        """The same rows, whoever they are about: for evaluations that promise nothing to anybody."""
+        if self.person is None:
+            return self
+        return replace(self, layout=replace(self.layout, person=None), whose=None, _seen=self._seen.of_rows())
+
+    def by_person(self, combine: Combine = "mean", records_per_person: int | None = None) -> Scan:
+        """The same people as what counts: a sum over them combines everybody's records first."""
+        return replace(self, whose=Whose(combine, records_per_person))
+
     # --- views ----------------------------------------------------------------------------------------------
 
     def with_rows(self, turned: Callable[[Array, Array], Any]) -> Scan:
         """The same records, each block seen as ``turned(X, y)``: a public map of one record to one record."""
         return replace(self, turned=turned if self.turned is None else partial(_then, self.turned, turned))
 
+    def mapped(self, rows: Callable[[Array], Array], names: Sequence[str]) -> Scan:
+        """The same records with ``rows(X)`` for their features: a public map of each row, kept nowhere."""
+        return replace(
+            self,
+            mapping=rows if self.mapping is None else partial(_mapped_twice, self.mapping, rows),
+            names=tuple(names),
+            rows_at_once=max(256, min(self.rows_at_once, _CELLS // max(1, len(names)))),
+            _seen=replace(self._seen.of_rows(), checksums=self._seen.checksums, by_person=self._seen.by_person),
+        )
+
+    @property
+    def bounds(self) -> tuple[tuple[float, float], ...] | None:
+        """The ranges that are public: a schema maps every column to [0, 1]."""
+        return None if self.layout.schema is None or self.names is not None else ((0.0, 1.0),) * self.features
+
+    @property
+    def indicators(self) -> frozenset[str]:
+        """Features that are 0 or 1 by the schema: one for each category."""
+        schema = self.layout.schema
+        if schema is None or self.names is not None:
+            return frozenset()
+        kinds = [isinstance(kind, Categorical) for kind in schema.columns.values() for _ in range(kind.width)]
+        return frozenset(name for name, told in zip(self.feature_names, kinds, strict=True) if told)
+
     def named(self) -> Scan:
         """The same records with the names of their classes for labels, where the classes are declared."""
         return self if self.classes is None else self.labelled(partial(np.take, np.asarray(self.classes)))
+
+    def known(self) -> Scan:
+        """The same records for a run that has begun: its next pass refuses what it cannot use, and no other."""
+        return replace(self, begun=self._seen.digests is not None)
 
     def labelled(self, labels: Callable[[Array], Array]) -> Scan:
         """The same records with ``labels(y)`` for y."""
@@ -176,13 +289,17 @@ class Scan:
 
     def blocks(self) -> Iterator[tuple[Array, Array]]:
         """(X, y) of all records in order, a block at a time: for predictions, which need no sum."""
-        parts = ScanParts(self.layout, self.rows_at_once, None)
-        for unit in self.units:
-            yield from parts.raw(Task(unit, None))
+        parts = ScanParts(self.layout, self.rows_at_once, mapped=self.mapping)
+        for unit in self._watched:
+            yield from ((X, y) for X, y, _ in parts.rows_of(unit))
 
 
 def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array], Any], X: Array, y: Array) -> Any:
     return second(*first(X, y))
+
+
+def _mapped_twice(first: Callable[[Array], Array], second: Callable[[Array], Array], X: Array) -> Array:
+    return second(first(X))
 
 
 def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> Laid:
@@ -203,7 +320,7 @@ def _pairs(layout: RowLayout, parts: ScanParts, task: Task) -> Any:
 
 
 def _count_rows(parts: Any, task: Task) -> list[int]:
-    return [sum(len(X) for X, _ in parts.raw(task))]
+    return [sum(len(X) for X, _, _ in parts.rows_of(task.unit))]
 
 
 @dataclass(frozen=True)
@@ -213,11 +330,12 @@ class _Verification:
     reading: Any
     digest: bool
     name: str
+    width: int
 
     def __call__(self, parts: Any, task: Task) -> list[tuple[bytes, int, int]]:
-        columns = [hashlib.sha256() for _ in range(parts.layout.width)] if self.digest else []
+        columns = [hashlib.sha256() for _ in range(self.width)] if self.digest else []
         rows, checksum, watched = 0, 0, hasattr(task.unit, "checksum")
-        for X, y in parts.raw(task):
+        for X, y, people in parts.read(task):
             if not np.isfinite(X).all():
                 raise DataError(
                     f"{self.name}: the features hold gaps, NaN or infinite values. Say in a schema what stands for "
@@ -227,9 +345,11 @@ class _Verification:
                 raise DataError(
                     f"{self.name}: the target holds NaN or infinite values. Remove those records first."
                 )
-            self.reading.prepare(Laid(X, y) if parts.turned is None else parts.turned(X, y))
+            self.reading.prepare(parts.seen(X, y, people))
             rows += len(X)
             checksum = checksum_of(X, y, checksum) if watched else 0
+            if people is not None and columns:
+                columns[0].update(people.sizes.tobytes())  # the same rows, otherwise grouped, are another table
             for place, column in enumerate(columns):
                 column.update(np.ascontiguousarray(X[:, place], dtype=np.float64).data)
         return [(hashlib.sha256(b"".join(c.digest() for c in columns)).digest(), rows, checksum)]
@@ -244,6 +364,7 @@ def scan(
     classes: Sequence[object] | None = None,
     task: Kind | None = None,
     labelled: bool = True,
+    person: str | None = None,
     memory: int = 400,
     threads: int | None = None,
     filesystem: Any = None,
@@ -261,6 +382,8 @@ def scan(
         columns: the features, where there is no schema; all columns but the target if not given.
         classes, task: what the targets are; an estimator knows itself.
         labelled: whether there is a target; not where records are only predicted.
+        person: the column of the ids of the people rows are about, by which the whole table must be sorted. A fit's
+            promise is then to people, with all their rows.
         memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all.
         threads: cores to use; all of this process's by default.
         filesystem: of pyarrow or fsspec, for paths that are not on this machine.
@@ -285,7 +408,7 @@ def scan(
         raise ValueError("columns, classes: the schema says them already.")
     if public is not None and target not in (None, public.label):
         raise ValueError(f"target={target!r}: the schema's label is {public.label!r}.")
-    asked = _Asked(target, public, columns, None if classes is None else tuple(classes), task, labelled)
+    asked = _Asked(target, public, columns, None if classes is None else tuple(classes), task, labelled, person)
     from quietgrad.data.scan_frames import cut_source
 
     layout, pieces, client, notes = cut_source(source, asked, filesystem, cluster)
@@ -308,7 +431,7 @@ def scan(
     if layout.may_drop:
         notes = (*notes, "rows with a missing entry left out")
     units = tuple(unit for unit, _ in pieces)
-    return Scan(layout, units, runner, rows, int(memory), notes, None, _Seen(sizes=known))
+    return Scan(layout, units, runner, rows, int(memory), notes, _seen=_Seen(sizes=known))
 
 
 @dataclass(frozen=True)
@@ -321,26 +444,39 @@ class _Asked:
     classes: tuple[object, ...] | None
     task: Kind | None
     labelled: bool
+    person: str | None
 
     def layout(self, header: Sequence[str], name: str) -> RowLayout:
         """The layout of a table with these columns."""
         if len(set(header)) != len(header):
             raise DataError(f"{name}: two columns have the same name.")
+        if self.person is not None:
+            if self.person not in header:
+                raise DataError(f"{name}: no column {shown(self.person)!r}.")
+            if self.person in (
+                self.target,
+                *(self.columns or ()),
+                *(() if self.schema is None else self.schema.columns),
+            ):
+                raise DataError(f"{name}: the column of people's ids cannot be the label or a feature as well.")
+            header = [column for column in header if column != self.person]
         if self.schema is not None:
             kind: Kind | None = "regression" if self.schema.classes is None else None
             label = self.schema.label if self.labelled else None
-            return RowLayout(name, tuple(self.schema.columns), label, self.schema, None, kind)
+            return RowLayout(name, tuple(self.schema.columns), label, self.schema, None, kind, self.person)
         if not header:
             raise DataError(f"{name}: has no columns.")
         if not self.labelled:
-            return RowLayout(name, tuple(header if self.columns is None else self.columns), None)
+            return RowLayout(
+                name, tuple(header if self.columns is None else self.columns), None, person=self.person
+            )
         target = header[-1] if self.target is None else self.target
         if target not in header:
             raise DataError(f"{name}: no column {target!r}.")
         chosen = tuple(self.columns) if self.columns is not None else tuple(h for h in header if h != target)
         if not chosen or target in chosen or len(set(chosen)) != len(chosen):
             raise DataError(f"{name}: needs feature columns, each named once, besides the target {target!r}.")
-        return RowLayout(name, chosen, target, None, self.classes, self.task)
+        return RowLayout(name, chosen, target, None, self.classes, self.task, self.person)
 
 
 def _firsts(units: Sequence[Any]) -> list[Any]:
@@ -357,7 +493,8 @@ def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int
     read = len(layout.read)
     held = max((unit.room(layout.read) for unit in _firsts(units)), default=read * _PAGE)
     # Two batches read ahead, their rows laid out, a view of them by a frame; and what a reader holds of a file.
-    one = (rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20
+    together = 1 if layout.person is None else 2  # a person's rows are kept until all of them have come
+    one = (together * rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20
     if _SPARE + one > memory:
         raise DataError(
             f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "

@@ -30,10 +30,17 @@ from quietgrad.estimators.base import (
     refuse_no_pairs,
     what_was_missed,
 )
-from quietgrad.estimators.classifiers import PrivateLogisticRegression, codes_of, declared_classes, public_labels
+from quietgrad.estimators.classifiers import (
+    PrivateLogisticRegression,
+    codes_of,
+    declared_classes,
+    known_codes,
+    public_labels,
+)
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
 from quietgrad.estimators.columns import Columns, read_table
 from quietgrad.estimators.regressors import PrivateLinearRegression
+from quietgrad.estimators.scans import as_numbers, coder, is_scan, scan_if_one, with_labels
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.people import Combine
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
@@ -59,6 +66,8 @@ class _Additive(PrivateLinearModel):
     fit_intercept = True
 
     _columns: Columns
+    _public: tuple[Bounds, ...] | None = None
+    _indicators: frozenset[str] = frozenset()
 
     def _rows(self, X: Any) -> Any:
         check_is_fitted(self)
@@ -76,6 +85,8 @@ class _Additive(PrivateLinearModel):
     def _given(self) -> tuple[Bounds | None, ...]:
         """Public ranges: declared ones, and a dummy one for categories, whose codes are no quantities."""
         names, bounds = self._columns.names, self.feature_bounds
+        if bounds is None and self._public is not None:
+            return self._public
         given: dict[str, Any] = {}
         if isinstance(bounds, Mapping):
             if unknown := sorted(str(name) for name in bounds if str(name) not in names):
@@ -112,7 +123,8 @@ class _Additive(PrivateLinearModel):
             if values is not None:
                 features.append(Feature(name, values=tuple(values)))
             else:
-                features.append(Feature(name, float(frame.low[j]), float(frame.high[j]), bins))
+                cut = 2 if name in self._indicators else bins
+                features.append(Feature(name, float(frame.low[j]), float(frame.high[j]), cut))
         return Shapes(tuple(features), self._pairs())
 
     def _fit_shapes(self, Z: Any, y: Any, *, whom: Whom, labels: tuple[Slot, ...], classes: int, start: Any) -> Any:
@@ -138,15 +150,22 @@ class _Additive(PrivateLinearModel):
             Slot(name, FullBatch(), fixed=look_noise(budget, share)) for name, share in look.shares().items()
         )
         plan = make_plan(method, n=self._public_n(n), budget=budget, looks=(*labels, *looks), unit=whom.unit)
-        session = self._open(whom.asks(LabelSet() if labels else Squared()), whom.of_data((Z, y)), plan)
+        data = with_labels(Z, y, None) if labels or not is_scan(Z) else Z.labelled(y)
+        session = self._open(whom.asks(LabelSet() if labels else Squared()), whom.of_data(data), plan)
         try:
             loss, targets, notes = start(session)
-            session.reread(whom.asks(Squared()), whom.of_data((Z, np.asarray(targets, dtype=np.float64))))
+            data = Z.known().labelled(targets) if is_scan(Z) else (Z, np.asarray(targets, dtype=np.float64))
+            session.reread(whom.asks(Squared()), whom.of_data(data))
             found = found_frame(look, session, Z.shape[1], budget.relation)
             frame = frame_of(found)
             assert frame is not None
             self.shapes_ = self._shapes(frame, bins)
-            session.reread(whom.asks(loss), whom.of_data((self.shapes_.expand(Z), frame.targets(targets))))
+            if is_scan(Z):
+                names = [f"{j}" for j in range(self.shapes_.columns)]
+                data = Z.known().mapped(self.shapes_.expand, names).labelled(targets).labelled(frame.targets)
+            else:
+                data = (self.shapes_.expand(Z), frame.targets(targets))
+            session.reread(whom.asks(loss), whom.of_data(data))
         except Exception as error:
             refuse_after(session, error)
             raise
@@ -175,6 +194,13 @@ class _Additive(PrivateLinearModel):
 
     def _check_inputs(self, X: Any, y: Any, *, numeric: bool) -> tuple[Any, Any]:
         """Numbers and codes of the rows, and the targets; nothing is planned before they are right."""
+        self._public, self._indicators = None, frozenset[str]()
+        if is_scan(X):
+            if self.categories is not None:
+                raise DataError("categories: of a scan they are declared in its schema.")
+            self._columns = Columns([str(name) for name in X.feature_names], named=True)
+            self._public, self._indicators = X.bounds, X.indicators
+            return self._scanned(X), None
         if y is None:
             raise ValueError("y: this estimator requires y to be passed, but the target y is None.")
         Z = read_table(self, X, self.categories, reset=True)
@@ -319,7 +345,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
     def fit(
         self,
         X: Any,
-        y: Any,
+        y: Any = None,
         *,
         person: Any = None,
         combine: Combine = "mean",
@@ -331,11 +357,16 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         ``person``, ``combine``, ``records_per_person`` and ``records_public`` are those of
         :class:`~quietgrad.estimators.PrivateLogisticRegression`.
         """
+        X, y = scan_if_one(X, y)
         X, ids = named(X, person)
-        public = self.classes if self.classes is not None else public_labels(y)
+        if is_scan(X):
+            public = self.classes if self.classes is not None else X.classes
+        else:
+            public = self.classes if self.classes is not None else public_labels(y)
         Z, y = self._check_inputs(X, y, numeric=False)
-        check_classification_targets(y)
-        declared = None if public is None else declared_classes(public, y)
+        if not is_scan(Z):
+            check_classification_targets(y)
+        declared = None if public is None else declared_classes(public, () if is_scan(Z) else y)
         whom = Whom.of(ids, len(Z), combine, records_per_person, records_public)
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
@@ -348,11 +379,13 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
                 self.classes_ = declared
             k = len(self.classes_)
             loss = Logistic(intercept=True) if k == 2 else Multinomial(k, intercept=True)
-            return loss, codes_of(self.classes_, y), notes
+            codes = coder(Z, self.classes_, codes_of)
+            return loss, codes if is_scan(Z) else codes(y), notes
 
         labels = () if declared is not None else (self._look(whom.count(len(Z))),)
         known = 2 if declared is None else len(declared)
-        data = y if declared is None else np.searchsorted(declared, y)
+        data: Any = y if declared is None else coder(Z, declared, known_codes)
+        data = data(y) if declared is not None and not is_scan(Z) else data
         self._fit_shapes(Z, data, whom=whom, labels=labels, classes=known, start=start)
         self.person_column_ = person if isinstance(person, str) else None
         return self
@@ -417,7 +450,7 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
     def fit(
         self,
         X: Any,
-        y: Any,
+        y: Any = None,
         *,
         person: Any = None,
         combine: Combine = "mean",
@@ -429,9 +462,10 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
         ``person``, ``combine``, ``records_per_person`` and ``records_public`` are those of
         :class:`~quietgrad.estimators.PrivateLogisticRegression`.
         """
+        X, y = scan_if_one(X, y)
         X, ids = named(X, person)
         Z, y = self._check_inputs(X, y, numeric=True)
-        y = np.asarray(y, dtype=np.float64)
+        y = as_numbers if is_scan(Z) else np.asarray(y, dtype=np.float64)
         whom = Whom.of(ids, len(Z), combine, records_per_person, records_public)
         self._bounds_of_targets = self._target_bounds(whom.count(len(Z)))
 

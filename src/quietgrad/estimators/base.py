@@ -26,7 +26,7 @@ from quietgrad.curators.account import Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, QuietgradError, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
-from quietgrad.estimators.scans import bounds_of, is_scan, predict_to
+from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.person_ids import Met
@@ -111,7 +111,7 @@ class PrivateLinearModel(Charged):
             raise DataError("X: one sample tells nothing that noise would not hide; give more records.")
         self.n_features_in_ = X.features
         self.feature_names_in_ = np.array(X.feature_names, dtype=object)
-        self._bounds = self._declared_bounds(None, X.features) if self.feature_bounds is not None else bounds_of(X)
+        self._bounds = self._declared_bounds(None, X.features) if self.feature_bounds is not None else X.bounds
         self._is_sparse = False
         return X
 
@@ -258,7 +258,7 @@ class PrivateLinearModel(Charged):
         check_is_fitted(self)
         return predict_to(self, scan, path)
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, *, person: Any = None) -> Any:
+    def partial_fit(self, X: Any, y: Any = None, classes: Any = None, *, person: Any = None) -> Any:
         """Learn from further people, who must be in no earlier call; the models are averaged by numbers of records.
 
         Every call spends the whole budget on its own people and nothing on anybody else's: for each person the
@@ -270,7 +270,13 @@ class PrivateLinearModel(Charged):
             person: one id per record; whoever is in one call with some of their records is in no other. Who comes
                 again to the same model in one process is refused.
         """
+        X, y = scan_if_one(X, y)
         X, person = named(X, person)
+        if person is not None and is_scan(X):
+            raise DataError(
+                "person: who was in an earlier part is known by a list of people, and a scan lists none. Fit all "
+                "parts in one scan, or load this one."
+            )
         first = not hasattr(self, "_parts")
         if not first and (person is None) != (self.privacy_.unit is Unit.RECORD):
             raise DataError(
@@ -278,7 +284,9 @@ class PrivateLinearModel(Charged):
             )
         met = _met.setdefault(self, Met())
         newcomers = set() if person is None else met.newcomers(person)
-        if not first:
+        if not first and is_scan(X):
+            nameless(self, X)
+        elif not first:
             checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         model = clone(self)
         model._within = self._within

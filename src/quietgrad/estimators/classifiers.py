@@ -85,7 +85,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             notes = (*notes, rare)
             try:
                 found = self._loss(two_or_more(self.classes_), self.classes_)
-                data = with_labels(X, y, coder(X, self.classes_, codes_of))
+                data = with_labels(X.known() if is_scan(X) else X, y, coder(X, self.classes_, codes_of))
                 session.reread(whom.asks(found), whom.of_data(data))
             except Exception as error:
                 refuse_after(session, error)

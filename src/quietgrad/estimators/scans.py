@@ -24,8 +24,8 @@ def refuse_scan(X: Any, what: str) -> None:
     """Raise if records are a scan, where only a table in memory will do."""
     if is_scan(X):
         raise DataError(
-            f"X: is a scan, and {what} needs the table in memory; load it, or fit PrivateLogisticRegression, "
-            "PrivateSVC, PrivateHuberRegressor or PrivateLinearRegression, which scan."
+            f"X: is a scan, and {what} needs the table in memory; load it, or fit one of the linear or additive "
+            "models, which scan."
         )
 
 
@@ -57,9 +57,9 @@ def coder(X: Any, declared: Any, codes: Callable[[Any, Any], Any]) -> Callable[[
     return partial(np.take, codes(declared, np.asarray(X.classes)))
 
 
-def bounds_of(X: Any) -> tuple[tuple[float, float], ...] | None:
-    """The ranges that a scan's schema declares: it maps every column to [0, 1]."""
-    return None if X.layout.schema is None else ((0.0, 1.0),) * X.features
+def as_numbers(y: Any) -> Any:
+    """Targets as float64."""
+    return np.asarray(y, dtype=np.float64)
 
 
 def predict_to(model: Any, scan: Any, path: Any) -> int:

@@ -26,6 +26,7 @@ from quietgrad.files import write_atomically
 from quietgrad.objectives.people import People
 from quietgrad.objectives.queries.evaluation import Tabulation
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
+from quietgrad.objectives.tables.scanned import ScannedPeople
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.training.result import Privacy, digest_of
 
@@ -193,7 +194,7 @@ def _publisher(
     cap: Budget | None,
     n_public: int | None,
     people: Any,
-    person: People | None,
+    person: People | ScannedPeople | None,
 ) -> Callable[..., _Released]:
     def publish(places: Callable[[Any, Any], tuple[Any, Any]], size: int, groups: int) -> _Released:
         from quietgrad.training.minimizing import minimize

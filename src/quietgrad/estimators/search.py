@@ -327,7 +327,7 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
 
 def _rows_of(whom: Whom, train: Any, test: Any) -> tuple[People | None, Any, Any]:
     """Who trains, and the rows of those who train and of those who score."""
-    if whom.people is None:
+    if not isinstance(whom.people, People):  # a scan is refused before
         return None, train, test
     rows, people = whom.people.only(train)
     return people, rows, whom.people.only(test)[0]

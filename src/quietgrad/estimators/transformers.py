@@ -6,7 +6,8 @@ whole pipeline is then private no more. These pay for what they look at, or look
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.curators.base import Session
 from quietgrad.estimators.base import Charged, PrivateLinearModel
 from quietgrad.estimators.columns import Columns, checked_rows, read_table
-from quietgrad.estimators.scans import refuse_scan
-from quietgrad.estimators.whom import Whom
+from quietgrad.estimators.scans import is_scan, nameless, with_labels
+from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
 from quietgrad.objectives.tables.shapes import Feature
@@ -111,21 +112,23 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
         """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
-        refuse_scan(X, "a private scaler")
+        X, person = named(X, person) if is_scan(X) else (X, person)
         rows = self._checked(X, reset=True)
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         whom = Whom.of(person, rows.shape[0])
         n, features = whom.count(rows.shape[0]), rows.shape[1]
         public = self.n_public if self.n_public and budget.relation is Relation.ADD_REMOVE else n
-        sparse = not isinstance(rows, np.ndarray)
-        bounds = self._declared_bounds(X, features)
+        sparse = not isinstance(rows, np.ndarray) and not is_scan(rows)
+        bounds = self._declared_bounds(None if is_scan(X) else X, features)
+        bounds = X.bounds if is_scan(X) and self.feature_bounds is None else bounds
         look = look_for(public, features, budget=budget, feature_bounds=bounds, sparse=sparse)
         self.privacy_: Any = None
         if look.shares():
             from quietgrad.training import minimize
 
+            data = with_labels(rows, np.zeros(rows.shape[0]), _no_labels)
             result = minimize(
-                Squared(), (rows, np.zeros(rows.shape[0])), _Ranges(look), budget=budget, ledger=self.ledger,
+                Squared(), data, _Ranges(look), budget=budget, ledger=self.ledger,
                 account=self.account, cap=self.cap, n_public=public, person=whom.people,
             )  # fmt: skip
             self.privacy_ = result.privacy
@@ -139,11 +142,21 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
         return self
 
     def transform(self, X: Any) -> Any:
-        """Rows in [−1, 1]."""
+        """Rows in [−1, 1]; a scan stays one."""
         check_is_fitted(self)
-        return self._frame.apply(self._checked(X, reset=False))
+        return self._turned(self._frame.apply, X)
+
+    def _turned(self, rows: Callable[[Any], Any], X: Any) -> Any:
+        checked = self._checked(X, reset=False)
+        return checked.mapped(rows, self.get_feature_names_out()) if is_scan(checked) else rows(checked)
 
     def _checked(self, X: Any, *, reset: bool) -> Any:
+        if is_scan(X):
+            if reset:
+                self.n_features_in_ = X.features
+                self.feature_names_in_ = np.array(X.feature_names, dtype=object)
+            nameless(self, X)  # refuses other columns than those of the fit
+            return X
         taken = "csr" if self._takes_sparse else False
         return checked_rows(self, X, accept_sparse=taken, dtype=[np.float64, np.float32], reset=reset)
 
@@ -191,8 +204,7 @@ class PrivateBinner(PrivateScaler):
         check_is_fitted(self)
         if isinstance(self.bins, bool) or int(self.bins) != self.bins or not 2 <= self.bins <= 4096:
             raise ValueError(f"bins={self.bins!r}: must be a whole number from 2 to 4096.")
-        rows = self._checked(X, reset=False)
-        return np.hstack([np.eye(self.bins)[f.level_of(c)] for f, c in zip(self._cut(), rows.T, strict=True)])
+        return self._turned(partial(_binned, self._cut(), int(self.bins)), X)
 
     def _cut(self) -> list[Feature]:
         low, high = self.feature_range_
@@ -204,6 +216,14 @@ class PrivateBinner(PrivateScaler):
         """``name[k]`` for each feature and bin."""
         names = super().get_feature_names_out(input_features)
         return np.array([f"{name}[{k}]" for name in names for k in range(self.bins)], dtype=object)
+
+
+def _binned(features: list[Feature], bins: int, rows: Any) -> Any:
+    return np.hstack([np.eye(bins)[f.level_of(c)] for f, c in zip(features, rows.T, strict=True)])
+
+
+def _no_labels(y: Any) -> Any:
+    return np.zeros(len(y))
 
 
 class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]

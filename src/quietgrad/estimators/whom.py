@@ -8,6 +8,7 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError
 from quietgrad.estimators.scans import is_scan
 from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People, check_combination
+from quietgrad.objectives.tables.scanned import ScannedPeople
 from quietgrad.privacy.budget import Unit
 from quietgrad.training.minimizing import check_people, how_people_count
 
@@ -15,7 +16,7 @@ from quietgrad.training.minimizing import check_people, how_people_count
 class Whom(NamedTuple):
     """Who is one in a fit; ``people`` is ``None`` where every row is. It lives as long as the fit does."""
 
-    people: People | None = None
+    people: People | ScannedPeople | None = None
     records_public: int | None = None
 
     @classmethod
@@ -35,8 +36,10 @@ class Whom(NamedTuple):
                     "combine, records_per_person: say how a person's records count; give person= with them."
                 )
             return cls(None, records_public)
-        if isinstance(person, People):
+        if isinstance(person, People | ScannedPeople):
             return cls(person, records_public)
+        if is_scan(person):
+            return cls(ScannedPeople(person, combine, records_per_person), records_public)
         people = People.of(person, combine=combine, records_per_person=records_per_person, records=rows)
         return cls(people, records_public)
 
@@ -82,8 +85,9 @@ def named(X: Any, person: Any) -> tuple[Any, Any]:
     >>> list(X.columns), ids.tolist()
     (['age'], [7, 7])
     """
-    if person is not None and is_scan(X):
-        raise DataError("person: a scan knows rows, not people; load the table, or give one row per person.")
+    if is_scan(X):
+        people = X.of_people(person)
+        return people, None if people.person is None else people
     if not isinstance(person, str):
         return X, person
     if not hasattr(X, "columns") or person not in list(X.columns):

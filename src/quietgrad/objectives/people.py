@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,7 @@ class People:
         starts: where each person begins in ``order``; one more than there are people.
         combine: whether a person counts with the mean or the sum of their records.
         records_per_person: the most of a person's records that one release looks at.
+        numbers: of people who are part of more, each one's number among all; their positions if not given.
 
     >>> people = People.of(["ann", "bob", "ann"])
     >>> len(people), people.order.tolist(), people.starts.tolist()
@@ -95,6 +96,7 @@ class People:
     starts: Indices
     combine: Combine = "mean"
     records_per_person: int | None = None
+    numbers: Indices | None = None
 
     def __post_init__(self) -> None:
         check_combination(self.combine, self.records_per_person)
@@ -121,11 +123,7 @@ class People:
         """
         codes, count = first_seen(ids, records)
         sizes = np.bincount(codes, minlength=count)
-        if len(codes) > 1 and sizes.max() >= _MOST * len(codes):
-            raise DataError(
-                "person: nine tenths of the records or more have one and the same id, so it is not a person's: it "
-                "may stand for those who are unknown. Give everybody an id of their own."
-            )
+        check_no_crowd(int(sizes.max()), len(codes))
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         order = np.arange(len(codes)) if count == len(codes) else np.argsort(codes, kind="stable")
         return cls(_frozen(order.astype(np.int64)), _frozen(starts), combine, records_per_person)
@@ -162,7 +160,8 @@ class People:
     def only(self, positions: Indices) -> tuple[Indices, People]:
         """The rows of some of the people, and these people by places among those rows."""
         rows, starts = Groups(positions, self.order, self.starts, True).flat()
-        return rows, People(np.arange(len(rows)), starts, self.combine, self.records_per_person)
+        numbers = None if self.numbers is None else self.numbers[positions]
+        return rows, People(np.arange(len(rows)), starts, self.combine, self.records_per_person, numbers)
 
     def groups(self, indices: Indices | None, key: bytes | None = None) -> Groups:
         """The records of the people at ``indices`` (``None``: everybody) that a release with this key looks at."""
@@ -192,7 +191,8 @@ class People:
         from quietgrad.privacy.rng import SecureStream
 
         sizes = self.sizes[visited]
-        word = SecureStream(key, "records of a person").at(0, visited)
+        numbers = visited if self.numbers is None else self.numbers[visited]
+        word = SecureStream(key, "records of a person").at(0, numbers)
         high, low, k = word >> np.uint64(32), word & np.uint64(0xFFFFFFFF), sizes.astype(np.uint64)
         drawn = ((high * k + ((low * k) >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
         used = np.minimum(sizes, most)
@@ -200,6 +200,22 @@ class People:
         turn = np.arange(starts[-1]) - np.repeat(starts[:-1], used)
         place = (np.repeat(drawn, used) + turn * np.repeat(sizes, used)) // np.repeat(used, used)
         return self.order[np.repeat(self.starts[visited], used) + place], starts
+
+
+class Whose(NamedTuple):
+    """How people's records count, where the people are not known yet."""
+
+    combine: Combine = "mean"
+    records_per_person: int | None = None
+
+
+def check_no_crowd(most: int, records: int) -> None:
+    """Refuse an id that nearly all records share."""
+    if records > 1 and most >= _MOST * records:
+        raise DataError(
+            "person: nine tenths of the records or more have one and the same id, so it is not a person's: it "
+            "may stand for those who are unknown. Give everybody an id of their own."
+        )
 
 
 def check_combination(combine: Any, records_per_person: Any) -> None:
@@ -216,6 +232,7 @@ class PeopleRecords:
     for them as a person's.
     """
 
+    is_scanned: ClassVar[bool] = False
     _SHAPE = frozenset({"dim", "features", "outputs", "intercept", "is_sparse"})
 
     def __init__(self, rows: Records, people: People) -> None:
@@ -248,7 +265,7 @@ class PeopleRecords:
     def row_bound(self) -> float | None:
         """R, where a person's loss is the mean of all their rows' and so has a row's constants."""
         if self.people.combine == "sum" or self.people.records_per_person is not None:
-            _refuse("a fit without clipping")
+            refuse_person("a fit without clipping")
         return getattr(self.rows, "row_bound", None)
 
     def __getattr__(self, name: str) -> Any:
@@ -256,10 +273,11 @@ class PeopleRecords:
             return getattr(self.rows, name)
         if name.startswith("__"):
             raise AttributeError(name)
-        return _refuse("this query")
+        return refuse_person("this query")
 
 
-def _refuse(what: str) -> NoReturn:
+def refuse_person(what: str) -> NoReturn:
+    """Say that no bound for a person is known."""
     raise PersonRefused(
         f"{what} bounds what one record contributes and not what a person does: it is not offered with person=. "
         "Use another method, or give one record per person."
@@ -340,7 +358,7 @@ class OfPeople:
         if isinstance(self.loss, OfPeople):
             raise ValueError("person: is given twice.")
         if hasattr(self.loss, "add") and not isinstance(self.loss, SumsPeople):
-            _refuse(type(self.loss).__name__)
+            refuse_person(type(self.loss).__name__)
 
     def around(self, loss: Any) -> OfPeople:
         """The same question about another loss."""
@@ -363,6 +381,9 @@ class OfPeople:
             return data.seen(self.loss.prepare(data.rows))
         if not isinstance(data, OfRecords):
             raise DataError("person: the ids must come with the data they are about.")
+        if getattr(data.data, "is_source", False):  # the rows say whose they are, block by block
+            records: PeopleRecords = self.loss.prepare(data.data.by_person(self.combine, self.records_per_person))
+            return records
         people, rows = data.person, None
         if callable(people):
             rows = self.loss.prepare(data.data)
@@ -372,8 +393,6 @@ class OfPeople:
         if (people.combine, people.records_per_person) != (self.combine, self.records_per_person):
             raise ValueError("person: was grouped with other settings of combine and records_per_person.")
         rows = self.loss.prepare(data.data) if rows is None else rows
-        if getattr(rows, "is_scanned", False):
-            raise PersonRefused("person: a scan knows rows, not people; load the table, or give one row for each.")
         if len(rows) != len(people.order):
             raise DataError("person: must be one id per record; there are more or fewer ids than records.")
         if isinstance(rows, Arranged) and not people.in_order:  # a copy, once: rows read together lie together
@@ -382,7 +401,7 @@ class OfPeople:
 
     def initial(self, records: PeopleRecords) -> Vector:
         """The loss's own start."""
-        return self.loss.initial(records.rows)
+        return self.loss.initial(records if is_scanned(records) else records.rows)
 
     def constants(self, row_bound: float | None = None) -> Constants:
         """The loss's own for a mean of all records; for a sum, which may have any number of terms, none."""
@@ -400,6 +419,11 @@ class OfPeople:
     def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
         """out += Σ over people of what the rule makes of their combined gradients."""
         records: PeopleRecords = batch.records
+        if is_scanned(records):
+            from quietgrad.objectives.tables.scanned import rule_sum
+
+            batch.records.add(rule_sum(points, rule), batch, out)
+            return
         people = records.people
         if people.alone:  # one record is its own mean and sum
             rows = batch.indices if people.in_order or batch.indices is None else people.order[batch.indices]
@@ -411,6 +435,12 @@ class OfPeople:
     def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
         """Σ over people of min(their combined loss, bound); what is not a number counts as the bound."""
         records: PeopleRecords = batch.records
+        if is_scanned(records):
+            from quietgrad.objectives.tables.scanned import loss_sum
+
+            out = np.zeros(1)
+            batch.records.add(loss_sum(params, bound), batch, out)
+            return float(out[0])
         rows, starts = records.people.groups(batch.indices, batch.key).flat()
         if len(starts) == 1:
             return 0.0
@@ -424,7 +454,12 @@ class OfPeople:
     def add_hessians(self, batch: Batch, params: Vector, clip: float, out: Floats) -> None:
         """out += Σ over people of the mean of their records' Hessians, each shortened to ``clip``."""
         if self.combine == "sum" or not hasattr(self.loss, "add_hessians"):
-            _refuse("a summed Hessian")
+            refuse_person("a summed Hessian")
+        if is_scanned(batch.records):
+            from quietgrad.objectives.tables.scanned import hessian_sum
+
+            batch.records.add(hessian_sum(params, clip), batch, out)
+            return
         rows = rows_of(batch)
         self.loss.add_hessians(Batch(rows.records, rows.indices, batch.key), params, clip, out, rows.shares)
 
@@ -453,6 +488,9 @@ def of_people(
     objective: Any, data: Any, person: Any, combine: Combine = "mean", records_per_person: int | None = None
 ) -> tuple[Any, Any]:
     """(objective, data) to give to a curator: as they are if ``person`` is ``None``, else asked about people."""
+    if getattr(data, "is_source", False) and (person is not None or data.person is not None):
+        data = data.of_people(None if hasattr(person, "source") else person)
+        person = data
     if person is None:
         if combine != "mean" or records_per_person is not None:
             raise ValueError(
@@ -460,6 +498,11 @@ def of_people(
             )
         return objective, data
     return OfPeople(objective, combine, records_per_person), OfRecords(data, person)
+
+
+def is_scanned(records: Any) -> bool:
+    """Whether records are read anew for every sum."""
+    return bool(getattr(records, "is_scanned", False))
 
 
 def told(objective: Reading) -> Any:

@@ -25,16 +25,16 @@ Codes = npt.NDArray[np.int64]
 
 _NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
 # How a missing id is spelt once a file or a conversion has made it a text: all of them would be one person.
-_NO_ONE = frozenset(
+NO_ONE = frozenset(
     ("NA", "N/A", "n/a", "NaN", "nan", "NAN", "None", "none", "null", "NULL", "Null", "NaT", "<NA>", "#N/A", "-nan")
 )
 _INVISIBLE = ("Cc", "Cf")
 _DAYS = ("Y", "M", "W", "D")  # units of numpy's dates that tell no time of the day
-_MISSING = (
+MISSING = (
     "person: a record has no id, or one that spells a missing value (NA, None, nan, null). Remove such records, or "
     "give each an id of its own."
 )
-_KINDS = (
+KINDS = (
     "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
     "that 1 and '1' are not two people."
 )
@@ -59,13 +59,13 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     if array.dtype.kind == "O":
         array = _one_kind(array)
     if array.dtype.kind == "f":
-        array = _whole(array)
+        array = whole_numbers(array)
     if array.dtype.kind == "M" and np.isnat(array).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     if array.dtype.kind in "US" and (array == array.dtype.type()).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     if array.dtype.kind not in "iuUSMO":
-        raise DataError(_KINDS)
+        raise DataError(KINDS)
     if array.dtype.kind == "O":
         codes, known = _numbered(array)
         texts = known if isinstance(known[0], (str, bytes)) else []
@@ -74,8 +74,8 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
         codes = np.argsort(np.argsort(first))[codes]
         known = values.tolist()
         texts = known if array.dtype.kind in "US" else []
-    if not _NO_ONE.isdisjoint(texts):
-        raise DataError(_MISSING)
+    if not NO_ONE.isdisjoint(texts):
+        raise DataError(MISSING)
     if len({_plain(text) for text in texts}) < len(texts):
         raise DataError(
             "person: some ids differ only in spaces, in how accents are written or in what cannot be seen. If they "
@@ -188,7 +188,7 @@ def _values(ids: Any) -> set[Any]:
 def _cells(ids: Any) -> npt.NDArray[Any]:
     array = _array(ids)
     values = _one_kind(array) if array.dtype.kind == "O" else array
-    return _whole(values) if values.dtype.kind == "f" else values
+    return whole_numbers(values) if values.dtype.kind == "f" else values
 
 
 def _written(value: Any) -> str:
@@ -220,6 +220,15 @@ def _plain(value: Any) -> Any:
     return b" ".join(value.split()) if isinstance(value, bytes) else value
 
 
+def is_plain_text(value: str | bytes) -> bool:
+    """Whether an id is written as no other one that looks like it: a text that is not may be two people's.
+
+    >>> is_plain_text("ann"), is_plain_text(" ann")
+    (True, False)
+    """
+    return bool(_plain(value) == value)
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, np.datetime64):
         return "day" if np.datetime_data(value.dtype)[0] in _DAYS else "time"
@@ -237,7 +246,7 @@ def _array(ids: Any) -> npt.NDArray[Any]:
     if isinstance(ids, (set, frozenset, Mapping)):
         raise DataError("person: must be one id per record in the records' order, a list or a column.")
     if isinstance(ids, np.ma.MaskedArray) and np.ma.getmaskarray(ids).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     try:
         if hasattr(ids, "to_numpy"):  # a column of pandas or polars: its own missing values become objects or NaN
             return np.asarray(ids.to_numpy())
@@ -254,31 +263,31 @@ def _one_kind(cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Objects of one kind: floats as an array of them; the others stay objects, whose length numpy would cut."""
     kinds = {type(cell) for cell in cells}
     if any(kind.__name__ in _NOTHING for kind in kinds):
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     if all(issubclass(kind, (float, np.floating)) for kind in kinds):
         return cells.astype(np.float64)
     if any(issubclass(kind, (float, np.floating)) for kind in kinds) and any(
         isinstance(cell, (float, np.floating)) and cell != cell for cell in cells
     ):
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     for kind in (str, bytes):
         if all(issubclass(found, kind) for found in kinds):
             if not all(len(cell) for cell in cells):
-                raise DataError(_MISSING)
+                raise DataError(MISSING)
             return cells
     if any(issubclass(kind, (bool, np.bool_)) for kind in kinds):
-        raise DataError(_KINDS)
+        raise DataError(KINDS)
     if all(issubclass(kind, (int, np.integer)) for kind in kinds):
         return cells
     if len(kinds) == 1 and issubclass(kinds.pop(), (datetime.date, uuid.UUID)):
         return cells
-    raise DataError(_KINDS)
+    raise DataError(KINDS)
 
 
-def _whole(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def whole_numbers(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Floats that are whole numbers: tables often hold ids so."""
     if np.isnan(array).any():
-        raise DataError(_MISSING)
+        raise DataError(MISSING)
     exact = 2.0 ** (np.finfo(array.dtype).nmant + 1)  # whole numbers above it are not told apart
     if not (np.abs(array) < exact).all() or (array != np.floor(array)).any():
         raise DataError("person: ids are fractions or too large to be told apart. Give whole numbers or texts.")

@@ -44,7 +44,7 @@ class LabelCounts:
 
         records = batch.records
         if isinstance(records, Scanned):
-            return records.labels(batch.indices)
+            return records.labels(batch.indices, batch.key)
         if isinstance(records, PeopleRecords):
             # Not a share of each of theirs: of many labels that nobody else has, one would pass by luck too often.
             rows: Any = records.rows

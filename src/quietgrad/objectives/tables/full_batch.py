@@ -6,6 +6,7 @@ shift, scale, shortening and intercept are applied to weights and sums instead o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -223,7 +224,10 @@ def _clipped(residuals: Floats, norms: Floats, clip: float) -> Floats:
     """Shorten each row so that ‖r‖·norm ≤ clip; what is not finite becomes zero."""
     lengths = np.abs(residuals[:, 0]) if residuals.shape[1] == 1 else np.linalg.norm(residuals, axis=1)
     lengths = lengths * norms
-    factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip)
-    clipped: Floats = residuals * factors[:, None]
+    if clip == math.inf:  # an evaluation
+        clipped = residuals.copy()
+    else:
+        # 1 exactly for what is short enough; a clip of 0 leaves nothing
+        clipped = residuals * (clip / np.maximum(lengths, clip or 1.0))[:, None]
     clipped[~np.isfinite(lengths)] = 0.0
     return clipped

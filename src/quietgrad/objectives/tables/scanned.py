@@ -10,7 +10,7 @@ numbers in the same order, and a run that is resumed finds its sums again bit fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -28,6 +28,7 @@ from quietgrad.objectives.base import (
     Reading,
     RecursiveMomentum,
 )
+from quietgrad.objectives.people import Combine, OfPeople, OfRecords, Whose, refuse_person
 from quietgrad.objectives.queries.evaluation import CellSums
 from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
@@ -41,6 +42,9 @@ from quietgrad.objectives.tables.whitening import (
     WhitenedGradient,
 )
 
+MOST_LABELS = 100_000
+"""Different labels of a scan that are told apart before it is known which are frequent: they are held in memory."""
+
 Value = TypeVar("Value")
 Merge = Callable[[Any, Any], Any]
 
@@ -53,10 +57,16 @@ class Laid(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A piece of the source, and which of its rows (in increasing order; ``None``: all)."""
+    """A piece of the source, and which of its rows (in increasing order; ``None``: all).
+
+    Of a source that counts people, ``rows`` are people: ``people`` of them begin here, the number of the first
+    among all being ``first``.
+    """
 
     unit: Any
     rows: Indices | None
+    first: int = 0
+    people: int = 0
 
     def __repr__(self) -> str:
         return f"Task({self.unit!r})"  # never the rows: who is in a sample is a secret
@@ -177,6 +187,7 @@ class _Sum:
     reading: Any
     summand: Callable[[Any, Batch, Any], None]
     shape: tuple[int, ...]
+    key: bytes | None = field(default=None, repr=False)
 
     def __call__(self, parts: Parts, task: Task) -> npt.NDArray[np.float64]:
         out = np.zeros(self.shape)
@@ -186,7 +197,7 @@ class _Sum:
                 records = self.reading.prepare(data)
                 # Queries about pairs of records refuse samples: a sample of a part must still look like one.
                 chosen = None if task.rows is None else np.arange(len(records))
-                self.summand(self.reading, Batch(records, chosen), out)
+                self.summand(self.reading, Batch(records, chosen, self.key), out)
         return out
 
 
@@ -195,8 +206,27 @@ def _add(a: Any, b: Any) -> Any:
     return a
 
 
+def _sum_each(queries: Sequence[Any], ends: Sequence[int], reading: Any, batch: Batch, out: Any) -> None:
+    for query, part in zip(queries, np.split(out, ends[:-1]), strict=True):
+        query.sum_into(reading, batch, part)
+
+
 class NotScannedError(DataError, AttributeError):
     """A query cannot be answered part by part."""
+
+
+@dataclass(frozen=True)
+class ScannedPeople:
+    """The people of a source, who are counted and never listed; what :class:`~quietgrad.objectives.people.People`
+    is of a table in memory.
+    """
+
+    source: Any
+    combine: Combine = "mean"
+    records_per_person: int | None = None
+
+    def __len__(self) -> int:
+        return int(self.source.people)
 
 
 class Scanned:
@@ -205,9 +235,17 @@ class Scanned:
     is_scanned: ClassVar[bool] = True
 
     def __init__(self, reading: Any, source: Source, dim: int) -> None:
-        self.reading, self.source, self.dim = reading, source, dim
+        whose: Whose | None = getattr(source, "whose", None)
+        if whose is None and getattr(source, "person", None) is not None:
+            raise DataError("person: the scan names its people; say it to what is asked of them as well: person=.")
+        # Records are people, block by block, to whoever asks for sums.
+        loss, reading = reading, reading if whose is None else OfPeople(reading, *whose)
+        self.reading, self.source, self.dim, self._whose = reading, source, dim, whose
         self.features = source.features
-        self.row_bound = getattr(reading, "row_bound", None)
+        if whose in (None, Whose()):  # a mean of all of a person's rows has a row's constants
+            self.row_bound: float | None = getattr(loss, "row_bound", None)
+        self._foreseen: tuple[Any, ...] = ()
+        self._sums: list[tuple[Any, Any]] = []
         source.verify(reading)
         self._ends = np.cumsum(np.asarray(source.sizes, dtype=np.int64))
         if not len(self):
@@ -222,6 +260,8 @@ class Scanned:
         return self.source.leaves_out
 
     def __getattr__(self, name: str) -> Any:
+        if name == "row_bound":
+            refuse_person("a fit without clipping")
         raise NotScannedError(
             f"{name}: a query asked for it that needs the table in memory; load the table, or use another method."
         )
@@ -234,54 +274,97 @@ class Scanned:
         """The source's content: a ledger knows the table by it."""
         yield from self.source.fingerprint()
 
+    def foresee(self, *queries: Any) -> None:
+        """Questions about all records that come next: one pass then sums for all of them."""
+        self._foreseen = tuple(query for query in queries if is_additive(query))
+
     def answer(self, query: Any, batch: Batch, out: Any) -> None:
         """out += what ``query`` sums to, part by part."""
-        if is_additive(query):
-            self.add(query.sum_into, batch, out)
-        else:  # it asks the objective for sums, and the objective asks here
+        if not is_additive(query):  # it asks the objective for sums, and the objective asks here
             query.sum_into(self.reading, batch, out)
+        elif batch.indices is not None or self._chooses:
+            self.add(query.sum_into, batch, out)
+        else:
+            if not any(query is asked for asked, _ in self._sums):
+                self._sums = self._summed(query, batch)
+            out += next(total for asked, total in self._sums if asked is query)
+
+    def _summed(self, query: Any, batch: Batch) -> list[tuple[Any, Any]]:
+        """The sums of a question and of those that were foreseen with it; kept until another one is asked."""
+        together = self._foreseen if any(query is asked for asked in self._foreseen) else (query,)
+        self._foreseen = ()
+        ends = np.cumsum([asked.dim(self) for asked in together]).tolist()
+        out = np.zeros(ends[-1])
+        self.add(partial(_sum_each, together, ends), batch, out)
+        return list(zip(together, np.split(out, ends[:-1]), strict=True))
 
     def add(self, summand: Callable[[Any, Batch, Any], None], batch: Batch, out: Any) -> None:
         """out += Σ over the parts of what ``summand(reading, batch, out)`` adds."""
-        work = _Sum(self.reading, summand, out.shape)
+        work = _Sum(self.reading, summand, out.shape, batch.key if self._chooses else None)
         total = self.source.total(work, self.tasks(batch.indices), _add)
         if total is not None:
             out += total
 
-    def labels(self, indices: Indices | None) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
-        """Labels and how often each occurs: secret."""
-        counts = self.source.total(_count_labels, self.tasks(indices), _join_counts) or {}
+    @property
+    def _chooses(self) -> bool:
+        """Whether a release looks at some of a person's records, by its own key."""
+        return self._whose is not None and self._whose.records_per_person is not None
+
+    def labels(
+        self, indices: Indices | None, key: bytes | None
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+        """Labels and how often each occurs, a person counting once: secret."""
+        counts = self.source.total(_CountLabels(key), self.tasks(indices), _join_counts) or {}
         found = np.array(sorted(counts))
         return found, np.array([counts[label] for label in found.tolist()], dtype=np.float64)
 
     def tasks(self, indices: Indices | None) -> list[Task]:
         """The pieces to read, with the rows asked for."""
-        units = self.source.units
+        firsts = np.concatenate([[0], self._ends[:-1]]).tolist()
+        pieces = [
+            Task(*one)
+            for one in zip(self.source.units, [None] * len(firsts), firsts, self.source.sizes, strict=True)
+        ]
         if indices is None:
-            return [Task(unit, None) for unit in units]
+            return pieces
         order = np.sort(indices)
         if len(order) and (order[0] < 0 or order[-1] >= len(self)):
             raise IndexError("batch: an index lies outside the table")
         cuts = np.searchsorted(order, self._ends)
         starts = np.concatenate([[0], cuts[:-1]])
-        firsts = np.concatenate([[0], self._ends[:-1]])
         return [
-            Task(unit, order[a:b] - first)
-            for unit, a, b, first in zip(units, starts, cuts, firsts, strict=True)
+            piece._replace(rows=order[a:b] - piece.first)
+            for piece, a, b in zip(pieces, starts, cuts, strict=True)
             if b > a
         ]
 
 
-def _count_labels(parts: Parts, task: Task) -> dict[Any, int]:
-    counts: dict[Any, int] = {}
-    for data in parts.blocks(task):
-        values, sizes = np.unique(np.asarray(data[1]), return_counts=True)
-        counts = _join_counts(counts, dict(zip(values.tolist(), sizes.tolist(), strict=True)))
-    return counts
+@dataclass(frozen=True)
+class _CountLabels:
+    """How often each label occurs in a part; of a person's, the one that the release's key chooses."""
+
+    key: bytes | None = field(repr=False)
+
+    def __call__(self, parts: Parts, task: Task) -> dict[Any, int]:
+        counts: dict[Any, int] = {}
+        for data in parts.blocks(task):
+            rows = data.data if isinstance(data, OfRecords) else data
+            labels = np.asarray(rows[1])
+            if isinstance(data, OfRecords):
+                labels = labels[data.person.one_each(None, self.key)]
+            values, sizes = np.unique(labels, return_counts=True)
+            counts = _join_counts(counts, dict(zip(values.tolist(), sizes.tolist(), strict=True)))
+        return counts
 
 
 def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
-    return {label: a.get(label, 0) + b.get(label, 0) for label in {**a, **b}}
+    both = {label: a.get(label, 0) + b.get(label, 0) for label in {**a, **b}}
+    if len(both) > MOST_LABELS:
+        raise DataError(
+            f"y: has more than {MOST_LABELS} different labels, which are too many to look for privately. Is it the "
+            "target? Declare the classes, or fit a regression."
+        )
+    return both
 
 
 # --- what a linear objective asks of scanned records ------------------------------------------------------------
@@ -311,7 +394,7 @@ def loss_sum(params: Any, bound: float) -> Callable[[Any, Batch, Any], None]:
 
 
 def _loss_sum(params: Any, bound: float, objective: Any, batch: Batch, out: Any) -> None:
-    out += objective._loss_total(batch, params, bound)
+    out += objective.loss_sum(batch, params, bound)
 
 
 def hessian_sum(params: Any, clip: float) -> Callable[[Any, Batch, Any], None]:

@@ -1,0 +1,301 @@
+"""People in a scan: rows sorted by the id of the person they are about, kept together wherever they are cut.
+
+Which rows are whose must be known without a list of the people. So ids must not decrease from row to row: equal
+ones then lie together, and everybody's rows can be read as one block. That is checked in every pass, in the memory
+of one id. A person whose rows go on in the next pieces belongs to the piece where they begin: its reader
+goes on reading there, and the next piece leaves them out. Nobody is summed in fragments, whoever reads the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quietgrad.data.row_layout import Array, RowLayout
+from quietgrad.errors import ChangedError, DataError
+from quietgrad.objectives.people import People, Whose, check_no_crowd
+from quietgrad.objectives.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
+from quietgrad.objectives.tables.scanned import Task
+
+UNSORTED = (
+    "person: the rows of a scan must be sorted by the column of people's ids, so that everybody's lie together. "
+    "Sort the whole table by it, over all its files, and write it again."
+)
+_CHANGED = (
+    "person: the ids are not those of the first reading. Nothing is released from a table that changes under a "
+    "run: let it rest, scan it again, and resume or start again."
+)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A piece without its first ``skip`` rows, which are somebody's who began earlier, and with the ``tail`` of its
+    own last person: the first rows of later pieces.
+    """
+
+    unit: Any
+    skip: int
+    tail: tuple[tuple[Any, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a piece tells of its people: secret, and held for as long as the scan is being cut.
+
+    ``orders`` says whether ids never decrease: by value, and of texts by length first, as whole numbers do.
+    """
+
+    kind: str
+    first: Any
+    last: Any
+    rows: int
+    people: int
+    head: int
+    foot: int
+    longest: int
+    orders: tuple[bool, bool]
+
+    def __repr__(self) -> str:
+        return "Runs()"
+
+    def then(self, other: Runs) -> Runs:
+        """Both, one after the other."""
+        if not self.rows or not other.rows:
+            return self if self.rows else other
+        if self.kind != other.kind:
+            raise DataError(KINDS)
+        same = self.last == other.first
+        orders = in_order(self.last, other.first)
+        joined = self.foot + other.head if same else 0
+        return Runs(
+            self.kind,
+            self.first,
+            other.last,
+            self.rows + other.rows,
+            self.people + other.people - same,
+            self.head + other.head if same and self.people == 1 else self.head,
+            self.foot + other.foot if same and other.people == 1 else other.foot,
+            max(self.longest, other.longest, joined),
+            (self.orders[0] and other.orders[0] and orders[0], self.orders[1] and other.orders[1] and orders[1]),
+        )
+
+
+_NOBODY = Runs("", None, None, 0, 0, 0, 0, 0, (True, True))
+
+
+def in_order(before: Any, after: Any) -> tuple[bool, bool]:
+    """Whether an id may follow another: by value, and by length before value.
+
+    >>> in_order("10", "9"), in_order("9", "10"), in_order(9, 10)
+    ((True, False), (False, True), (True, True))
+    """
+    by_value = bool(before <= after)
+    if not isinstance(before, str | bytes):
+        return by_value, by_value
+    sizes = [len(id.encode() if isinstance(id, str) else id) for id in (before, after)]
+    return by_value, sizes[0] < sizes[1] or (sizes[0] == sizes[1] and by_value)
+
+
+def comparable(values: Any) -> tuple[str, Any]:
+    """(kind of ids, the ids as an Arrow column of numbers, texts or bytes); times become numbers."""
+    import pyarrow as pa
+
+    if hasattr(values, "dictionary"):
+        values = values.dictionary_decode()
+    if values.null_count:
+        raise DataError(MISSING)
+    kind, types = values.type, pa.types
+    if types.is_floating(kind):
+        return "number", pa.array(whole_numbers(values.to_numpy(zero_copy_only=False)))
+    if types.is_integer(kind):  # files may hold one id in different widths
+        return "number", values if types.is_uint64(kind) else values.cast(pa.int64())
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "text", values.cast(pa.large_string())
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return "bytes", values.cast(pa.large_binary())
+    if types.is_date32(kind):
+        return str(kind), values.cast(pa.int32())
+    if types.is_date64(kind) or types.is_timestamp(kind):
+        return str(kind), values.cast(pa.int64())
+    raise DataError(KINDS)
+
+
+def starts_of(ids: Any) -> tuple[Array, tuple[bool, bool]]:
+    """Where people begin among sorted ids, and whether they are: by value, and by length before value."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    before, after = ids.slice(0, len(ids) - 1), ids.slice(1)
+    begins = np.asarray(pc.not_equal(after, before).to_numpy(zero_copy_only=False), dtype=bool)
+    less = np.asarray(pc.less(after, before).to_numpy(zero_copy_only=False), dtype=bool)
+    by_length = not less.any()
+    if not pa.types.is_integer(ids.type):
+        sizes = np.asarray(pc.binary_length(ids).to_numpy(zero_copy_only=False), dtype=np.int64)
+        shorter, as_long = sizes[1:] < sizes[:-1], sizes[1:] == sizes[:-1]
+        by_length = not (shorter | (as_long & less)).any()
+    starts = np.concatenate([[0], np.flatnonzero(begins) + 1]).astype(np.int64)
+    return starts, (not less.any(), bool(by_length))
+
+
+@dataclass(frozen=True)
+class RunsOf:
+    """The people of a piece, as work: reads the ids alone where no rows are left out."""
+
+    layout: RowLayout
+
+    def __call__(self, parts: Any, task: Task) -> list[Runs]:
+        found = _NOBODY
+        for values in self._ids(parts, task.unit):
+            kind, ids = comparable(values)
+            if not len(ids):
+                continue
+            starts, orders = starts_of(ids)
+            if kind in ("text", "bytes"):
+                _check_spelling(ids.take(starts))
+            sizes = np.diff([*starts.tolist(), len(ids)])
+            first, last = ids[0].as_py(), ids[-1].as_py()
+            some = Runs(
+                kind, first, last, len(ids), len(starts), int(sizes[0]), int(sizes[-1]), int(sizes.max()), orders
+            )
+            found = found.then(some)
+        return [found]
+
+    def _ids(self, parts: Any, unit: Any) -> Iterator[Any]:
+        if self.layout.may_drop or hasattr(unit, "checksum"):  # who is left out only all columns tell
+            yield from (ids for _, _, ids in parts.rows_of(unit))
+        else:
+            for batch in unit.batches([self.layout.person], 1 << 17):
+                yield batch.column(0)
+
+
+def _check_spelling(ids: Any) -> None:
+    for text in ids.to_pylist():
+        if not len(text) or text in NO_ONE:
+            raise DataError(MISSING)
+        if not is_plain_text(text):
+            raise DataError(
+                "person: an id has spaces around or doubled, accents written in parts, or what cannot be seen. "
+                "Write ids plainly: ones that look alike would be taken for two people."
+            )
+
+
+def cut_by_person(units: Sequence[Any], runs: Sequence[Runs], most: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The pieces with everybody's rows in one of them, and how many people begin in each.
+
+    Raises:
+        DataError: ids are not sorted, or somebody has more rows than are read at a time.
+    """
+    everyone = _NOBODY
+    for found in runs:
+        everyone = everyone.then(found)
+    if not any(everyone.orders):
+        raise DataError(UNSORTED)
+    check_no_crowd(everyone.longest, everyone.rows)
+    if everyone.longest > most:
+        raise DataError(
+            f"person: somebody has more rows than the {most} that are read at a time. Is the column that of "
+            "people's ids? Leave rows out, or sum them up per person before."
+        )
+    pieces: list[Any] = list(units)
+    people = [found.people for found in runs]
+    owner, last = -1, None
+    for place, found in enumerate(runs):
+        if not found.rows:
+            continue
+        if owner >= 0 and found.first == last:
+            if any(hasattr(units[k], "held") for k in (owner, place)):
+                raise DataError(
+                    "person: somebody's rows lie in two partitions of the frame. Repartition it so that "
+                    "everybody's lie in one, or scan the files."
+                )
+            begun = pieces[owner] if isinstance(pieces[owner], Carried) else Carried(pieces[owner], 0)
+            pieces[owner] = replace(begun, tail=(*begun.tail, (units[place], found.head)))
+            pieces[place] = Carried(units[place], found.head)
+            people[place] -= 1
+        if people[place]:
+            owner = place
+        last = found.last
+    return tuple(pieces), tuple(people)
+
+
+def whole_people(parts: Any, task: Task, whose: Whose) -> Iterator[tuple[Array, Array, People]]:
+    """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for."""
+    import pyarrow as pa
+
+    if not task.people:
+        return
+    kept: tuple[Array, Array, Any] | None = None
+    met, orders = 0, (True, True)
+    for X, y, ids in _carried(parts, task.unit):
+        if kept is not None:
+            joined = pa.concat_arrays([kept[2], ids]) if kept[2].type == ids.type else None
+            if joined is None:
+                raise DataError(KINDS)
+            X, y, ids = np.concatenate([kept[0], X]), np.concatenate([kept[1], y]), joined
+        starts, here = starts_of(ids)
+        orders = (orders[0] and here[0], orders[1] and here[1])
+        if not any(orders):
+            raise DataError(UNSORTED)
+        end = int(starts[-1])  # the last person may go on in the next block
+        if end:
+            yield from _asked(X[:end], y[:end], starts, met, task, whose)
+            met += len(starts) - 1
+        kept = X[end:], y[end:], ids.slice(end)
+    if kept is not None:
+        yield from _asked(kept[0], kept[1], np.array([0, len(kept[0])]), met, task, whose)
+        met += 1
+    if met != task.people:
+        raise ChangedError(_CHANGED)
+
+
+def _asked(
+    X: Array, y: Array, starts: Array, met: int, task: Task, whose: Whose
+) -> Iterator[tuple[Array, Array, People]]:
+    numbers = np.arange(met, met + len(starts) - 1)
+    people = People(np.arange(len(X)), starts, *whose, task.first + numbers)
+    if task.rows is None:
+        yield np.ascontiguousarray(X), y, people
+        return
+    wanted = np.flatnonzero(np.isin(numbers, task.rows, assume_unique=True))
+    if len(wanted):
+        rows, only = people.only(wanted)
+        yield np.ascontiguousarray(X[rows]), y[rows], only
+
+
+def _carried(parts: Any, unit: Any) -> Iterator[tuple[Array, Array, Any]]:
+    """The rows of a piece from the first person who begins in it to the end of its last one."""
+    if not isinstance(unit, Carried):
+        yield from ((X, y, comparable(ids)[1]) for X, y, ids in parts.rows_of(unit) if len(X))
+        return
+    left, before, last = unit.skip, None, None
+    for X, y, values in parts.rows_of(unit.unit):
+        if not len(X):
+            continue
+        ids = comparable(values)[1]
+        gone = min(left, len(X))
+        left -= gone
+        for id in (ids[0].as_py(), ids[gone - 1].as_py()) if gone else ():
+            if id != (id if before is None else before):  # those who are left out are one person
+                raise ChangedError(_CHANGED)
+            before = id
+        if gone < len(X):
+            if last is None and before is not None and ids[gone].as_py() == before:
+                raise ChangedError(_CHANGED)
+            last = ids[-1].as_py()
+            yield X[gone:], y[gone:], ids.slice(gone)
+    for other, rows in unit.tail:
+        for X, y, values in parts.rows_of(other):
+            ids = comparable(values)[1].slice(0, rows)
+            if len(ids) and (ids[0].as_py() != last or ids[-1].as_py() != last):
+                raise ChangedError(_CHANGED)
+            if len(ids):
+                yield X[: len(ids)], y[: len(ids)], ids
+            rows -= len(ids)
+            if not rows:
+                break
+        left += rows
+    if left:
+        raise ChangedError(_CHANGED)

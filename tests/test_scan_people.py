@@ -1,0 +1,241 @@
+"""People in scans: rows sorted by person, summed as the table in memory sums them, wherever the files are cut."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quietgrad as qg
+from quietgrad.errors import ChangedError, DataError
+from quietgrad.estimators import PrivateLogisticRegression, private_score
+from quietgrad.objectives.base import Batch, Gradient, Loss
+from quietgrad.objectives.people import of_people
+from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
+from quietgrad.objectives.tables.features import FeatureMean
+from quietgrad.privacy.budget import Relation
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+KEY = b"k" * 32
+LOSS = qg.objectives.Logistic(intercept=True)
+
+
+@pytest.fixture(scope="module")
+def table() -> tuple[Any, Any, Any]:
+    """600 rows of about 150 people, sorted; one of them has 80 rows, over five files."""
+    rng = np.random.default_rng(1)
+    ids = np.sort(rng.integers(0, 160, 600))
+    ids[200:280] = ids[200]
+    X = rng.normal(size=(600, 3))
+    return np.sort(ids), X, (X[:, 0] > 0).astype(float)
+
+
+CUTS = (0, 37, 190, 220, 240, 260, 430, 600)
+
+
+def write(folder: Path, ids: Any, X: Any, y: Any, cuts: Any = CUTS) -> Path:
+    folder.mkdir(exist_ok=True)
+    for k, (a, b) in enumerate(pairwise(cuts)):
+        features = {f"x{j}": X[a:b, j] for j in range(X.shape[1])}
+        pq.write_table(
+            pa.table({"id": ids[a:b], **features, "y": y[a:b]}), folder / f"{k}.parquet", row_group_size=25
+        )
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row group a piece of its own, read seven rows at a time: people are cut everywhere."""
+    monkeypatch.setattr("quietgrad.data.scan_files.LEAST_ROWS", 1)
+
+
+@pytest.mark.parametrize(("combine", "most"), [("mean", None), ("sum", None), ("mean", 2), ("sum", 3)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_scan_sums_people_as_the_table_in_memory(
+    tmp_path: Path, table: Any, small: None, combine: Any, most: Any, threads: int
+) -> None:
+    from dataclasses import replace
+
+    ids, X, y = table
+    people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=threads)
+    people = replace(people, rows_at_once=90)
+    there, scanned = of_people(LOSS, people, None, combine, most)
+    here, held = of_people(LOSS, (X, y), ids, combine, most)
+    scanned, held = there.prepare(scanned), here.prepare(held)
+    assert len(scanned) == len(held) == len(np.unique(ids))
+    queries: list[Any] = [Gradient(np.full(4, 0.3), 0.5), Loss(np.full(4, 0.3), 1.0)]
+    if (combine, most) == ("mean", None):
+        queries.append(FeatureMean(1.0))
+    some = np.array([0, 3, 40, 41, 42, 43, len(held) - 1])
+    for query in queries:
+        for indices in (None, some):
+            found, wanted = np.zeros(query.dim(held)), np.zeros(query.dim(held))
+            scanned.answer(query, Batch(scanned, indices, KEY), found)
+            query.sum_into(here, Batch(held, indices, KEY), wanted)
+            np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    if most is None:
+        at = np.full(4, 0.3)
+        assert there.risk(scanned, at) == pytest.approx(here.risk(held, at), rel=1e-9)
+
+
+def test_whole_runs_and_labels_are_those_in_memory(tmp_path: Path, table: Any, small: None) -> None:
+    ids, X, y = table
+    people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id")
+    method = qg.DPGD(steps=4, learning_rate=1.0)
+    scanned = qg.minimize(LOSS, people, method, budget=None, seed=3)
+    held = qg.minimize(LOSS, (X, y), method, budget=None, seed=3, person=ids)
+    np.testing.assert_allclose(scanned.params, held.params, rtol=1e-9)
+    query = LabelCounts(Relation.ADD_REMOVE)
+    there, labelled = of_people(LabelSet(), people, None)
+    here, in_memory = of_people(LabelSet(), (X, y), ids)
+    labelled, in_memory = there.prepare(labelled), here.prepare(in_memory)
+    found = query.count(Batch(labelled, None, KEY))
+    wanted = query.count(Batch(in_memory, None, KEY))
+    assert [a.tolist() for a in found] == [a.tolist() for a in wanted]
+    assert sum(found[1]) == len(np.unique(ids))  # one count each, however many rows
+
+
+def test_one_person_moves_a_sum_by_no_more_than_the_clip(tmp_path: Path, table: Any, small: None) -> None:
+    """The person with rows in five files, each pulling the same way: clipped once, not once in every file."""
+    ids, X, y = table
+    X = X.copy()
+    X[ids == ids[200]] = 50.0
+    people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=2)
+    kept = ids != ids[200]
+    others = qg.data.scan(
+        write(tmp_path / "o", ids[kept], X[kept], y[kept], (0, 300, kept.sum())), target="y", person="id"
+    )
+    query, sums = Gradient(np.zeros(4), 0.5), []
+    for scan in (people, others):
+        objective, data = of_people(LOSS, scan, None, "sum")
+        records = objective.prepare(data)
+        out = np.zeros(4)
+        records.answer(query, Batch(records, None, KEY), out)
+        sums.append(out)
+    assert np.linalg.norm(sums[0] - sums[1]) <= 0.5 * (1 + 1e-9)
+
+
+def test_estimators_promise_to_the_people_of_a_scan(tmp_path: Path, table: Any) -> None:
+    ids, X, y = table
+    folder = write(tmp_path / "p", ids, X, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        named = qg.data.scan(folder, target="y", person="id")
+        model = PrivateLogisticRegression(epsilon=3.0, classes=[0, 1]).fit(named)
+        other = PrivateLogisticRegression(epsilon=3.0, classes=[0, 1]).fit(
+            qg.data.scan(folder, target="y"), person="id"
+        )
+        score = private_score(model, named, epsilon=2.0)
+    for fitted in (model, other):
+        assert fitted.privacy_.unit == "person"
+        assert list(fitted.feature_names_in_) == ["x0", "x1", "x2"]
+    assert score.privacy.unit == "person"
+    with pytest.raises(DataError, match="names its people"):  # never by row, once people are named
+        LOSS.prepare(named)
+
+
+def shuffled(ids: Any) -> Any:
+    return np.random.default_rng(0).permutation(ids)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        shuffled,
+        lambda ids: np.concatenate([ids[:-1], ids[:1]]),  # somebody comes again at the very end
+        lambda ids: np.concatenate([ids[220:], ids[:220]]),  # sorted within files, not over them
+    ],
+)
+def test_rows_that_are_not_sorted_are_refused_before_anything_is_spent(
+    tmp_path: Path, table: Any, spoil: Any
+) -> None:
+    ids, X, y = table
+    people = qg.data.scan(write(tmp_path / "p", spoil(ids), X, y), target="y", person="id")
+    with pytest.raises(DataError, match="must be sorted") as refusal:
+        PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], ledger=tmp_path / "book.jsonl").fit(people)
+    assert not any(str(id) in str(refusal.value) for id in ids[:5])
+    assert not (tmp_path / "book.jsonl").exists()
+
+
+def test_ids_in_another_order_within_a_run_stop_it(tmp_path: Path, table: Any, monkeypatch: Any) -> None:
+    """The order is looked at in every pass, also where a file looks as it did."""
+    ids, X, y = table
+    people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=1)
+    objective, data = of_people(LOSS, people, None)
+    records = objective.prepare(data)
+    monkeypatch.setattr("quietgrad.data.scan_units.FileUnit.check", lambda unit: None)
+    monkeypatch.setattr("quietgrad.data.scan_units._FOOTERS", {})
+    query = Gradient(np.zeros(4), 0.5)
+    moved = ids.copy()
+    moved[200:280] = np.arange(200, 280)  # the one with 80 rows is now 80 people
+    write(tmp_path / "p", np.sort(moved), X, y)
+    with pytest.raises((ChangedError, DataError), match=r"first reading|must be sorted"):
+        records.answer(query, Batch(records, None, KEY), np.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 1, 1, 1, 1, 1, 1, 1, 1, 2], "nine tenths"),
+        ([1, 2, None, 3, 4, 5, 6, 7, 8, 9], "has no id"),
+        (["a", "b", "b ", "c", "d", "e", "f", "g", "h", "i"], "spaces around"),
+        ([0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9], "fractions"),
+        ([True, True, False, True, True, True, True, True, True, True], "whole numbers"),
+    ],
+)
+def test_ids_that_are_nobodys_are_refused(ids: Any, message: str) -> None:
+    rows = pa.table({"id": ids, "x": np.arange(10.0), "y": [0, 1] * 5})
+    with pytest.raises(DataError, match=message):
+        qg.data.scan(rows, target="y", person="id").people  # noqa: B018
+
+
+def test_ids_are_sorted_as_numbers_or_as_texts() -> None:
+    for ids in (["1", "2", "10", "11"], ["1", "10", "11", "2"], [b"a", b"b", b"c", b"d"], [1, 2, 10, 11]):
+        rows = pa.table({"id": ids, "x": np.arange(4.0), "y": [0, 1] * 2})
+        assert qg.data.scan(rows, target="y", person="id").people == 4
+    rows = pa.table({"id": ["1", "10", "2", "11"], "x": np.arange(4.0), "y": [0, 1] * 2})
+    with pytest.raises(DataError, match="must be sorted"):
+        qg.data.scan(rows, target="y", person="id").people  # noqa: B018
+
+
+def test_csv_files_and_left_out_rows_keep_people_together(tmp_path: Path, table: Any) -> None:
+    ids, X, y = table
+    schema = {
+        "label": {"column": "y", "classes": ["0", "1"]}, "drop_incomplete": True,
+        "columns": {f"x{j}": {"bounds": [-4.0, 4.0]} for j in range(3)},
+    }  # fmt: skip
+    firsts = ["" if k % 7 == 0 else str(value) for k, value in enumerate(X[:, 0])]
+    lines = [f"{i},{a},{x[1]},{x[2]},{int(t)}" for i, a, x, t in zip(ids, firsts, X, y, strict=True)]
+    for k, (a, b) in enumerate(((0, 230), (230, 600))):
+        (tmp_path / f"{k}.csv").write_text("\n".join(["id,x0,x1,x2,y", *lines[a:b]]) + "\n")
+    people = qg.data.scan(str(tmp_path / "*.csv"), schema=schema, person="id")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "all.csv").write_text("\n".join(["id,x0,x1,x2,y", *lines]) + "\n")
+    whole = qg.data.load(tmp_path / "whole" / "all.csv", schema=schema, person="id")
+    assert people.people == len(np.unique(ids[np.arange(600) % 7 != 0]))
+    method = qg.DPGD(steps=3, learning_rate=1.0)
+    scanned = qg.minimize(LOSS, people, method, budget=None, seed=3)
+    held = qg.minimize(LOSS, (whole.X, whole.y), method, budget=None, seed=3, person=whole.person)
+    np.testing.assert_allclose(scanned.params, held.params, rtol=1e-9)
+
+
+def test_somebody_with_more_rows_than_are_read_at_a_time_is_refused(table: Any) -> None:
+    from dataclasses import replace
+
+    ids, X, y = table
+    rows = pa.table({"id": ids, "x": X[:, 0], "y": y})
+    with pytest.raises(DataError, match="more rows than the 40"):
+        replace(qg.data.scan(rows, target="y", person="id"), rows_at_once=40).people  # noqa: B018
+
+
+def test_a_thousand_labels_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quietgrad.objectives.tables.scanned.MOST_LABELS", 1000)
+    rows = pa.table({"x": np.arange(2000.0), "y": [f"label {k}" for k in range(2000)]})
+    with pytest.raises(DataError, match="more than 1000 different labels"):
+        PrivateLogisticRegression(epsilon=1.0).fit(qg.data.scan(rows, target="y"))
