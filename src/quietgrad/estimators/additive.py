@@ -26,7 +26,6 @@ from quietgrad.estimators.base import (
     PrivateLinearModel,
     look_noise,
     noted,
-    refuse_after,
     refuse_no_pairs,
     what_was_missed,
 )
@@ -44,6 +43,7 @@ from quietgrad.objectives.tables.shapes import Feature, Shapes
 from quietgrad.plans.schedule import Slot
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
+from quietgrad.training.running import refused
 
 
 class _Additive(PrivateLinearModel):
@@ -148,7 +148,7 @@ class _Additive(PrivateLinearModel):
             self.shapes_ = self._shapes(frame, bins)
             session.reread(whom.asks(loss), whom.of_data((self.shapes_.expand(Z), frame.targets(targets))))
         except Exception as error:
-            refuse_after(session, error)
+            refused(session, error)
             raise
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")
