@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +200,9 @@ def bike() -> Problem:
 # --- adversities ------------------------------------------------------------------------------------------------
 
 
-def _synthetic(name: str, X: Any, y: Any, task: str = "binary", bounds: bool = True) -> Problem:
+def _synthetic(name: str, X: Any, y: Any, task: str = "binary") -> Problem:
     cut = X.shape[0] * 4 // 5
-    limits = [outward(c) for c in X.T] if bounds and isinstance(X, np.ndarray) else None
+    limits = [outward(c) for c in X.T] if isinstance(X, np.ndarray) else None
     return Problem(name, X[:cut], y[:cut], X[cut:], y[cut:], task, limits, tuple(range(X.shape[1])))
 
 
@@ -233,12 +233,18 @@ def collinear(seed: int = 3) -> Problem:
 
 
 def one_hot(seed: int = 4) -> Problem:
+    import pandas as pd
+
     rng = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, 501) ** 0.8
     codes = rng.choice(500, 25_000, p=weights / weights.sum())
     X = sparse.csr_matrix((np.ones(25_000), codes, np.arange(25_001)), shape=(25_000, 500))
     effect = 1.6 * rng.standard_normal(500)
-    return _synthetic("one-hot-500", X, _labels(rng, effect[codes]), bounds=False)
+    problem = _synthetic("one-hot-500", X, _labels(rng, effect[codes]))
+    column = pd.DataFrame({"code": pd.Categorical(codes.astype(str), categories=[str(v) for v in range(500)])})
+    return replace(
+        problem, bounds=[(0.0, 1.0)] * 500, numeric=(), frame=(column.iloc[:20_000], column.iloc[20_000:])
+    )
 
 
 def rare(seed: int = 5) -> Problem:
@@ -265,7 +271,7 @@ def text(seed: int = 8) -> Problem:
     y = _labels(rng, 0.9 * (scores - scores.mean()))
     X = sparse.csr_matrix((np.ones(n * length), words.ravel(), np.arange(0, n * length + 1, length)), shape=(n, d))
     X.sum_duplicates()
-    return _synthetic("zipf-text", X, y, bounds=False)
+    return _synthetic("zipf-text", X, y)
 
 
 def raw_regression(seed: int = 9) -> Problem:

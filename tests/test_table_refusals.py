@@ -12,6 +12,8 @@ from sklearn.base import clone
 
 import quietgrad as qg
 from quietgrad.algorithms.output_perturbation import OutputPerturbation
+from quietgrad.algorithms.table_looks import Look
+from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.account import spent
 from quietgrad.errors import BudgetError, LedgerWarning
 from quietgrad.estimators import (
@@ -234,3 +236,23 @@ def test_what_other_processes_spent_is_said_to_be_unknown() -> None:
     Parallel(n_jobs=2)(delayed(clone(model).fit)(rows(), np.arange(N) % 2) for _ in range(2))
     with pytest.warns(LedgerWarning, match="at least"):
         assert spent("away") == 0.0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_minimize_gives_back_what_it_did_not_release(tmp_path: Path, kept: bool) -> None:
+    """Before the first release the whole entry; after one that shows nothing, all but that release."""
+    folder = tmp_path / "run" if kept else None
+    X, budget = np.linspace(-1.0, 1.0, 400)[:, None], qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
+    blind = WhitenedGD(look=Look(range_share=0.05, target_share=0.1), steps=4)
+    cases: list[tuple[Any, Any, Any, str]] = [
+        (OutputPerturbation(), qg.objectives.Logistic(), X[:, 0] > 0, "cancelled"),
+        (blind, qg.objectives.Squared(), np.geomspace(1e-9, 1e9, 400), "closed"),
+    ]
+    for method, loss, y, state in cases:
+        path = tmp_path / f"{state}.jsonl"
+        with pytest.raises(ValueError, match=r"row_bound|target_bounds"):
+            qg.minimize(loss, (X, y * 1.0), method, budget=budget, ledger=path, folder=folder)
+        assert [held.state for held in qg.Ledger(path).book().of("default")] == [state]
+        spent_there = qg.Ledger(path).spent("default", delta=1e-5, relation="replace-one").epsilon
+        assert spent_there == 0.0 if state == "cancelled" else 0.0 < spent_there < 0.4
+        assert folder is None or not any(folder.iterdir())  # nothing that could be resumed

@@ -27,6 +27,7 @@ from quietgrad.objectives.tables.frame import Frame, Framed
 from quietgrad.objectives.tables.glm import Logistic, Squared
 from quietgrad.objectives.tables.information import WhitenedInformation
 from quietgrad.objectives.tables.ranges import (
+    FEW_PIECES,
     Magnitudes,
     MeanOctaves,
     Pieces,
@@ -90,7 +91,9 @@ def table_queries(records: Any, relation: Relation, *, regression: bool) -> Iter
         yield Magnitudes(chosen, relation, pooled=True)
         yield MeanOctaves(chosen, 3.0)
         low = np.array([-1.0, 0.0, -40.0, 1e4])[chosen]
-        yield Pieces(chosen, low, low + np.array([2.0, 3.0, 80.0, 1e5])[chosen], relation)
+        high = low + np.array([2.0, 3.0, 80.0, 1e5])[chosen]
+        yield Pieces(chosen, low, high, relation)
+        yield Pieces(chosen, low, high, relation, FEW_PIECES)
     if regression:
         yield TargetMagnitudes(relation)
         yield TargetPieces(-5.0, 300.0, relation)

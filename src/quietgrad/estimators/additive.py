@@ -26,7 +26,6 @@ from quietgrad.estimators.base import (
     PrivateLinearModel,
     look_noise,
     noted,
-    refuse_after,
     refuse_no_pairs,
     what_was_missed,
 )
@@ -51,6 +50,7 @@ from quietgrad.objectives.tables.shapes import Feature, Shapes
 from quietgrad.plans.schedule import Slot
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
+from quietgrad.training.running import refused
 
 
 class _Additive(PrivateLinearModel):
@@ -167,7 +167,7 @@ class _Additive(PrivateLinearModel):
                 data = (self.shapes_.expand(Z), frame.targets(targets))
             session.reread(whom.asks(loss), whom.of_data(data))
         except Exception as error:
-            refuse_after(session, error)
+            refused(session, error)
             raise
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")

@@ -24,7 +24,7 @@ from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.curators.account import Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import DataError, QuietgradError, TooNoisyWarning
+from quietgrad.errors import DataError, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
 from quietgrad.estimators.whom import Whom, named, without
@@ -40,6 +40,7 @@ from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
 from quietgrad.training.result import Privacy
+from quietgrad.training.running import refused
 
 _ROWS = Whom()
 _met: WeakKeyDictionary[Any, Met] = WeakKeyDictionary()  # by model; beside it, because a model is published
@@ -236,7 +237,7 @@ class PrivateLinearModel(Charged):
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
         except Exception as error:
-            refuse_after(session, error)
+            refused(session, error)
             raise
         found, missed = what_was_missed(result.details, result.config.get("look") or {})
         self.result_ = result
@@ -358,20 +359,6 @@ def _inside_a_search() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def refuse_after(session: CentralSession, error: Exception) -> None:
-    """Close the entry of a fit that was refused, charging what was released: all of it, some, or nothing.
-
-    If nothing was asked of the data, the whole entry is given back. A refusal of quietgrad's own is a function of
-    released numbers alone: what has left is the releases made, whose cost is the entry's; that the rest was not
-    asked for tells nothing more, as it tells nothing when an analyst, having seen one entry's result, decides not
-    to make the next. Of any other error that is not known, and the entry stays whole.
-    """
-    if not any(session.used.values()):
-        session.charge.cancel("refused before anything was released")
-    elif isinstance(error, QuietgradError):
-        session.close("refused after looking", data_dependent=False)
 
 
 def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

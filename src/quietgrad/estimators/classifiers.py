@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, TooNoisyError
-from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_after, refuse_weights
+from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
 from quietgrad.estimators.scans import coder, is_scan, scan_if_one, with_labels
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine
@@ -26,6 +26,7 @@ from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.mechanisms import FrequentLabels
 from quietgrad.sampling import FullBatch
+from quietgrad.training.running import refused
 
 _ROWS = Whom()
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
@@ -88,7 +89,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
                 data = with_labels(X.known() if is_scan(X) else X, y, coder(X, self.classes_, codes_of))
                 session.reread(whom.asks(found), whom.of_data(data))
             except Exception as error:
-                refuse_after(session, error)
+                refused(session, error)
                 raise
         weights, bias = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)

@@ -17,7 +17,7 @@ from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result
-from quietgrad.training.running import Callback, run
+from quietgrad.training.running import Callback, refused, run
 from quietgrad.training.saving import Saver, discard, finished_result, json_values, seal
 from quietgrad.vectors import Vector, all_finite, copy
 
@@ -106,7 +106,12 @@ def minimize(
             saver.close()
         discard(name, folder)
         raise
-    return _run(algorithm, session, x0, saver, account, notes, callback)
+    try:
+        return _run(algorithm, session, x0, saver, account, notes, callback)
+    except Exception as error:
+        if refused(session, error):  # then there is nothing to resume either
+            discard(name, folder)
+        raise
 
 
 def resume(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
+from quietgrad.curators.session import CentralSession
+from quietgrad.errors import TooNoisyError
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.result import Result
 from quietgrad.training.saving import Saver
@@ -74,6 +76,23 @@ def run(
             "slots": slots,
         },
     )
+
+
+def refused(session: CentralSession, error: Exception) -> bool:
+    """Settle the entry of a run that failed, where that is known to be right: whether it was settled.
+
+    If nothing was asked of the data, the whole entry is given back. That a release shows nothing above its noise
+    is a function of released numbers alone: what has left is the releases made, whose cost is the entry's; that the
+    rest was not asked for tells nothing more, as it tells nothing when an analyst, having seen one entry's result,
+    decides not to make the next. Of any other error that is not known, and the entry stays whole.
+    """
+    if not any(session.used.values()):
+        session.charge.cancel("refused before anything was released")
+        return True
+    if isinstance(error, TooNoisyError):
+        session.close("refused after looking", data_dependent=session.plan.whole_only)
+        return True
+    return False
 
 
 def _record(state: State) -> dict[str, float]:

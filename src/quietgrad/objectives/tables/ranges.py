@@ -23,8 +23,8 @@ from quietgrad.privacy.budget import Relation
 LOWEST, HIGHEST = -34, 44
 """Octaves that are told apart; smaller and larger magnitudes count in the first and the last."""
 OCTAVES = HIGHEST - LOWEST + 1
-PIECES = 32
-"""Equal bins of a second look."""
+PIECES, FEW_PIECES = 32, 8
+"""Equal bins of a second look, and of one that is to find most of a feature rather than a place within it."""
 _SHRINK = 1.0 / (1.0 + 1e-12)  # covers the rounding of 1/√k
 
 
@@ -169,6 +169,7 @@ class Pieces:
     low: Floats
     high: Floats
     relation: Relation = Relation.ADD_REMOVE
+    pieces: int = PIECES
 
     @property
     def bound(self) -> float:
@@ -177,26 +178,28 @@ class Pieces:
 
     def dim(self, records: Any) -> int:
         """Features × bins."""
-        return len(self.chosen) * PIECES
+        return len(self.chosen) * self.pieces
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""
-        starts = np.arange(len(self.chosen)) * PIECES
+        starts = np.arange(len(self.chosen)) * self.pieces
         shared = _everyone(batch, self.relation)
         for which, block in shared.records.blocks(shared.indices):
             part = block[:, self.chosen]
             dense = part if isinstance(part, np.ndarray) else part.toarray()
-            bins, inside = _pieces(dense, self.low, self.high)
+            bins, inside = _pieces(dense, self.low, self.high, self.pieces)
             counts = shared.of(which) * _SHRINK / np.sqrt(np.maximum(inside.sum(axis=1), 1))
             weights = inside * counts[:, None]
             out += np.bincount((bins + starts).ravel(), weights=weights.ravel(), minlength=len(out))
 
 
-def _pieces(values: Any, low: Any, high: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _pieces(
+    values: Any, low: Any, high: Any, pieces: int = PIECES
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Which of the equal bins of [low, high] a value falls in, and whether it does."""
     inside = (values >= low) & (values <= high)
     share = (np.clip(values, low, high) - low) / (high - low)
-    return np.minimum((share * PIECES).astype(np.int64), PIECES - 1), inside
+    return np.minimum((share * pieces).astype(np.int64), pieces - 1), inside
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tupl
     total = counts.sum(axis=1)
     new_low, new_high = low.copy(), high.copy()
     for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
-        pieces = PIECES // merged
+        pieces = counts.shape[1] // merged
         noise = sigma * math.sqrt(merged)
         coarse = counts.reshape(len(counts), pieces, merged).sum(axis=2)
         inner = windows(coarse, noise)
