@@ -26,6 +26,7 @@ Codes = npt.NDArray[np.int64]
 _NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
 _INVISIBLE = ("Cc", "Cf")
 _DAYS = ("Y", "M", "W", "D")  # units of numpy's dates that tell no time of the day
+_ONE_EACH = "person: must be one id per record, a list or a column."
 _MISSING = "person: a record has no id. Remove such records, or give each an id of its own."
 _KINDS = (
     "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
@@ -44,7 +45,7 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     """
     array = _array(ids)
     if array.ndim != 1:
-        raise DataError("person: must be one id per record, a list or a column.")
+        raise DataError(_ONE_EACH)
     if records is not None and len(array) != records:
         raise DataError("person: must be one id per record; there are more or fewer ids than records.")
     if not len(array):
@@ -155,6 +156,8 @@ class Met:
 def _values(ids: Any) -> set[Any]:
     """Each id once; whole numbers as such, and times of arrays as they are."""
     array = _array(ids)
+    if array.ndim != 1:
+        raise DataError(_ONE_EACH)
     values = _one_kind(array) if array.dtype.kind == "O" else array
     values = _whole(values) if values.dtype.kind == "f" else values
     return set(values) if values.dtype.kind == "M" else set(values.tolist())  # as a list, nanoseconds are numbers
@@ -216,7 +219,7 @@ def _array(ids: Any) -> npt.NDArray[Any]:
         # numpy would make texts of mixed numbers and texts, and floats of whole numbers with one that is missing
         return array if isinstance(ids, np.ndarray) else np.asarray([*ids, None], dtype=object)[:-1]
     except (TypeError, ValueError):
-        raise DataError("person: must be one id per record, a list or a column.") from None
+        raise DataError(_ONE_EACH) from None
 
 
 def _one_kind(cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
