@@ -48,7 +48,7 @@ def test_passes_over_the_same_rows_cost_as_many_fits(tmp_path: Path) -> None:
     assert model.privacy_.epsilon == pytest.approx(five) == pytest.approx(spent("epochs"))
     assert model.privacy_.account == "epochs"
     assert "fitted in 5 parts, whose costs add up" in model.privacy_.notes
-    capped = logistic(ledger=tmp_path / "l.jsonl", account="p", cap=qg.Budget(1.1, 1e-5, "replace-one"))
+    capped = logistic(ledger=tmp_path / "l.jsonl", account="p", cap=qg.Budget(1.1, 1e-5, qg.Relation.REPLACE_ONE))
     capped.partial_fit(X, y)
     before = capped.privacy_
     with pytest.raises(BudgetError):

@@ -126,7 +126,7 @@ def _check_alike(model: Any, before: Result, person: Any) -> None:
         )
     if privacy.events is None or privacy.relation is not Relation.parse(model.relation):
         raise DataError(
-            "partial_fit: the model was fitted under another relation or without noise. Go on as begun, or fit anew."
+            "partial_fit: the model was fitted under another relation or without noise. Go on as begun, or anew."
         )
 
 
