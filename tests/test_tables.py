@@ -182,7 +182,7 @@ def test_partial_fits_on_disjoint_people_cost_one_fit_each(tmp_path: Path) -> No
     path = tmp_path / "ledger.jsonl"
     model = PrivateLogisticRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 6, ledger=path, account="people")
     for part in np.array_split(np.arange(9000), 3):
-        model.partial_fit(X[part], y[part], classes=[0, 1])
+        model.partial_fit(X[part], y[part], classes=[0, 1], disjoint=True)
     assert model.score(X, y) > 0.88
     book = qg.Ledger(path)
     for k in (1, 2, 3):

@@ -37,6 +37,11 @@ def issue(folder: str | Path, *, whole_ledger: bool = True) -> Document:
     if problems := problems_of(result, path, ledger):
         raise DataError(f"{path}: its statement is refuted, so nothing is certified: {problems[0]}.")
     privacy = result.privacy
+    if result.details.get("parts", {}).get("count", 1) > 1:
+        raise DataError(
+            f"{path}: its model was fitted in several parts (partial_fit), and a certificate is of one plan. Its "
+            "statement holds all parts, and `quietgrad report` proves it again."
+        )
     if not privacy.is_private or privacy.events is None:
         why = privacy.notes[0] if privacy.notes else "no noise was added"
         raise DataError(f"{path}: the run is not private ({why}), so there is nothing to certify.")

@@ -13,8 +13,8 @@ import numbers
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
@@ -26,16 +26,17 @@ from quietgrad.curators.account import Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
+from quietgrad.estimators.parts import Parts, joined, newcomers
+from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
-from quietgrad.objectives.person_ids import Met
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
@@ -43,7 +44,6 @@ from quietgrad.training.result import Privacy
 from quietgrad.training.running import refused
 
 _ROWS = Whom()
-_met: WeakKeyDictionary[Any, Met] = WeakKeyDictionary()  # by model; beside it, because a model is published
 _SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
 
 
@@ -86,8 +86,6 @@ class PrivateLinearModel(Charged):
     _within: Charge | None = None
     """An entry that pays for the fit already: that of a private search whose round it is."""
     _regression = False
-    _parts: int
-    _seen_records: int
 
     def _budget(self) -> Budget:
         return Budget(self.epsilon, self.delta, Relation.parse(self.relation))
@@ -259,69 +257,79 @@ class PrivateLinearModel(Charged):
         check_is_fitted(self)
         return predict_to(self, scan, path)
 
-    def partial_fit(self, X: Any, y: Any = None, classes: Any = None, *, person: Any = None) -> Any:
-        """Learn from further people, who must be in no earlier call; the models are averaged by numbers of records.
+    def partial_fit(
+        self, X: Any, y: Any = None, classes: Any = None, *, person: Any = None, disjoint: bool | None = None
+    ) -> Any:
+        """Learn from further records, after :meth:`fit` or earlier calls; the models are averaged by their records.
 
-        Every call spends the whole budget on its own people and nothing on anybody else's: for each person the
-        promise is that of one fit. Each call has an account of its own, ``ACCOUNT, part 1`` and so on: if
-        somebody may be in two calls, name one account for both and use :meth:`fit`.
+        Every call spends a whole budget, and calls add up: ``privacy_`` states the ε of all of them together, and
+        all are charged to ``account``. Passes over the same rows cost as many fits. Only where the people of a call
+        were in none before does each of them pay for one fit alone: ``privacy_`` then states the worst part, and
+        the call is charged to an account of its own, ``ACCOUNT, part 2`` and so on.
 
         Args:
             classes: the label set, at the first call, where it is not a setting already.
-            person: one id per record; whoever is in one call with some of their records is in no other. Who comes
-                again to the same model in one process is refused.
+            person: one id per record. Whoever has come before to this model in this process is refused, so parts
+                are of different people and do not add up; who came is not known to copies, loaded models and after
+                :meth:`fit`, whose parts add up.
+            disjoint: ``True`` promises that nobody in this call was in an earlier one, which nothing checks where
+                there are no ids; the statement says that it is a promise. ``False`` adds up whatever ids show.
         """
         X, y = scan_if_one(X, y)
+        column = person if isinstance(person, str) else None
         X, person = named(X, person)
-        if person is not None and is_scan(X):
-            raise DataError(
-                "person: who was in an earlier part is known by a list of people, and a scan lists none. Fit all "
-                "parts in one scan, or load this one."
-            )
-        first = not hasattr(self, "_parts")
-        if not first and (person is None) != (self.privacy_.unit is Unit.RECORD):
-            raise DataError(
-                "what counts as one cannot change from part to part: go on by record, or by person, as begun."
-            )
-        met = _met.setdefault(self, Met())
-        newcomers = set() if person is None else met.newcomers(person)
-        if not first and is_scan(X):
-            nameless(self, X)
-        elif not first:
-            checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        coming = newcomers(self, person, disjoint)
+        before = getattr(self, "result_", None)
+        parts = Parts.of(before)
         model = clone(self)
         model._within = self._within
         if classes is not None and hasattr(self, "classes"):
             model.set_params(classes=list(classes))
-        if not first:
-            known = self.feature_range_
-            if known is not None:  # one range for all parts, so that their coefficients mean the same
-                model.set_params(feature_bounds=list(zip(known[0].tolist(), known[1].tolist(), strict=True)))
-            if hasattr(self, "classes_"):
-                model.set_params(classes=self.classes_.tolist())
-            if hasattr(self, "target_range_"):
-                model.set_params(target_bounds=self.target_range_)
-        elif getattr(model, "classes", True) is None and hasattr(self, "classes_"):
-            model.set_params(classes=self.classes_.tolist())
+        if before is not None:
+            self._go_on(model, X)
         elif getattr(model, "classes", True) is None:
             raise ValueError("partial_fit: declare the classes, here or as a setting: classes=[...].")
-        part = 1 if first else self._parts + 1
-        model.set_params(account=f"{self.account}, part {part}")
+        if coming.apart:
+            model.set_params(account=f"{self.account}, part {parts.count + 1}")
         model.fit(X, y, person=person)
-        met.add(newcomers)
         n = model.result_.n_public
-        if first:
-            self._seen_records = 0
-        weight = n / (self._seen_records + n)
-        for name in ("coef_", "intercept_"):
-            mine = 0.0 if first else getattr(self, name)
-            setattr(self, name, mine + weight * (getattr(model, name) - mine))
-        self._parts, self._seen_records = part, self._seen_records + n
-        kept = ("privacy_", "result_", "n_iter_", "n_features_in_", "feature_names_in_", "classes_")
-        for name in (*kept, *(("feature_range_", "target_range_") if first else ())):
+        now = parts.and_one(n, apart=coming.apart, promised=coming.promised)
+        result = model.result_
+        if before is None:
+            result = replace(result, details={**result.details, "parts": asdict(now)})
+        else:
+            weight = n / now.records
+            for name in ("coef_", "intercept_"):
+                mine = getattr(self, name)
+                setattr(model, name, mine + weight * (getattr(model, name) - mine))
+            earlier, part = (replace(m.result_, privacy=m.privacy_) for m in (self, model))
+            result = joined(earlier, part, params_of(model), now, apart=coming.apart, account=self.account)
+            model.privacy_ = result.privacy
+        model.result_ = result
+        kept = ("coef_", "intercept_", "privacy_", "result_", "n_iter_", "n_features_in_", "feature_names_in_")
+        for name in (*kept, "classes_", *(("feature_range_", "target_range_") if before is None else ())):
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
+        self.person_column_ = column
+        coming.remember(self)
         return self
+
+    def _go_on(self, model: Any, X: Any) -> None:
+        """Settings of a further part, so that its coefficients mean what those before do."""
+        if is_scan(X):
+            nameless(self, X)  # refused if it has other columns
+        else:
+            checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        if (known := self.feature_range_) is not None:
+            model.set_params(feature_bounds=list(zip(known[0].tolist(), known[1].tolist(), strict=True)))
+        if hasattr(self, "classes_"):
+            if (np.unique(self.classes_) != self.classes_).any():
+                raise DataError(
+                    "partial_fit: the run has its classes in another order than a fit; fit a new model."
+                )
+            model.set_params(classes=self.classes_.tolist())
+        if hasattr(self, "target_range_") and np.isfinite(self.target_range_).all():
+            model.set_params(target_bounds=self.target_range_)
 
     def summary(self, level: float = 0.95) -> Any:
         """Coefficients with standard errors, intervals and p-values that cover both sampling and privacy noise.
@@ -383,8 +391,6 @@ def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tupl
 
 def noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
     """The statement with more notes."""
-    from dataclasses import replace
-
     return replace(privacy, notes=(*privacy.notes, *notes))
 
 

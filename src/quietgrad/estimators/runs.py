@@ -45,21 +45,24 @@ def from_run(folder: str | Path) -> Any:
     if name not in _KINDS:
         raise DataError(f"{folder}: no estimator has the loss {name}.")
     home, kind = _KINDS[name]
-    model = getattr(import_module(f"quietgrad.estimators.{home}"), kind)()
+    model = getattr(import_module(f"quietgrad.estimators.{home}"), kind)(fit_intercept=bool(facts["intercept"]))
+    if not result.details.get("parts", {}).get("apart") and result.privacy.account is not None:
+        model.account = result.privacy.account  # of the people who pay if the model learns more from them
     weights, bias = coefficients(result, facts)
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
     if facts.get("feature_names"):
         model.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
-    frame = Frame.told(result.details)
-    model.feature_range_ = None if frame is None else (frame.low, frame.high)
+    limits, target = result.details.get("feature_range"), result.details.get("target_range")
+    model.feature_range_ = None if limits is None else (np.asarray(limits[0]), np.asarray(limits[1]))
     if facts["task"] == "regression":
         model.coef_, model.intercept_ = weights[:, 0], float(bias[0])
-        model.target_range_ = (-np.inf, np.inf) if frame is None or frame.target is None else frame.target
+        model.target_range_ = (-np.inf, np.inf) if target is None else (float(target[0]), float(target[1]))
     else:
         model.coef_, model.intercept_ = np.ascontiguousarray(weights.T), bias
-        model.classes_ = np.array([_label(c) for c in facts["class_names"]])
+        values = facts.get("class_values")
+        model.classes_ = np.array(_labels(facts["class_names"]) if values is None else values)
     return model
 
 
@@ -70,6 +73,17 @@ def coefficients(result: Result, facts: dict[str, Any]) -> tuple[Any, Any]:
     given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
     objective: Any = make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
     return objective.coefficients(np.asarray(result.params))  # type: ignore[no-any-return]
+
+
+def params_of(model: Any) -> Any:
+    """The parameters of a fitted linear model as a run keeps them: what :func:`coefficients` takes apart.
+
+    They are made of ``coef_`` and ``intercept_``, which are what predicts: the parameters of one training may be on
+    another scale, or of one part of several.
+    """
+    weights = np.atleast_2d(model.coef_).T
+    rows = [weights, np.atleast_2d(model.intercept_)] if model.fit_intercept else [weights]
+    return np.ascontiguousarray(np.vstack(rows), dtype=np.float64).ravel()
 
 
 def to_run(model: Any, folder: str | Path) -> Path:
@@ -100,9 +114,13 @@ def to_run(model: Any, folder: str | Path) -> Path:
         "task": "regression" if regression else "multiclass" if several else "binary",
         "classes": None if regression else len(model.classes_),
         "class_names": None if regression else [str(c) for c in model.classes_.tolist()],
+        "class_values": None if regression else _values(model.classes_),
     }
-    result = replace(model.result_, details={**model.result_.details, "model": facts}, privacy=model.privacy_)
-    result.save(folder)
+    details = {**model.result_.details, "model": facts}
+    for name in ("feature_range", "target_range"):  # what predictions are kept in
+        limits = getattr(model, f"{name}_", None)
+        details[name] = None if limits is None else np.asarray(limits, dtype=np.float64).tolist()
+    replace(model.result_, params=params_of(model), details=details, privacy=model.privacy_).save(folder)
     return Path(folder)
 
 
@@ -116,7 +134,7 @@ def _save_additive(model: Any, folder: Path) -> Path:
         "pairs": [list(pair) for pair in model.shapes_.pairs],
         "coef": model.coef_.tolist(),
         "intercept": np.asarray(model.intercept_).tolist(),
-        "classes": None if not hasattr(model, "classes_") else model.classes_.tolist(),
+        "classes": None if not hasattr(model, "classes_") else _values(model.classes_),
         "target": None if not hasattr(model, "target_range_") else list(model.target_range_),
         "limits": [model._frame.low.tolist(), model._frame.high.tolist()],
     }
@@ -166,13 +184,27 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _label(text: str) -> Any:
-    """A class as it was before it was written down: a whole number, a number, a boolean or a text."""
-    if text in ("True", "False"):
-        return text == "True"
+def _values(classes: Any) -> list[Any]:
+    """Classes as JSON values, each of its kind: 1, 1.0, true and "1" are four."""
+    values: list[Any] = np.asarray(classes).tolist()
+    if not all(isinstance(value, bool | int | float | str) for value in values):
+        raise ValueError("classes: only numbers, booleans and texts can be saved as labels of a run.")
+    return values
+
+
+def _labels(texts: list[str]) -> list[Any]:
+    """Classes of a file as they were before they were written down: all of one kind whose letters these are.
+
+    >>> _labels(["0", "1"]), _labels(["01", "1"]), _labels(["False", "True"]), _labels(["0.5", "1.0"])
+    ([0, 1], ['01', '1'], [False, True], [0.5, 1.0])
+    """
+    if set(texts) <= {"True", "False"}:
+        return [text == "True" for text in texts]
     for kind in (int, float):
         try:
-            return kind(text)
+            found = [kind(text) for text in texts]
         except ValueError:
             continue
-    return text
+        if [str(value) for value in found] == texts:
+            return found
+    return texts

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quietgrad.algorithms.tabulate import Tabulate
 from quietgrad.errors import DataError
+from quietgrad.estimators.answers import row_by_row
 from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.files import write_atomically
@@ -112,7 +113,8 @@ def private_score(
 
     Args:
         model: a classifier with ``classes_`` and ``predict_proba`` (or ``decision_function``), or a regressor. It
-            is taken as public: a model fitted without privacy must not be published either way.
+            is taken as public: a model fitted without privacy must not be published either way. Its answer for a
+            record must rest on that record alone; it is asked again in other company, and refused if it does not.
         X, y: the held-out people, or a :class:`~quietgrad.data.scanning.Scan` of them; if they are among those the
             model was fitted on, name the same account.
         epsilon, delta, relation, ledger, account, cap, n_public: as in the estimators.
@@ -229,9 +231,9 @@ def _features_of(X: Any) -> Any:
 def _logits(model: Any, X: Any) -> Floats:
     """log-odds of the second class."""
     if hasattr(model, "predict_proba"):
-        p = np.clip(np.asarray(model.predict_proba(X))[:, 1], 1e-12, 1.0 - 1e-12)
+        p = np.clip(row_by_row(model.predict_proba, X)[:, 1], 1e-12, 1.0 - 1e-12)
         return np.asarray(np.log(p) - np.log1p(-p))
-    return np.asarray(model.decision_function(X), dtype=np.float64).ravel()
+    return np.asarray(row_by_row(model.decision_function, X), dtype=np.float64).ravel()
 
 
 def bin_edges(n: int) -> Floats:
@@ -340,7 +342,7 @@ def _warnings(error: float) -> list[str]:
 def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
     codes, k, chances = _codes(classes, y), len(classes), model_has_chances(model)
-    scores = np.asarray(model.predict_proba(X) if chances else model.decision_function(X))
+    scores = row_by_row(model.predict_proba if chances else model.decision_function, X)
     if len(scores) != len(codes):
         raise DataError("X and y have different numbers of records.")
     cells = [codes * k + scores.argmax(axis=1)]
@@ -379,7 +381,7 @@ def _multiclass(model: Any, classes: Any, publish: Callable[..., _Released]) -> 
 
 def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[Any, Any]:
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
-    predicted = np.clip(np.asarray(model.predict(X), dtype=np.float64), low, high)
+    predicted = np.clip(np.asarray(row_by_row(model.predict, X), dtype=np.float64), low, high)
     if len(predicted) != len(y):
         raise DataError("X and y have different numbers of records.")
     target = np.clip(numbers_of(y, "y"), low, high)

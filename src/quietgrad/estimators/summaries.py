@@ -30,6 +30,8 @@ def summarise(model: Any, level: float = 0.95) -> Any:
     if not 0.5 < level < 1.0:
         raise ValueError(f"level={level!r}: must be between 0.5 and 1, such as 0.95.")
     details = model.result_.details
+    if details.get("parts", {}).get("count", 1) > 1:
+        raise TooNoisyError("no standard errors: they are those of one fit, and this model is of several parts.")
     covariance = details.get("coefficient_covariance")
     if covariance is None:
         raise TooNoisyError(f"no standard errors: {_why(model, details)}")

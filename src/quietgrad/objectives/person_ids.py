@@ -30,6 +30,7 @@ NO_ONE = frozenset(
 )
 _INVISIBLE = ("Cc", "Cf")
 _DAYS = ("Y", "M", "W", "D")  # units of numpy's dates that tell no time of the day
+_ONE_EACH = "person: must be one id per record, a list or a column."
 MISSING = (
     "person: a record has no id, or one that spells a missing value (NA, None, nan, null). Remove such records, or "
     "give each an id of its own."
@@ -51,7 +52,7 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     """
     array = _array(ids)
     if array.ndim != 1:
-        raise DataError("person: must be one id per record, a list or a column.")
+        raise DataError(_ONE_EACH)
     if records is not None and len(array) != records:
         raise DataError("person: must be one id per record; there are more or fewer ids than records.")
     if not len(array):
@@ -187,6 +188,8 @@ def _values(ids: Any) -> set[Any]:
 
 def _cells(ids: Any) -> npt.NDArray[Any]:
     array = _array(ids)
+    if array.ndim != 1:
+        raise DataError(_ONE_EACH)
     values = _one_kind(array) if array.dtype.kind == "O" else array
     return whole_numbers(values) if values.dtype.kind == "f" else values
 
@@ -256,7 +259,7 @@ def _array(ids: Any) -> npt.NDArray[Any]:
         # numpy would make texts of mixed numbers and texts, and floats of whole numbers with one that is missing
         return array if isinstance(ids, np.ndarray) else np.asarray([*ids, None], dtype=object)[:-1]
     except (TypeError, ValueError):
-        raise DataError("person: must be one id per record, a list or a column.") from None
+        raise DataError(_ONE_EACH) from None
 
 
 def _one_kind(cells: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -41,8 +41,11 @@ class Frame:
     def told(cls, details: Mapping[str, Any]) -> Frame | None:
         """The frame that a run's result tells of, if its method had one."""
         limits, target = details.get("feature_range"), details.get("target_range")
-        if limits is None:
+        if limits is None and (target is None or "model" not in details):
             return None
+        if limits is None:  # the targets alone are kept in an interval
+            wide = np.full(int(details["model"]["features"]), np.inf)
+            limits = (-wide, wide)
         return cls(np.asarray(limits[0]), np.asarray(limits[1]), None if target is None else (target[0], target[1]))
 
     @property
