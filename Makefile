@@ -7,12 +7,18 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test setup lint types unit attack docs supply release clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.plain
 	$(BIN)/quietgrad demo --out runs/demo
 
 test: $(VENV)/.ready lint types unit attack
 
 setup: $(VENV)/.ready
+
+# What the demo needs: a plain install.
+$(VENV)/.plain: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
 
 # torch first and exactly: what follows then finds it installed and keeps the CPU build.
 $(VENV)/.ready: pyproject.toml
@@ -20,7 +26,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e '.[torch,federated,report,data,logs,docs,dev,zoo]'
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/zoo torchvision==0.28.0 timm==1.0.30
-	touch $@
+	touch $(VENV)/.plain $@
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -169,10 +169,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("bin_folder", type=Path)
     parser.add_argument("--dimensions", type=int, nargs="+", choices=list(OURS), default=list(OURS))
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     bin_folder = options.bin_folder.resolve()
     said = subprocess.run([bin_folder / "flwr", "--version"], capture_output=True, text=True, check=True)
-    kept = json.loads(RESULT.read_text()).get("rows", []) if RESULT.exists() else []
+    kept = json.loads(options.out.read_text()).get("rows", []) if options.out.exists() else []
     rows = {row["d"]: row for row in kept}
     for d in options.dimensions:
         with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +190,7 @@ def main() -> None:
         }  # fmt: skip
         print(rows[d], flush=True)
         ordered = [rows[d] for d in OURS if d in rows]
-        save(RESULT, {"parties": PARTIES, "flower": said.stdout.strip(), "rows": ordered}, "nvflare")
+        save(options.out, {"parties": PARTIES, "flower": said.stdout.strip(), "rows": ordered}, "nvflare")
 
 
 if __name__ == "__main__":

@@ -312,6 +312,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--keep-memory", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--out", type=Path, help="Where to write instead of benchmarks/results.")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -323,7 +324,8 @@ def main() -> None:
     if options.memory_of:
         print(peak_megabytes(options.models[0], options.memory_of, options.batch))
         return
-    results = ROOT / "benchmarks" / "results" / f"torch_engine{'_keep_memory' if options.keep_memory else ''}.json"
+    usual = ROOT / "benchmarks" / "results" / f"torch_engine{'_keep_memory' if options.keep_memory else ''}.json"
+    results = options.out or usual
     found: dict[str, Any] = {}  # one run, one file: rows of different runs do not share a header
     for name in options.models:
         found[name] = {

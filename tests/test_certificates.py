@@ -378,6 +378,26 @@ def test_keys_are_private_and_never_replaced(tmp_path: Path, capsys: pytest.Capt
                 reader(str(tmp_path / "bad"))
 
 
+def test_a_public_key_is_a_file_its_text_or_digits(
+    home: Path, signed: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digits, pem = SigningKey.read(home / "signer.key").public, (home / "signer.key.pub").read_text()
+    (tmp_path / "digits").write_text(f"{digits.upper()}\n")
+    (tmp_path / "c.json").write_bytes(signed.to_bytes())
+    new_key(tmp_path / "other")
+    for way in (digits, f" {digits}\n", pem, pem.strip(), f"\n{pem}", str(tmp_path / "digits")):
+        assert public_key(way) == digits
+        assert main(["verify", str(tmp_path / "c.json"), "--public-key", way]) == 0
+    for wrong in ((tmp_path / "other.pub").read_text(), public_key(str(tmp_path / "other.pub"))):
+        assert main(["verify", str(tmp_path / "c.json"), "--public-key", wrong]) == 1
+    capsys.readouterr()
+    secret = (home / "signer.key").read_text()
+    assert main(["verify", str(tmp_path / "c.json"), "--public-key", secret]) == 1
+    said = capsys.readouterr().err
+    assert "the text that was given: holds no public key" in said
+    assert secret.splitlines()[1] not in said  # somebody's secret is not repeated into a log
+
+
 # ---- the second accountant -----------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _LARGEST = 1 << 14  # bytes
+_PEM = "-----BEGIN "
 
 
 class SigningKey:
@@ -87,7 +88,7 @@ def new_key(path: str | Path) -> str:
 
 
 def public_key(text: str) -> str:
-    """The public key that ``text`` is, or that the file of this name holds, as hexadecimal digits.
+    """The public key as hexadecimal digits; ``text`` is these, or PEM, or the name of a file that holds either.
 
     >>> public_key("AB" * 32) == "ab" * 32
     True
@@ -95,19 +96,31 @@ def public_key(text: str) -> str:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    if len(text) == 64 and not set(text.lower()) - set("0123456789abcdef"):
-        return text.lower()
+    spelled = text.strip().startswith(_PEM)
+    name = "the text that was given" if spelled else text
     try:
-        key = load_pem_public_key(read_bytes(text, most=_LARGEST))
+        if digits := _digits(text.encode()):
+            return digits
+        content = text.encode() if spelled else read_bytes(text, most=_LARGEST)
+        if digits := _digits(content):
+            return digits
+        key = load_pem_public_key(content.strip() + b"\n")
     except FileNotFoundError:
-        raise DataError(f"{text}: is neither a file nor 64 hexadecimal digits, so it is no public key.") from None
+        raise DataError(
+            f"{name}: is neither a file, nor PEM, nor 64 hexadecimal digits, so it is no public key."
+        ) from None
     except DataError:
         raise
     except (ValueError, TypeError):
-        raise DataError(f"{text}: holds no public key; give the .pub file, or its 64 hexadecimal digits.") from None
+        raise DataError(f"{name}: holds no public key; give the .pub file, or its 64 hexadecimal digits.") from None
     if not isinstance(key, Ed25519PublicKey):
-        raise DataError(f"{text}: is not an Ed25519 key, with which certificates are signed.")
+        raise DataError(f"{name}: is not an Ed25519 key, with which certificates are signed.")
     return key.public_bytes_raw().hex()
+
+
+def _digits(content: bytes) -> str | None:
+    found = content.strip().lower()
+    return found.decode() if len(found) == 64 and not set(found) - set(b"0123456789abcdef") else None
 
 
 def signature_holds(document: Document) -> bool:

@@ -20,7 +20,8 @@ def verify(
     public_key: Annotated[
         str | None,
         typer.Option(
-            help="Whose signature is demanded: a .pub file, or 64 hexadecimal digits.", show_default=False
+            help="Whose signature is demanded: a .pub file, its text, or 64 hexadecimal digits.",
+            show_default=False,
         ),
     ] = None,
     ledger: Annotated[
