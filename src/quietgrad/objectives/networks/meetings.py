@@ -115,9 +115,9 @@ class Sharing(TorchFunctionMode):
         return None if found is None else found[1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if not self._concerned(args) and not (kwargs and self._concerned(tuple(kwargs.values()))):
-            return self.apart(func, args, kwargs)
+            return self.apart(func, args, kwargs or {})
+        kwargs = kwargs or {}
         if func in _COMPOSED:
             with self:
                 return _COMPOSED[func](*args, **kwargs)
@@ -126,11 +126,8 @@ class Sharing(TorchFunctionMode):
         return self.meet(func, args, kwargs)
 
     def _concerned(self, values: Sequence[Any]) -> bool:
-        for value in values:
-            if isinstance(value, Tensor):
-                if id(value) in self.known:
-                    return True
-            elif isinstance(value, tuple | list) and self._concerned(value):
+        for value in values:  # every call of the forward pass comes here
+            if id(value) in self.known or (isinstance(value, tuple | list) and self._concerned(value)):
                 return True
         return False
 

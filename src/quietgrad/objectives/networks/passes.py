@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-__all__ = ["add_rows", "row_squares", "sum_rows", "takes"]
+__all__ = ["add_compensated", "add_rows", "row_squares", "sum_rows", "takes"]
 
 
 class _Decorator(Protocol):
@@ -64,6 +64,26 @@ def sum_rows(rows: Tensor, order: Any, starts: Any) -> Tensor:
     out = rows.new_empty((len(starts) - 1, rows.shape[1]))
     _sum_rows(rows.numpy(), order, starts, out.numpy())
     return out
+
+
+def add_compensated(high: Tensor, low: Tensor, term: Tensor) -> None:
+    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum).
+
+    >>> high, low = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    >>> add_compensated(high, low, torch.full((1,), 1e-20, dtype=torch.float64))
+    >>> high.item(), low.item()
+    (1.0, 1e-20)
+    """
+    _add_compensated(high.numpy(), low.numpy(), term.numpy())
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]  # in this order alone
+def _add_compensated(high: Any, low: Any, term: Any) -> None:
+    for j in range(len(high)):
+        total = high[j] + term[j]
+        part = total - high[j]
+        low[j] += (high[j] - (total - part)) + (term[j] - part)
+        high[j] = total
 
 
 @_SUM
