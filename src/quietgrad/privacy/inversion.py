@@ -1,10 +1,9 @@
 """Φ⁻¹ on the lower half, for many numbers at once: scipy's `ndtri`, bit for bit, at a third of its price.
 
-The rational approximations are those of Cephes, which scipy calls one number at a time. Here a piece that stays in the
-cache goes through four loops without branches, which the compiler makes into vector instructions; the quarter of the
-numbers in the tail are set apart first, because only they need logarithms. No operation is reordered or fused,
-and logarithms are the C library's, as scipy's are: a test compares all bits, so noise does not depend on which of the
-two made it.
+The rational approximations are those of Cephes, which scipy calls one number at a time. Here a piece that stays in
+the cache goes through loops without branches, which the compiler makes into vector instructions; the quarter of the
+numbers in the tail are set apart first, because only they need logarithms. No operation is reordered or fused, and
+logarithms are the C library's, as scipy's are: a test compares all bits, so noise does not depend on who made it.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import BaseObjective, Indices, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.base import Batch as ReleaseBatch
-from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_other_types
 from quietgrad.objectives.networks import passes
+from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_other_types
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe
 from quietgrad.objectives.networks.persons import Persons

@@ -272,8 +272,8 @@ def per_example_losses(loss_fn: LossFunction, output: Any, x: Batch, y: Batch) -
 def with_parameters(module: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """The module with other parameters, also while gradients flow back: a checkpointed layer runs again then.
 
-    One that several layers hold is replaced in all of them. As `torch.func.functional_call` does it, for the one case
-    that a step needs twice, without its search by name.
+    One that several layers hold is replaced in all of them. `torch.func.functional_call` does the same, and more,
+    at the price of a small layer.
     """
     names = {id(param): name for name, param in module.named_parameters()}
     unknown = params.keys() - set(names.values())
