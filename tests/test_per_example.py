@@ -302,3 +302,67 @@ def test_same_dropout_mask_at_both_points() -> None:
     here = {name: p.detach().clone() for name, p in module.named_parameters()}
     _, norms = clipped_difference_sum(module, here, total_loss, (torch.randn(8, 6), torch.zeros(8)), 1.0)
     assert norms.max() == 0
+
+
+class Sums(nn.Module):
+    """Einstein sums with parameters: products with matrices in another order, and two that are none."""
+
+    def __init__(self, *equations: str, shape: tuple[int, ...] = (3, 4, 5)) -> None:
+        super().__init__()
+        self.equations = equations
+        self.weight = nn.Parameter(inputs(*shape, seed=11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [torch.einsum(equation, *[x] * equation.count(","), self.weight) for equation in self.equations]
+        return torch.cat([torch.sin(result).reshape(len(x), -1) for result in results], 1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "factored"])
+@pytest.mark.parametrize(
+    ("equations", "shape"),
+    [
+        (("btd,edh->bteh",), (3, 4, 5)),  # one to many
+        (("btd,hde->bhte",), (3, 4, 5)),  # the result's axes in another order
+        (("btd,bsd,dhe->bhse",), (4, 3, 5)),  # the others first
+        (("btd,td->b",), (6, 4)),  # no free index
+        (("btd,edh->bteh", "btd,dhe->bhte"), (4, 4, 4)),  # one parameter in two arrangements
+        (("btd,btd,btd,tdh->bh",), (6, 4, 3)),
+    ],
+)
+def test_einstein_sums(equations: tuple[str, ...], shape: tuple[int, ...], strategy: Strategy) -> None:
+    agree(Sums(*equations, shape=shape), inputs(5, 6, 4), strategy)
+    engine = PerExampleEngine(Sums(*equations, shape=shape), total_loss)
+    engine.add_clipped_gradients(
+        engine.flatten(dict(engine.module.named_parameters())), inputs(5, 6, 4), inputs(5), 1.0,
+        torch.zeros(engine.dim, dtype=torch.float64),
+    )  # fmt: skip
+    assert not engine.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape"),
+    [("btd,td->btd", (6, 4)), ("btd,dh->bth", (1, 3)), ("btd,bte,dh->bth", (4, 3)), ("btd,dhh->bth", (4, 3, 3))],
+)
+def test_einstein_sums_that_are_no_matrix_product(equation: str, shape: tuple[int, ...]) -> None:
+    """An index of all three; an axis of one that is repeated; a diagonal."""
+    agree(Sums(equation, shape=shape), inputs(5, 6, 4), planned=None)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    padding=st.integers(0, 2),
+    mode=st.sampled_from(["zeros", "reflect", "circular"]),
+    strategy=st.sampled_from(["auto", "factored"]),
+)
+def test_depthwise_convolutions(
+    kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int], padding: int,
+    mode: Literal["zeros", "reflect", "circular"], strategy: Strategy,
+) -> None:  # fmt: skip
+    """Filters of one channel, by shifted products, in every geometry."""
+    layer = nn.Conv2d(3, 3, kernel, stride, padding, dilation, groups=3, padding_mode=mode)
+    agree(Head(layer), inputs(4, 3, 9, 8), strategy)
+    wide = nn.Sequential(layer, nn.Flatten()).double().to(memory_format=torch.channels_last)
+    agree(wide, inputs(4, 3, 9, 8).contiguous(memory_format=torch.channels_last), strategy, planned=None)

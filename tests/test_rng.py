@@ -269,3 +269,34 @@ def test_key_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Monk
         KeyFile.load("run")
     with pytest.raises(KeyFileError, match="cannot destroy"):
         KeyFile.destroy("run")
+
+
+def test_compiled_inversion_is_scipys_bit_for_bit() -> None:
+    """Long vectors are inverted by compiled loops, short ones by scipy: noise must not depend on which it was."""
+    from scipy.special import ndtri
+
+    from quietgrad.privacy.inversion import PIECE, lower_quantiles
+
+    edge = 0.13533528323661269189  # of the tail
+    random = np.random.default_rng(0)
+    p = np.concatenate(
+        [
+            random.random(300_000) * 0.5,
+            0.5 * 10.0 ** -(random.random(100_000) * 38),  # to where 127 bits end; beyond 8 is another formula
+            [edge, np.nextafter(edge, 1), np.nextafter(edge, 0), 0.5 - 2**-54, 2.0**-128],
+        ]
+    )
+    found = p.copy()
+    lower_quantiles(found)
+    np.testing.assert_array_equal(found.view(np.uint64), ndtri(p).view(np.uint64))
+    assert len(p) % PIECE  # the last piece is not whole
+
+
+def test_pieces_of_a_long_vector_are_the_vector() -> None:
+    """A network's noise is added piece by piece; each length and release has numbers of its own."""
+    noise = SecureStream(seed_key(5), "noise")
+    for size in (1, 1 << 14, (1 << 14) + 1, 100_003):
+        joined = np.full(size, np.nan)
+        for where, piece in noise.normal_pieces(7, size):
+            joined[where] = piece
+        np.testing.assert_array_equal(joined, noise.normal(7, size))

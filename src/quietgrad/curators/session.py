@@ -245,10 +245,11 @@ class CentralSession:
                     self._sources[slot].add(out, drawn.number, multiplier, bound)
                     return self._narrow(out)
                 continue
-            total = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
+            held = out if isinstance(out, np.ndarray) else out.detach().cpu()
+            total = held if isinstance(held, np.ndarray) else held.numpy()  # the same memory
             if self._transcript is None or self._settled(drawn, (multiplier, bound), total):
                 self._sources[slot].add(total, drawn.number, multiplier, bound)
-                return total if isinstance(out, np.ndarray) else self._narrow(out.new_tensor(total))
+                return total if isinstance(held, np.ndarray) else self._narrow(held.to(out.device))
 
     def _narrow(self, out: Vector) -> Vector:
         """A released vector in the precision of the parameters; sums are wider."""
@@ -453,4 +454,4 @@ def _elsewhere(out: Vector) -> bool:
 def _finite(out: Vector) -> Vector:
     if isinstance(out, np.ndarray):
         return np.nan_to_num(out, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-    return out.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return out.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

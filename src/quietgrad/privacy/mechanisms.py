@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -213,7 +213,8 @@ class _GaussianSource(Source):
             unit = DeviceStream(self._key, label, total.device).normal(release, len(total))
             device_noise.add_gaussian(total, unit, *self._scale)
             return
-        release_gaussian(total, self._units.row(release, len(total)), *self._scale)
+        for where, unit in self._units.pieces(release, len(total)):
+            release_gaussian(total[where], unit, *self._scale)
 
 
 @dataclass(frozen=True)
@@ -411,10 +412,25 @@ class UnitNoise:
         units: Floats = rows[release - first]
         return units
 
+    def pieces(self, release: int, dim: int) -> Iterator[tuple[slice, Floats]]:
+        """The same numbers, of a long vector a piece at a time in memory that the next one overwrites.
+
+        >>> noise = UnitNoise(bytes(32), "noise")
+        >>> whole = np.concatenate([piece.copy() for _, piece in noise.pieces(1, 70000)])
+        >>> bool((whole == noise.row(1, 70000)).all())
+        True
+        """
+        if dim <= _BLOCK_NUMBERS:
+            return iter([(slice(0, dim), self.row(release, dim))])
+        return self._stream(dim).normal_pieces(release, dim)
+
     def _block(self, release: int, dim: int) -> tuple[int, Floats]:
         size = max(1, min(_BLOCK_NUMBERS // max(dim, 1), self._count))
         number = release // size
-        return number * size, SecureStream(self._key, f"{self._label}/{dim}").normal(number, (size, dim))
+        return number * size, self._stream(dim).normal(number, (size, dim))
+
+    def _stream(self, dim: int) -> SecureStream:
+        return SecureStream(self._key, f"{self._label}/{dim}")
 
 
 _NOTHING: Floats = np.empty((0, 0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -151,15 +151,34 @@ class SecureStream:
         >>> x.shape, bool(abs(x.std() - 1) < 0.1)
         ((1000, 3), True)
         """
-        from scipy.special import ndtri
-
         out = np.empty(shape, np.float64)
-        flat = out.reshape(-1)
-        words = np.empty(min(_CHUNK, flat.size), "<u8")
+        for _ in self._normals(block, out.reshape(-1), out.size):
+            pass
+        return out
+
+    def normal_pieces(self, block: int, size: int) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
+        """The numbers of ``normal(block, size)`` and where they belong, in memory that the next piece overwrites.
+
+        For vectors as long as a network's, which would otherwise be written out only to be read once.
+
+        >>> stream = SecureStream(seed_key(0), "noise")
+        >>> again = np.concatenate([piece.copy() for _, piece in stream.normal_pieces(3, 40000)])
+        >>> bool((again == stream.normal(3, 40000)).all())
+        True
+        """
+        return self._normals(block, np.empty(min(_CHUNK, _size("size", size))), size)
+
+    def _normals(
+        self, block: int, memory: npt.NDArray[np.float64], size: int
+    ) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
+        """A piece at a time, one after the other in ``memory``, or each at its beginning if there is no more."""
+        invert = _inversion(size)
+        words = np.empty(min(_CHUNK, size), "<u8")
         sign = np.empty(words.size, np.uint64)
         stream = self._open(block)
-        for start in range(0, flat.size, _CHUNK):
-            x = flat[start : start + _CHUNK]
+        for start in range(0, size, _CHUNK):
+            where = slice(start, min(start + _CHUNK, size))
+            x = memory[where] if memory.size == size else memory[: where.stop - start]
             u, s = words[: x.size], sign[: x.size]
             stream.update_into(_ZEROS[: 8 * x.size], u.view(np.uint8).data)
             np.left_shift(u, 63, out=s)
@@ -170,10 +189,10 @@ class SecureStream:
                 more = self.at(block, coarse.astype(np.uint64) + np.uint64(_UPPER + start))
                 x[coarse] = u[coarse] + (more + 0.5) * 2.0**-64
             x *= 2.0**-64
-            ndtri(x, out=x)
+            invert(x)
             bits = x.view(np.uint64)
             bits ^= s
-        return out
+            yield where, x
 
     def exponential(self, block: int, size: int) -> npt.NDArray[np.float64]:
         """Return independent Exp(1) numbers, both tails to full relative precision.
@@ -214,6 +233,17 @@ def inversion_table(weights: Sequence[int]) -> npt.NDArray[np.uint64]:
         # A threshold of 2^64 (nothing left above it) does not fit a word; one less moves 2^-64 of mass.
         thresholds.append(min((below << 64) // total, _BLOCKS - 1))
     return np.array(thresholds, np.uint64)
+
+
+def _inversion(size: int) -> Callable[[npt.NDArray[np.float64]], object]:
+    """Φ⁻¹ in place. Both have the same bits; to load the compiled one is not worth it for a few numbers."""
+    if size < _CHUNK:
+        from scipy.special import ndtri
+
+        return lambda p: ndtri(p, out=p)
+    from quietgrad.privacy.inversion import lower_quantiles
+
+    return lower_quantiles
 
 
 def _block(block: int) -> int:

@@ -107,8 +107,7 @@ class Collector:
     ) -> None:
         module, loss_fn = self.network.module, self.network.loss_fn
         self.batch = {tensor.data_ptr() for tensor in tensors_of((x, y))}
-        recording = self._run(point, x, lambda: per_example_losses(loss_fn, module(*_args(x)), x, y), receive)
-        recording.backward([recording.result], [torch.ones_like(recording.result)])
+        self._run(point, x, lambda: per_example_losses(loss_fn, module(*_args(x)), x, y), receive, torch.ones_like)
 
     def _run(
         self,
@@ -116,6 +115,7 @@ class Collector:
         x: Batch,
         run: Callable[[], Any],
         receive: Callable[[Call, Mapping[str, Tensor]], None],
+        at_once: Callable[[Tensor], Tensor] | None = None,
     ) -> Recording:
         params = self.network.unflatten(point.detach())
         raw = {name: params[name].detach().requires_grad_() for name in self.plan.raw}
@@ -126,7 +126,7 @@ class Collector:
         return Recording(
             self.network.module, params, batch_length(x), run, self.plan.layers,
             lambda call: receive(call, params), self._count, self.drawing,
-            (lambda tape: Meetings(meetings, raw, tape)) if raw else nullcontext,
+            (lambda tape: Meetings(meetings, raw, tape)) if raw else nullcontext, at_once,
         )  # fmt: skip
 
     def _count(self, numbers: Mapping[Unit, int]) -> None:

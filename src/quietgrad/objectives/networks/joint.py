@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quietgrad.objectives.networks.arranged import Arranged
 from quietgrad.objectives.networks.contributions import Contribution, PersonGroups, Stored, TokenSums, squares_of
 from quietgrad.objectives.networks.outer import UNIT, OuterProducts
 from quietgrad.objectives.networks.persons import Alike, Persons
@@ -113,16 +114,23 @@ class Joint:
             yield where, total
 
     def _length(self) -> int:
-        part = self.parts[0]
-        if isinstance(part, OuterProducts):
-            return len(part.rights[0])
-        if isinstance(part, TokenSums):
-            return len(part.tokens)
-        assert isinstance(part, Stored)
-        return part.values.shape[1]
+        return _examples(self.parts[0])
+
+
+def _examples(part: Contribution) -> int:
+    if isinstance(part, Arranged):
+        return _examples(part.matrix)
+    if isinstance(part, OuterProducts):
+        return len(part.rights[0])
+    if isinstance(part, TokenSums):
+        return len(part.tokens)
+    assert isinstance(part, Stored)
+    return part.values.shape[1]
 
 
 def _of_people(part: Contribution, group: Alike) -> Contribution:
+    if isinstance(part, Arranged):
+        return part.around(_of_people(part.matrix, group))
     if isinstance(part, OuterProducts):
         return part.of_people(group)
     assert isinstance(part, TokenSums)
@@ -130,6 +138,8 @@ def _of_people(part: Contribution, group: Alike) -> Contribution:
 
 
 def _device(part: Contribution) -> torch.device:
+    if isinstance(part, Arranged):
+        return _device(part.matrix)
     if isinstance(part, OuterProducts):
         return part.lefts[0].device
     assert isinstance(part, Stored | TokenSums)
@@ -137,6 +147,8 @@ def _device(part: Contribution) -> torch.device:
 
 
 def _written(part: Contribution, where: slice) -> Tensor:
+    if isinstance(part, Arranged):
+        return part.placed(_written(part.matrix, where).flatten(2))
     if isinstance(part, OuterProducts):
         return part.rows(where).stored().values
     if isinstance(part, TokenSums):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quietgrad.objectives.networks import passes
 
 __all__ = ["Convolution", "LinearMap", "SeveralRecords"]
 
@@ -56,6 +59,7 @@ class Convolution:
         # oneDNN works in blocks of 16 channels; there, if it has positions enough to be worth it, one
         # convolution with a group per example is fastest.
         self.blocked = module.groups == 1 and all(c % 16 == 0 for c in weight.shape[:2])
+        self.depthwise = weight.shape[1] == 1 and module.groups == weight.shape[0] and len(self.kernel) == 2
 
     def _grouped(self, inputs: Tensor) -> bool:
         return self.blocked and inputs[0, 0].numel() >= 256 * prod(self.stride)
@@ -94,10 +98,48 @@ class Convolution:
             out.copy_(weight.view_as(out))
         elif self.groups == 1:
             torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
+        elif self._shifted(inputs) and out.is_contiguous():
+            self._shift(grads, inputs, out)
         else:
             block = torch.bmm(self.rows(grads), self.columns(inputs).mT)
             block = block.view(len(grads), self.groups, -1, self.shape[0] // self.groups, self.shape[1])
             out.copy_(block.transpose(1, 2).reshape(out.shape))
+
+    def _shifted(self, inputs: Tensor) -> bool:
+        """Whether a filter's gradient is taken channel by channel: columns of one channel make no good matrices."""
+        return self.depthwise and inputs.device.type == "cpu" and inputs.dtype in (torch.float32, torch.float64)
+
+    def _shift(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
+        """A filter's entry at (p, q) is ⟨b, x shifted by (p, q)⟩: with b as wide as x, a product of two sequences.
+
+        With a stride of s, x falls into s² images of every s-th row and column, and b is correlated with each.
+        Out may have several families of channels, as many as b has.
+        """
+        x = self._padded(inputs)
+        (kernel_h, kernel_w), (stride_h, stride_w), (step_h, step_w) = self.kernel, self.stride, self.dilation
+        examples, channels, high, wide = grads.shape
+        families = channels // x.shape[1]
+        sequences = grads.new_empty(0)
+        by_phase: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for p in range(kernel_h):
+            for q in range(kernel_w):
+                phase = (p * step_h % stride_h, q * step_w % stride_w)
+                at = p * step_h // stride_h, q * step_w // stride_w, p * kernel_w + q
+                by_phase.setdefault(phase, []).append(at)
+        for (top, left), entries in by_phase.items():
+            image = x[:, :, top::stride_h, left::stride_w]
+            width = image.shape[3]
+            if families > 1:
+                image = image.repeat(1, families, 1, 1)
+            if len(sequences) == 0 or width != sequences.shape[1]:
+                sequences = F.pad(grads, (0, width - wide)).reshape(examples * channels, -1)
+            length = (high - 1) * width + wide
+            shifts = np.array([down * width + right for down, right, _ in entries])
+            rows = image.reshape(examples * channels, -1)
+            passes.correlate(
+                sequences, rows, length, shifts, out.view(examples * channels, -1),
+                np.array([place for _, _, place in entries]),
+            )  # fmt: skip
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
         # As a product of matrices: a convolution in float64 is many times slower.
@@ -121,6 +163,8 @@ class Convolution:
     def block(self, inputs: Tensor, families: int) -> int:
         if self._grouped(inputs):
             return 64
+        if self._shifted(inputs):
+            return max(1, _CACHE // (inputs[0].numel() * inputs.element_size()))
         positions = inputs[0, 0].numel() // prod(self.stride) * self.groups
         return max(1, _CACHE // (self.shape[1] * positions * inputs.element_size()))
 

@@ -26,6 +26,7 @@ from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from quietgrad.objectives.networks.arranged import matrix_kernel, sum_of_products
 from quietgrad.objectives.networks.fallback import vmapping
 from quietgrad.objectives.networks.layers import Kernel, embedding_kernel, layer_norm_kernel, linear_kernel
 from quietgrad.objectives.networks.places import Place, UnplannedRows, parted, rejoined
@@ -100,6 +101,10 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
 }
 
 
+# Operations that are rewritten into others.
+_TAKEN_APART: dict[Any, Callable[..., Any]] = {**RECURRENT, torch.einsum: sum_of_products}
+
+
 class Sharing(TorchFunctionMode):
     """Knows which tensors are made of the given parameters alone."""
 
@@ -115,22 +120,19 @@ class Sharing(TorchFunctionMode):
         return None if found is None else found[1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if not self._concerned(args) and not (kwargs and self._concerned(tuple(kwargs.values()))):
-            return self.apart(func, args, kwargs)
+            return self.apart(func, args, kwargs or {})
+        kwargs = kwargs or {}
         if func in _COMPOSED:
             with self:
                 return _COMPOSED[func](*args, **kwargs)
-        if func in RECURRENT:
-            return RECURRENT[func](self, func, *args, **kwargs)
+        if func in _TAKEN_APART:
+            return _TAKEN_APART[func](self, func, *args, **kwargs)
         return self.meet(func, args, kwargs)
 
     def _concerned(self, values: Sequence[Any]) -> bool:
-        for value in values:
-            if isinstance(value, Tensor):
-                if id(value) in self.known:
-                    return True
-            elif isinstance(value, tuple | list) and self._concerned(value):
+        for value in values:  # every call of the forward pass comes here
+            if id(value) in self.known or (isinstance(value, tuple | list) and self._concerned(value)):
                 return True
         return False
 
@@ -187,7 +189,10 @@ def _transposes(func: Any, args: tuple[Any, ...]) -> bool:
 def form_of(sharing: Sharing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form | None:
     """The layer that an operation is, or None."""
     name = getattr(func, "__name__", "")
-    if func in (F.linear, recurrent_use):
+    arrangement = getattr(func, "arrangement", None)
+    if arrangement is not None:
+        given = _bound(("input", "weight"), args, kwargs)
+    elif func in (F.linear, recurrent_use):
         given = _bound(("input", "weight", "bias"), args, kwargs)
     elif name in ("matmul", "mm", "__matmul__"):
         given = _bound(("input", "weight"), args, kwargs)
@@ -219,7 +224,9 @@ def form_of(sharing: Sharing, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return None
     kind = origins["weight"].kind if "weight" in origins else "parameter"
     kernel: Kernel
-    if func in (F.linear, recurrent_use) and kind == "parameter" and weight.dim() == 2:
+    if arrangement is not None:
+        kernel = matrix_kernel(weight.shape, arrangement)
+    elif func in (F.linear, recurrent_use) and kind == "parameter" and weight.dim() == 2:
         kernel = linear_kernel(*weight.shape)
     elif name in ("matmul", "mm", "__matmul__", "addmm") and weight.dim() == 2 and x.dim() >= 2:
         if kind == "parameter":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import BaseObjective, Indices, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.base import Batch as ReleaseBatch
+from quietgrad.objectives.networks import passes
 from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_other_types
 from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
 from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe
@@ -132,13 +133,12 @@ class ModuleObjective(BaseObjective):
             alone = Groups(None, np.asarray(rows, np.int64), np.arange(len(rows) + 1), mean=True)
             self.add_people(batch, alone, points, rule, out)
             return
-        broken, total = 0, CompensatedSum(points[0])
+        broken, total = 0, CompensatedSum(out)
         for x, y, keys in batch.records.parts(batch.indices, self.micro_batch, batch.key):
-            part = torch.zeros_like(points[0], dtype=torch.float64)
-            norms = self.engine.add(points, self._on_device(x), self._on_device(y), rule, part, keys)
+            with total.term() as part:
+                norms = self.engine.add(points, self._on_device(x), self._on_device(y), rule, part, keys)
             broken += int((~norms.isfinite()).any(1).sum())
-            total.add(part)
-        out += total.value.to(out.dtype)
+        total.finish()
         if broken:
             private_log.info("%d contributions of a release were not finite and counted as zero", broken)
 
@@ -153,7 +153,7 @@ class ModuleObjective(BaseObjective):
         rows, starts = groups.flat()
         if rule.bound == 0.0 or not len(rows):
             return
-        total, keys = CompensatedSum(points[0]), RecordKeys.of(batch.key, rows)
+        total, keys = CompensatedSum(out), RecordKeys.of(batch.key, rows)
         persons = Persons.numbered(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), mean=groups.mean)
         if self.views > 1:
             keys = keys.views(self.views)
@@ -164,7 +164,7 @@ class ModuleObjective(BaseObjective):
             return self._on_device(x), self._on_device(y)
 
         norms = self.engine.add_people(points, read, rule, total.add, keys, persons, self.micro_batch)
-        out += total.value.to(out.dtype)
+        total.finish()
         broken = int((~norms.isfinite()).any(1).sum())
         if broken:
             private_log.info("%d contributions of a release were not finite and counted as zero", broken)
@@ -254,30 +254,53 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 class CompensatedSum:
-    """A sum of vectors in float64 that keeps what each addition rounds away (Neumaier 1974).
+    """Adds vectors in float64 to ``out`` and keeps what each addition rounds away (Neumaier 1974).
 
-    Its error is one rounding of the result, however many terms there are.
+    Its error is one rounding of the result, however many terms there are. :meth:`finish` ends it.
 
-    >>> total = CompensatedSum(torch.zeros(1))
-    >>> for term in (1e20, 1.0, -1e20):
-    ...     total.add(torch.tensor([term], dtype=torch.float64))
-    >>> total.value
+    >>> out = torch.zeros(1, dtype=torch.float64)
+    >>> total = CompensatedSum(out)
+    >>> for number in (1e20, 1.0, -1e20):
+    ...     with total.term() as term:
+    ...         term += number
+    >>> total.finish()
+    >>> out
     tensor([1.], dtype=torch.float64)
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self._high = torch.zeros_like(like, dtype=torch.float64)
-        self._low = torch.zeros_like(self._high)
+    def __init__(self, out: Tensor) -> None:
+        self._out = out
+        self._high = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
+        self._low: Tensor | None = None
+        self._begun = False
+
+    @contextmanager
+    def term(self) -> Iterator[Tensor]:
+        """What the next term is to be added to: the sum itself the first time, since most samples are one pass."""
+        if not self._begun:
+            self._begun = True
+            yield self._high
+            return
+        part = torch.zeros_like(self._high)
+        yield part
+        self.add(part)
 
     def add(self, term: Tensor) -> None:
-        """Add one vector."""
-        term = term.double()
+        """Add one vector in float64."""
+        self._begun = True
+        if self._low is None:
+            self._low = torch.zeros_like(self._high)
+        if passes.takes(term) and passes.takes(self._high):
+            passes.add_compensated(self._high, self._low, term)
+            return
         total = self._high + term
         part = total - self._high
         self._low += (self._high - (total - part)) + (term - part)
-        self._high = total
+        self._high.copy_(total)
 
-    @property
-    def value(self) -> Tensor:
-        """The sum."""
-        return self._high + self._low
+    def finish(self) -> None:
+        """Put the sum into ``out``."""
+        if self._low is not None:
+            self._high += self._low
+        if self._high is not self._out:
+            self._out += self._high

@@ -71,7 +71,7 @@ class OuterProducts:
         outputs, fan_in = self.layer.shape
         rank_one = positions == len(self.lefts) == 1
         # Gram matrices are taken in float64, at twice the price of the same numbers in float32.
-        return rank_one or 2 * positions * (outputs + fan_in) < outputs * fan_in * self.layer.groups
+        return rank_one or 2 * positions * (outputs + self.layer.groups * fan_in) < outputs * fan_in
 
     @classmethod
     def of(cls, layer: OuterLayer, now: Record, before: Record | None, mix: Combination) -> OuterProducts:

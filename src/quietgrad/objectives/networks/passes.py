@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-__all__ = ["add_rows", "row_squares", "sum_rows", "takes"]
+__all__ = ["add_compensated", "add_rows", "correlate", "row_squares", "sum_rows", "takes"]
 
 
 class _Decorator(Protocol):
@@ -64,6 +64,50 @@ def sum_rows(rows: Tensor, order: Any, starts: Any) -> Tensor:
     out = rows.new_empty((len(starts) - 1, rows.shape[1]))
     _sum_rows(rows.numpy(), order, starts, out.numpy())
     return out
+
+
+def add_compensated(high: Tensor, low: Tensor, term: Tensor) -> None:
+    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum).
+
+    >>> high, low = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    >>> add_compensated(high, low, torch.full((1,), 1e-20, dtype=torch.float64))
+    >>> high.item(), low.item()
+    (1.0, 1e-20)
+    """
+    _add_compensated(high.numpy(), low.numpy(), term.numpy())
+
+
+def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Any, out: Tensor, places: Any) -> None:
+    """out[m, places[k]] = Σ_l g_ml x_m,l+shifts[k], l < length: one channel's gradient of a filter, shift by shift.
+
+    >>> out, x = torch.zeros(1, 3), torch.tensor([[1.0, 3.0, 5.0]])
+    >>> correlate(torch.tensor([[1.0, 2.0]]), x, 2, np.array([0, 1]), out, np.array([0, 2]))
+    >>> out
+    tensor([[ 7.,  0., 13.]])
+    """
+    _correlate(grads.numpy(), inputs.numpy(), length, shifts, out.numpy(), places)
+
+
+@_SUM
+def _correlate(grads: Any, inputs: Any, length: int, shifts: Any, out: Any, places: Any) -> None:
+    zero = grads.dtype.type(0)
+    for m in range(grads.shape[0]):
+        g = grads[m][:length]
+        for k in range(len(shifts)):
+            x = inputs[m][shifts[k] : shifts[k] + length]  # a slice: the compiler then knows it lies without gaps
+            total = zero
+            for j in range(len(g)):
+                total += g[j] * x[j]
+            out[m, places[k]] = total
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]  # in this order alone
+def _add_compensated(high: Any, low: Any, term: Any) -> None:
+    for j in range(len(high)):
+        total = high[j] + term[j]
+        part = total - high[j]
+        low[j] += (high[j] - (total - part)) + (term[j] - part)
+        high[j] = total
 
 
 @_SUM

@@ -61,32 +61,75 @@ class _Recurrence(torch.autograd.Function):
             by_input.append(dz)
             by_state.append(du)
         ctx.kept = None
-        inputs = torch.stack(by_input[::-1])
-        states = inputs if ctx.cell.backward is _lstm_back else torch.stack(by_state[::-1])
-        return None, inputs, states, None, None, *grads
+        return None, torch.stack(by_input[::-1]), torch.stack(by_state[::-1]), None, None, *grads
 
 
-def _lstm(z: Tensor, u: Tensor, h: Tensor, c: Tensor) -> tuple[Any, ...]:
-    gates = u.add_(z)
-    width = c.shape[1]
-    gates[:, : 2 * width].sigmoid_()
-    gates[:, 2 * width : 3 * width].tanh_()
-    gates[:, 3 * width :].sigmoid_()
-    i, f, g, o = gates.chunk(4, 1)
-    new = torch.addcmul(f * c, i, g)
-    bent = new.tanh()
-    return o * bent, new, (gates, bent)
+class _LongShort(torch.autograd.Function):
+    """The same of an LSTM, (z, u, h_0, c_0) → (h_1 … h_T, h_T, c_T), with little to do at each time.
+
+    Gates i, f, g, o of all times lie in one tensor. On the way back what a gate's gradient is multiplied with does
+    not depend on what comes back, so it is made for all times at once:
+
+        ∂i = dc·g·i(1−i)   ∂f = dc·c_{t−1}·f(1−f)   ∂g = dc·i·(1−g²)   ∂o = dh·tanh(c)·o(1−o),
+        dc = dc_{t+1}·f_{t+1} + dh·o·(1−tanh²c)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, c: Tensor
+    ) -> tuple[Tensor, ...]:
+        times, examples, width = len(z), *h.shape
+        transposed = weight.t().contiguous()
+        z = z if bias is None else z + bias
+        gates = z.new_empty((times, examples, 4, width))
+        cells, bent, hidden = (z.new_empty((times, examples, width)) for _ in range(3))
+        ctx.save_for_backward(weight, gates, cells, bent, c)
+        moments = (part.unbind(0) for part in (z, gates.flatten(2), gates, cells, bent, hidden))
+        for now, flat, four, cell, curve, new in zip(*moments, strict=True):
+            torch.addmm(now, h, transposed, out=flat)
+            four[:, :2].sigmoid_()
+            four[:, 2].tanh_()
+            four[:, 3].sigmoid_()
+            i, f, g, o = four.unbind(1)
+            torch.mul(f, c, out=cell).addcmul_(i, g)
+            torch.tanh(cell, out=curve)
+            h, c = torch.mul(o, curve, out=new), cell
+        return hidden, h.clone(), c.clone()
+
+    @staticmethod
+    def backward(ctx: Any, outputs: Tensor, dh: Tensor, dc: Tensor) -> Any:  # type: ignore[override]
+        weight, gates, cells, bent, start = ctx.saved_tensors
+        i, f, g, o = gates.unbind(2)
+        by_gate = torch.empty_like(gates)
+        torch.mul(i, 1 - i, out=by_gate[:, :, 0]).mul_(g)
+        torch.mul(f, 1 - f, out=by_gate[:, :, 1])
+        by_gate[1:, :, 1].mul_(cells[:-1])
+        by_gate[0, :, 1].mul_(start)
+        torch.mul(g, g, out=by_gate[:, :, 2]).neg_().add_(1).mul_(i)
+        torch.mul(o, 1 - o, out=by_gate[:, :, 3]).mul_(bent)
+        through = (1 - bent * bent).mul_(o)
+        moments = zip(*(t.unbind(0) for t in (by_gate, by_gate.flatten(2), f, through, outputs)), strict=True)
+        dc = dc.clone()
+        for four, flat, forget, slope, output in reversed(list(moments)):
+            dh = dh + output
+            dc.addcmul_(dh, slope)
+            four[:, :3].mul_(dc.unsqueeze(1))
+            four[:, 3].mul_(dh)
+            dh = flat @ weight
+            dc.mul_(forget)
+        by_gate = by_gate.flatten(2)
+        return by_gate, by_gate, None, None, dh, dc
 
 
-def _lstm_back(before: Any, saved: Any, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
-    gates, bent = saved
-    i, f, g, o = gates.chunk(4, 1)
-    dc = torch.addcmul(dc, dh * o, 1 - bent * bent)
-    slopes = gates * (1 - gates)
-    width = bent.shape[1]
-    slopes[:, 2 * width : 3 * width] = 1 - g * g
-    by_gate = slopes.mul_(torch.cat([dc * g, dc * before[1], dc * i, dh * bent], 1))
-    return by_gate, by_gate, None, dc * f
+def _lstm(z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, *start: Tensor) -> Any:
+    return _LongShort.apply(z, u, weight, bias, *start)  # type: ignore[no-untyped-call]
+
+
+def _each_time(cell: _Steps) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return _Recurrence.apply(cell, *args)  # type: ignore[no-untyped-call]
+
+    return run
 
 
 def _gru(z: Tensor, u: Tensor, h: Tensor) -> tuple[Any, ...]:
@@ -126,7 +169,7 @@ def _relu_back(before: Any, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
     return slope, slope, None
 
 
-def _taken_apart(cell: _Steps) -> Callable[..., Any]:
+def _taken_apart(recur: Callable[..., Any]) -> Callable[..., Any]:
     def run(sharing: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         x, start, weights, biases, layers, dropout, training, both, batch_first = (*args, *[None] * 9)[:9]
         starts = (start,) if isinstance(start, Tensor) else start
@@ -146,7 +189,7 @@ def _taken_apart(cell: _Steps) -> Callable[..., Any]:
                     w_ih, w_hh, *rest = weights[each * k : each * (k + 1)]
                     b_ih, b_hh = rest or (None, None)
                     hidden, *ends = _one_way(
-                        cell, z.flip(0) if side else z, w_ih, w_hh, b_ih, b_hh, [s[k] for s in starts]
+                        recur, z.flip(0) if side else z, w_ih, w_hh, b_ih, b_hh, [s[k] for s in starts]
                     )
                     sides.append(hidden.flip(0) if side else hidden)
                     for found, end in zip(last, ends, strict=True):
@@ -159,23 +202,23 @@ def _taken_apart(cell: _Steps) -> Callable[..., Any]:
 
 
 def _one_way(
-    cell: _Steps, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
+    recur: Callable[..., Any], x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
     start: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     z = F.linear(x, w_ih, b_ih)
     u = z * 0  # its numbers are not read: the product stands in its place, and its gradient arrives here
     plain = [None if t is None else t.detach() for t in (w_hh, b_hh)]
-    run: Callable[..., tuple[Tensor, ...]] = _Recurrence.apply
     states = [s.expand(z.shape[1], -1).to(z.dtype) for s in start]
-    hidden, *ends = run(cell, z, u, *plain, *states)
+    # As one operation: who follows the parameters need not look into it.
+    hidden, *ends = handle_torch_function(recur, (z,), z, u, *plain, *states)
     before = torch.cat([states[0][None], hidden[:-1]]).detach()
     handle_torch_function(recurrent_use, (w_hh,), before, w_hh, b_hh, u)
     return hidden, *ends
 
 
 RECURRENT: dict[Any, Callable[..., Any]] = {
-    torch.lstm: _taken_apart(_Steps(_lstm, _lstm_back)),
-    torch.gru: _taken_apart(_Steps(_gru, _gru_back)),
-    torch.rnn_tanh: _taken_apart(_Steps(_tanh, _tanh_back)),
-    torch.rnn_relu: _taken_apart(_Steps(_relu, _relu_back)),
+    torch.lstm: _taken_apart(_lstm),
+    torch.gru: _taken_apart(_each_time(_Steps(_gru, _gru_back))),
+    torch.rnn_tanh: _taken_apart(_each_time(_Steps(_tanh, _tanh_back))),
+    torch.rnn_relu: _taken_apart(_each_time(_Steps(_relu, _relu_back))),
 }

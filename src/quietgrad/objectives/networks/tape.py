@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from quietgrad.objectives.networks.layers import Kernel
 from quietgrad.objectives.networks.places import Place, refuse_other_rows
@@ -200,6 +199,7 @@ class Recording:
 
     Args:
         run: the forward pass; what it returns is the ``result``.
+        at_once: the gradient of the result, a tensor, if it is to be sent back right away.
     """
 
     def __init__(
@@ -213,13 +213,17 @@ class Recording:
         counted: Callable[[Mapping[Unit, int]], None],
         drawing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         meeting: Callable[[Tape], AbstractContextManager[Any]] = nullcontext,
+        at_once: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._module, self._params, self._units = module, params, units
         self._tape = Tape(examples, next(iter(params.values())), receive)
-        with self._running(), drawing(), meeting(self._tape):
-            self.result = run()
-        self._tape.forward = False
-        counted(self._tape.numbers)
+        with self._running():
+            with drawing(), meeting(self._tape):
+                self.result = run()
+            self._tape.forward = False
+            counted(self._tape.numbers)
+            if at_once is not None:
+                self._tape.backward([self.result], [at_once(self.result)])
 
     def backward(self, results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Send the gradients of some results back; once."""
@@ -266,15 +270,36 @@ def per_example_losses(loss_fn: LossFunction, output: Any, x: Batch, y: Batch) -
 
 @contextmanager
 def with_parameters(module: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The module with other parameters, also while gradients flow back: a checkpointed layer runs again then."""
-    with _reparametrize_module(module, dict(params), tie_weights=True):
+    """The module with other parameters, also while gradients flow back: a checkpointed layer runs again then.
+
+    One that several layers hold is replaced in all of them. `torch.func.functional_call` does the same, and more,
+    at the price of a small layer.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    unknown = params.keys() - set(names.values())
+    if unknown:
+        raise ValueError(f"the module has no parameter {min(unknown)!r}.")
+    held = [
+        (layer._parameters, key, param, params[names[id(param)]])
+        for layer in module.modules()
+        for key, param in layer._parameters.items()
+        if param is not None and names[id(param)] in params
+    ]
+    try:
+        for store, key, _, other in held:
+            store[key] = other  # type: ignore[assignment]
         yield
+    finally:
+        for store, key, own, _ in held:
+            store[key] = own
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
+    if type(value) is tuple and len(value) == 1 and isinstance(value[0], Tensor):
+        return [value[0]]  # what most layers are given
     if isinstance(value, dict | UserDict):
         value = value.values()
     elif _is_dataclass(value):
