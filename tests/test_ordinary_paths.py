@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import warnings
 from pathlib import Path
@@ -151,3 +152,18 @@ def test_a_verdict_tells_what_the_run_notes_of_itself(tmp_path: Path) -> None:
 def test_an_output_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="returns='lastx'"):
         qg.DPSGD(steps=3, batch_size=5, returns="lastx")  # type: ignore[arg-type]
+
+
+def test_a_folder_with_a_file_twice_is_refused(tmp_path: Path) -> None:
+    """gzip -k, and a copy made in a file manager: everybody would be in the sums twice."""
+    pytest.importorskip("pyarrow")
+    folder = tmp_path / "people"
+    folder.mkdir()
+    one = table(folder / "1.csv", 200)
+    (folder / "1.csv.gz").write_bytes(gzip.compress(one.read_bytes()))
+    with pytest.raises(DataError, match="packed and unpacked"):
+        qg.data.scan(folder, target="y")
+    (folder / "1.csv.gz").unlink()
+    (folder / "1 (copy).csv").write_bytes(one.read_bytes())
+    with pytest.raises(DataError, match="twice"):
+        PrivateLogisticRegression(classes=[0, 1]).fit(qg.data.scan(folder, target="y"))

@@ -162,7 +162,7 @@ _TABLES = {
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
     ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
-_PACKED = (".gz", ".bz2", ".zst", ".lz4", ".xz")
+PACKED = (".gz", ".bz2", ".zst", ".lz4", ".xz")
 
 
 def table_kind(path: str) -> str | None:
@@ -171,7 +171,7 @@ def table_kind(path: str) -> str | None:
     >>> table_kind("people/1.csv.gz"), table_kind("people/1.parquet"), table_kind("people/readme.md")
     ('csv', 'parquet', None)
     """
-    suffixes = [s for s in Path(path).suffixes if s not in _PACKED]
+    suffixes = [s for s in Path(path).suffixes if s not in PACKED]
     return _TABLES.get(suffixes[-1]) if suffixes else None
 
 

@@ -24,7 +24,7 @@ from quietgrad.data.scan_units import (
 )
 from quietgrad.data.schema import Categorical, Schema
 from quietgrad.errors import DataError
-from quietgrad.files import table_kind
+from quietgrad.files import PACKED, table_kind
 from quietgrad.shown import shown
 
 _LONGEST_HEADER = 1 << 22
@@ -48,6 +48,12 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
             seen = os.stat(name)
             first.setdefault((seen.st_dev, seen.st_ino), name)
         names = list(first.values())
+    packed = {name.removesuffix(Path(name).suffix) for name in names if Path(name).suffix in PACKED}
+    if not packed.isdisjoint(names):
+        raise DataError(
+            f"{shown(', '.join(sources))}: a file lies there packed and unpacked, so everybody in it would count "
+            "twice. Name the files that are meant, or remove one of the two."
+        )
     if not names:
         raise DataError(f"{shown(', '.join(sources))}: no table files there (parquet, arrow, feather or csv).")
     return filesystem, names

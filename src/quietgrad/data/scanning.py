@@ -196,6 +196,12 @@ class Scan:
             first = self._seen.digests is None
             found = self.total(_Verification(reading, first, self.name, self.features), tasks, _join) or []
             if first:
+                long = [digest for digest, rows, _ in found if rows >= _COPY]
+                if len(set(long)) < len(long):
+                    raise DataError(
+                        f"{self.name}: two pieces hold the same rows, so a file seems to be there twice and everybody "
+                        "in it would count twice. Name the files that are meant."
+                    )
                 self._seen.digests = tuple(digest for digest, _, _ in found)
                 self._seen.checksums = tuple(checksum for _, _, checksum in found)
             sizes = tuple(rows for _, rows, _ in found)
@@ -296,6 +302,9 @@ class Scan:
 
 def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array], Any], X: Array, y: Array) -> Any:
     return second(*first(X, y))
+
+
+_COPY = 100  # rows: shorter pieces of tables with few different rows may be equal by chance
 
 
 def _mapped_twice(first: Callable[[Array], Array], second: Callable[[Array], Array], X: Array) -> Array:
