@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 import quietgrad as qg
-from quietgrad.errors import DataError, LedgerWarning, TooNoisyError, TooNoisyWarning
+from quietgrad.errors import DataError, DeclaredWarning, LedgerWarning, TooNoisyError, TooNoisyWarning
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
@@ -109,14 +110,55 @@ def test_booleans_and_categoricals_count_as_declared() -> None:
     X, y = table(3000)
     frame = pd.DataFrame(X, columns=list("abcdef")).assign(g=y > 0)
     names = pd.Series(pd.Categorical(np.array(["no", "yes"])[y], categories=["no", "yes"]))
-    model = PrivateLogisticRegression(epsilon=2.0).fit(frame, names)
+    with pytest.warns(DeclaredWarning, match=r"the categories of y are taken as public.*give classes=\[...\]"):
+        model = PrivateLogisticRegression(epsilon=2.0).fit(frame, names)
     assert "labels" not in model.privacy_.releases
+    assert any("categories of y are taken as public" in note for note in model.privacy_.notes)
     assert model.score(frame, names) > 0.9
     assert (model.feature_range_[0][6], model.feature_range_[1][6]) == (0.0, 1.0)
-    bounded = PrivateLogisticRegression(epsilon=2.0, feature_bounds={"a": (-4, 4)}).fit(frame, names)
+    said = PrivateLogisticRegression(epsilon=2.0, feature_bounds={"a": (-4, 4)}, classes=["no", "yes"])
+    bounded = said.fit(frame, names)
     assert bounded.feature_range_[1][0] <= 4.0
     with pytest.raises(ValueError, match="order"):
         model.predict(frame[["b", "a", "c", "d", "e", "f", "g"]])
+
+
+def test_categories_that_only_a_dtype_declares_are_said_to_be_taken_as_public() -> None:
+    X, y = table(2000)
+    frame = pd.DataFrame({"age": X[:, 0], "illness": ["flu"] * 1999 + ["rare"], "smokes": y > 0})
+    frame["illness"] = frame["illness"].astype("category")
+    labels = pd.Series(np.array(["no", "yes"])[y]).astype("category")
+    said = r"the categories of column illness are taken as public, as declared by its dtype.*give categories="
+    bounds = {"age": (-4, 4)}
+    with pytest.warns(DeclaredWarning) as told:
+        model = PrivateAdditiveClassifier(epsilon=2.0, feature_bounds=bounds).fit(frame, labels)
+    assert len(told) == 2
+    for note in (said, "the categories of y are taken as public"):
+        assert [n for n in model.privacy_.notes if re.match(note, n)]
+    with pytest.warns(DeclaredWarning, match=said):
+        PrivateAdditiveRegressor(feature_bounds=bounds, target_bounds=(0, 1)).fit(frame, y.astype(float))
+    with pytest.warns(DeclaredWarning, match=said):
+        PublicOneHot().fit(frame)
+    declared = {"illness": ["flu", "cold"]}
+    PublicOneHot(declared).fit(frame)  # nothing is left to say
+    quiet = PrivateAdditiveClassifier(feature_bounds=bounds, categories=declared, classes=["no", "yes"])
+    assert not any("dtype" in note for note in quiet.fit(frame, labels).privacy_.notes)
+
+
+def test_steps_of_a_pipeline_that_promise_to_different_units_are_told() -> None:
+    X, y = table(3000)
+    ids = np.arange(3000) // 3
+    last = PrivateLogisticRegression(classes=[0, 1])
+    pipe = make_pipeline(PrivateScaler(epsilon=0.5, relation="add-remove", account="told"), last)
+    with pytest.warns(
+        LedgerWarning, match="privatescaler of this pipeline promises per record, this one per person"
+    ):
+        pipe.fit(X, y, privatelogisticregression__person=ids)
+    assert any("promise nothing per person" in note for note in pipe[-1].privacy_.notes)
+    assert "n was taken from the data and is thereby declared public" in pipe[0].privacy_.notes
+    make_pipeline(PrivateScaler(feature_bounds=[(-6, 6)] * 6), last).fit(
+        X, y, privatelogisticregression__person=ids
+    )
 
 
 def test_summary_covers_or_is_refused() -> None:
@@ -199,7 +241,8 @@ def test_additive_models_learn_shapes_with_error_bands() -> None:
     frame["c"] = pd.Categorical(rng.choice(["a", "b", "d"], 20_000), categories=["a", "b", "d"])
     score = 3.0 * (frame.x**2 - 1.3) + 1.5 * (frame.c == "b")
     y = (rng.random(20_000) < 1 / (1 + np.exp(-score))).to_numpy()
-    model = PrivateAdditiveClassifier(epsilon=1.0, feature_bounds={"x": (-2, 2)}).fit(frame, y)
+    words = {"c": ["a", "b", "d"]}
+    model = PrivateAdditiveClassifier(epsilon=1.0, feature_bounds={"x": (-2, 2)}, categories=words).fit(frame, y)
     best = np.mean((score > 0) == y)
     assert model.score(frame, y) > best - 0.02
     where, values, errors = model.shape_functions_["x"]
@@ -296,7 +339,9 @@ def test_an_additive_model_and_its_evaluation_are_on_the_page(tmp_path: Path) ->
     frame = pd.DataFrame({"x": rng.uniform(-2, 2, 6000)})
     frame["c"] = pd.Categorical(rng.choice(["a", "<b>"], 6000), categories=["a", "<b>"])
     y = (frame.x**2 + (frame.c == "a") > 1.5).to_numpy()
-    model = PrivateAdditiveClassifier(epsilon=2.0, feature_bounds={"x": (-2, 2)}).fit(frame[:4000], y[:4000])
+    listed = {"c": ["a", "<b>"]}
+    model = PrivateAdditiveClassifier(epsilon=2.0, feature_bounds={"x": (-2, 2)}, categories=listed)
+    model.fit(frame[:4000], y[:4000])
     again = from_run(to_run(model, tmp_path))
     assert np.array_equal(again.predict(frame), model.predict(frame))
     assert str(again.shape_functions_) == str(model.shape_functions_)
@@ -310,7 +355,9 @@ def test_an_additive_model_and_its_evaluation_are_on_the_page(tmp_path: Path) ->
     text = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert "not borne out" in text
     assert "may be published" not in text
-    target = PrivateAdditiveRegressor(epsilon=2.0, feature_bounds={"x": (-2, 2)}, target_bounds=(0, 4))
+    target = PrivateAdditiveRegressor(
+        epsilon=2.0, feature_bounds={"x": (-2, 2)}, target_bounds=(0, 4), categories=listed
+    )
     target.fit(frame, frame.x**2)
     back = from_run(to_run(target, tmp_path / "numbers"))
     assert np.array_equal(back.predict(frame), target.predict(frame))

@@ -35,7 +35,7 @@ class LedgerError(QuietgradError, RuntimeError):
 
 
 class LedgerWarning(UserWarning):
-    """One account met different tables, or one table two accounts: are these the same people?"""
+    """One account met different tables, or one table two accounts or units: are these the same people?"""
 
 
 class TooNoisyError(QuietgradError, ValueError):
@@ -44,6 +44,10 @@ class TooNoisyError(QuietgradError, ValueError):
 
 class TooNoisyWarning(UserWarning):
     """A fit could not find something within its budget; the message says what to declare."""
+
+
+class DeclaredWarning(UserWarning):
+    """Something was taken as public because a column's type lists it; the message says what to declare instead."""
 
 
 class DataError(QuietgradError, ValueError):

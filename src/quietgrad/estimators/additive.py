@@ -35,9 +35,10 @@ from quietgrad.estimators.classifiers import (
     declared_classes,
     known_codes,
     public_labels,
+    typed_labels,
 )
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
-from quietgrad.estimators.columns import Columns, read_table
+from quietgrad.estimators.columns import Columns, read_table, say
 from quietgrad.estimators.regressors import PrivateLinearRegression
 from quietgrad.estimators.scans import as_numbers, coder, is_scan, scan_if_one, with_labels
 from quietgrad.estimators.whom import Whom, named, without
@@ -171,6 +172,7 @@ class _Additive(PrivateLinearModel):
             raise
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")
+        notes = (*notes, *self._columns.notes)
         weights, bias = self._train(session, method, (*whom.notes, *notes))
         hidden, advice = what_was_missed(found, look.config())
         self.privacy_ = noted(self.privacy_, hidden)
@@ -292,7 +294,8 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         classes: the label set, public; ``None`` finds frequent labels privately.
         feature_bounds: public (low, high) by feature or column name; what is missing is found privately.
         categories: the public vocabulary of each category column, by name or position. Columns of pandas' category
-            or boolean type declare theirs. A value outside its vocabulary counts for nothing.
+            or boolean type declare theirs, and a warning says so of the former: ``astype("category")`` reads them
+            from the records. A value outside its vocabulary counts for nothing.
         bins: of each numeric feature; ``None`` chooses 4, 8 or 16 by n and ε.
         pairs: columns whose joint effect is modelled too, such as ``[("age", "hours")]``.
         ledger, account, cap, n_public, random_state: as in
@@ -359,6 +362,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         """
         X, y = scan_if_one(X, y)
         X, ids = named(X, person)
+        typed = typed_labels(self.classes, y)
         if is_scan(X):
             public = self.classes if self.classes is not None else X.classes
         else:
@@ -366,11 +370,12 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         Z, y = self._check_inputs(X, y, numeric=False)
         if not is_scan(Z):
             check_classification_targets(y)
+        say(typed)
         declared = None if public is None else declared_classes(public, () if is_scan(Z) else y)
         whom = Whom.of(ids, len(Z), combine, records_per_person, records_public)
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
-            notes: tuple[str, ...] = ()
+            notes = typed
             if declared is None:
                 self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
                 _two_or_more(self.classes_)

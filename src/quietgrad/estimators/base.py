@@ -12,7 +12,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.curators.account import Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import DataError, TooNoisyWarning
+from quietgrad.errors import DataError, LedgerWarning, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
 from quietgrad.estimators.parts import Parts, joined, newcomers
 from quietgrad.estimators.runs import params_of
@@ -36,7 +36,7 @@ from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
@@ -232,6 +232,9 @@ class PrivateLinearModel(Charged):
         if _inside_a_search():
             notes = (*notes, _SEARCHED)
             warnings.warn(_SEARCHED, TooNoisyWarning, stacklevel=3)
+        if others := _steps_about_others(session.plan.unit):
+            notes = (*notes, others)
+            warnings.warn(others, LedgerWarning, stacklevel=3)
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
         except Exception as error:
@@ -359,14 +362,35 @@ _SEARCHED = (
 )
 
 
-def _inside_a_search() -> bool:
-    """Whether scikit-learn's search or cross-validation is on the call stack (workers of other processes too)."""
+def _callers() -> Iterator[Any]:
+    """The frames of the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") in _SEARCHES:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
+
+
+def _inside_a_search() -> bool:
+    """Whether scikit-learn's search or cross-validation is on the call stack (workers of other processes too)."""
+    return any(frame.f_globals.get("__name__") in _SEARCHES for frame in _callers())
+
+
+def _steps_about_others(unit: Unit) -> str:
+    """What to say if a step of the pipeline that is fitted around this fit promised to another unit than it does.
+
+    ``pipe.fit(X, y, model__person=ids)`` tells one step alone whose the records are.
+    """
+    for frame in _callers():
+        if frame.f_globals.get("__name__") != "sklearn.pipeline":
+            continue
+        for name, step in getattr(frame.f_locals.get("self"), "steps", ()):
+            stated = getattr(step, "privacy_", None)
+            if stated is not None and stated.unit is not unit:
+                return (
+                    f"the step {name} of this pipeline promises per {stated.unit}, this one per {unit}: together "
+                    "they promise nothing per person; give every step that pays person=, or declare its bounds"
+                )
+    return ""
 
 
 def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
+from quietgrad.estimators.columns import say, taken_as_public
 from quietgrad.estimators.scans import coder, is_scan, scan_if_one, with_labels
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine
@@ -63,17 +64,19 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         refuse_weights(options)
         X, y = scan_if_one(X, y)
         table, ids = named(X, person)
+        typed = typed_labels(self.classes, y)
         X, y, declared = self._accept(table, y)
+        say(typed)
         whom = Whom.of(ids, X.shape[0], combine, records_per_person, records_public)
         n, features = whom.count(X.shape[0]), X.shape[1]
         looks = () if declared is not None else (self._look(n),)
         method = self._method(n, features, whom)
         plan = self._plan(n, features, looks, whom)
-        notes = whom.notes
+        notes = (*whom.notes, *typed)
         if declared is not None:
             loss = self._loss(len(declared), declared)
             self.classes_ = declared
-            if self.classes is None:
+            if self.classes is None and not typed:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
             whom.check(method, loss)
             data = with_labels(X, y, coder(X, declared, known_codes))
@@ -179,6 +182,13 @@ def public_labels(y: Any) -> Any:
     return None if categories is None or len(categories) < 2 else list(categories)
 
 
+def typed_labels(classes: Any, y: Any) -> tuple[str, ...]:
+    """What a statement says of labels that nobody declared but the category dtype of ``y``."""
+    listed = getattr(getattr(y, "dtype", None), "categories", None)
+    known = classes is not None or listed is None or len(listed) < 2
+    return () if known else (taken_as_public("y", "classes=[...]"),)
+
+
 def two_or_more(classes: Any) -> int:
     """How many classes were found; fewer than two are refused."""
     if len(classes) < 2:
@@ -225,7 +235,8 @@ class PrivateLogisticRegression(_PrivateClassifier):
     Args:
         epsilon, delta, relation: the promise of one fit. ``"replace-one"`` keeps n public and fixed.
         classes: the label set, public; ``None`` finds frequent labels privately, at a small charge. Boolean labels
-            and pandas categoricals declare theirs.
+            and pandas categoricals declare theirs; a warning says so of the latter, because ``astype("category")``
+            reads them from the records.
         feature_bounds: public (low, high) of each feature, or a mapping of column names to them; what is not
             declared is found privately where n and ε allow. Values outside are moved to the limit, also at
             prediction. Boolean columns count as declared.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from scipy import sparse
 from sklearn.utils.validation import validate_data
 
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, DeclaredWarning
 from quietgrad.estimators.scans import refuse_scan
 from quietgrad.objectives.tables.layout import lay_out, refuse_text
 
@@ -32,6 +33,13 @@ class Columns:
     names: list[str]
     named: bool
     vocabularies: dict[str, list[Any]] = field(default_factory=dict)
+    typed: tuple[str, ...] = ()
+    """Columns whose vocabulary nobody declared but their category dtype."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a statement says of them."""
+        return tuple(taken_as_public(f"column {name}", f"categories={{{name!r}: [...]}}") for name in self.typed)
 
     @classmethod
     def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> Columns:
@@ -44,11 +52,13 @@ class Columns:
         if len(set(names)) < len(names):
             raise ValueError("X: two columns have the same name. Rename or drop one of them.")
         found: dict[str, list[Any]] = {}
+        typed = []
         for name, kind in zip(names, X.dtypes, strict=True) if named else ():
             if str(kind) in ("bool", "boolean"):
                 found[name] = [False, True]
             elif getattr(kind, "categories", None) is not None:
                 found[name] = list(kind.categories)
+                typed.append(name)
         if not isinstance(categories or {}, Mapping):
             raise ValueError("categories: must map columns to lists of their values.")
         for key, values in (categories or {}).items():
@@ -58,7 +68,8 @@ class Columns:
             if isinstance(values, str) or len(set(values)) < len(list(values)) or not len(list(values)):
                 raise ValueError(f"categories: {name}: must be distinct values, at least one.")
             found[name] = list(values)
-        return cls(names, named, found)
+            typed = [other for other in typed if other != name]
+        return cls(names, named, found, tuple(typed))
 
     def numbers(self, X: Any) -> Any:
         """The table as float64, categories as codes, −1 for what is not in the vocabulary.
@@ -82,6 +93,20 @@ class Columns:
         if not np.isfinite(table).all():
             raise DataError(_MISSING)
         return lay_out(table)
+
+
+def taken_as_public(what: str, instead: str) -> str:
+    """What is said of categories that only a dtype declares: the type itself may have been read from records."""
+    return (
+        f"the categories of {what} are taken as public, as declared by its dtype; if they were read from the "
+        f"records (astype('category')), give {instead}"
+    )
+
+
+def say(notes: tuple[str, ...]) -> None:
+    """Say in one warning what is taken as public by its type."""
+    if notes:
+        warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=4)
 
 
 def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
@@ -136,6 +161,7 @@ def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] |
             raise DataError(f"{error} A vocabulary is declared with categories=.") from None
         numbers = lay_out(checked_rows(estimator, X, dtype=np.float64, reset=reset))
     if reset:
+        say(columns.notes)
         estimator._columns = columns
         estimator.n_features_in_ = len(columns.names)
         if columns.named and columns.vocabularies:  # else they were set above, if they are all text

@@ -117,11 +117,11 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         whom = Whom.of(person, rows.shape[0])
         n, features = whom.count(rows.shape[0]), rows.shape[1]
-        public = self.n_public if self.n_public and budget.relation is Relation.ADD_REMOVE else n
+        given = self.n_public if budget.relation is Relation.ADD_REMOVE else None
         sparse = not isinstance(rows, np.ndarray) and not is_scan(rows)
         bounds = self._declared_bounds(None if is_scan(X) else X, features)
         bounds = X.bounds if is_scan(X) and self.feature_bounds is None else bounds
-        look = look_for(public, features, budget=budget, feature_bounds=bounds, sparse=sparse)
+        look = look_for(given or n, features, budget=budget, feature_bounds=bounds, sparse=sparse)
         self.privacy_: Any = None
         if look.shares():
             from quietgrad.training import minimize
@@ -129,7 +129,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
             data = with_labels(rows, np.zeros(rows.shape[0]), _no_labels)
             result = minimize(
                 Squared(), data, _Ranges(look), budget=budget, ledger=self.ledger,
-                account=self.account, cap=self.cap, n_public=public, person=whom.people,
+                account=self.account, cap=self.cap, n_public=given, person=whom.people,
             )  # fmt: skip
             self.privacy_ = result.privacy
             low, high = result.details["feature_range"]
@@ -227,11 +227,12 @@ def _no_labels(y: Any) -> Any:
 
 
 class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Categories as columns of zeros and ones by a public vocabulary; it looks at no record, so it spends nothing.
+    """Categories as columns of zeros and ones by a public vocabulary; it reads none from records, so it is free.
 
     Args:
         categories: vocabulary by column name or position; columns of pandas' category or boolean type declare
-            theirs. Other columns pass through. A value outside its vocabulary becomes zeros.
+            theirs, and a warning says so of the former: ``astype("category")`` reads them from the records. Other
+            columns pass through. A value outside its vocabulary becomes zeros.
 
     >>> PublicOneHot({0: ["a", "b"]}).fit_transform(np.array([["b"], ["z"]], dtype=object)).tolist()
     [[0.0, 1.0], [0.0, 0.0]]
