@@ -82,7 +82,7 @@ class KeptMet(Met):
         if not set(range(step)) <= seen:
             raise DataError(
                 f"{self._path}: does not say who was in every batch so far, so somebody could come twice. Bring "
-                "the file back that belongs to the stream's key, or begin a new stream, which is charged for itself."
+                "the file back that belongs to the stream's key, or begin a new stream, charged for itself."
             )
 
     def _mac(self, said: str) -> str:
