@@ -29,6 +29,7 @@ from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import cache, events, mechanisms
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.rng import seed_key
+from quietgrad.report.logs import _Log
 from quietgrad.sampling import FullBatch
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.verification import problems_of
@@ -526,9 +527,16 @@ def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) 
         qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, callback=dies, checkpoint_seconds=1e9, **options)
     changed = X.copy()
     changed[7] = -changed[7]
-    result = qg.resume(objective(), (changed, y), algorithm, **options)
+    told: list[float] = []
+
+    class Sent(_Log):
+        def _send(self, step: int, numbers: dict[str, float]) -> None:
+            told.append(numbers["epsilon"])
+
+    result = qg.resume(objective(), (changed, y), algorithm, callback=Sent(every=30), **options)
     assert result.privacy.epsilon is not None
     assert result.privacy.epsilon > 1.2
+    assert told == [pytest.approx(result.privacy.epsilon)]  # what trackers and bars show is not the plan's ε either
     assert "charged again" in result.privacy.notes[0]
     assert entries(tmp_path) == 2
     assert not list(KeyFile.directory().iterdir())

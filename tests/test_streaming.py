@@ -187,6 +187,115 @@ def test_refusals(tmp_path: Path) -> None:
         qg.stream(objective(), qg.DPSGD(**{**vars_of(METHOD), "clip": 9.0}), budget=BUDGET, folder=tmp_path / "run")
 
 
+def by_person(folder: Path, **settings: Any) -> Any:
+    return qg.stream(objective(), METHOD, budget=BUDGET, by_person=True, folder=folder, **settings)
+
+
+def ids(batch: int, size: int) -> list[str]:
+    return [f"{batch}-{one}" for one in range(size)]
+
+
+def come(model: Any, batch: int) -> None:
+    X, y = batches()[batch]
+    model.fit((X, y), person=ids(batch, len(X)))
+
+
+def gone(model: Any) -> None:
+    """The process goes away."""
+    model.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_a_restarted_stream_knows_who_was_there(tmp_path: Path) -> None:
+    """It forgot them, and everybody could come twice at the ε of once."""
+    ledger = tmp_path / "ledger.jsonl"
+    model = by_person(tmp_path / "run", ledger=ledger)
+    come(model, 0)
+    model.fit()  # nobody came
+    come(model, 2)
+    gone(model)
+    again = by_person(tmp_path / "run", ledger=ledger)
+    X, y = batches()[1]
+    for known in (0, 2):
+        with pytest.raises(DataError, match="in an earlier one"):
+            again.fit((X, y), person=[*ids(1, len(X) - 1), ids(known, 1)[0]])
+    with pytest.raises(DataError, match="of another kind"):
+        again.fit((X, y), person=np.arange(len(X)))
+    come(again, 1)
+    with pytest.raises(DataError, match="in an earlier one"):
+        come(again, 1)
+    for batch in (3, 4):
+        come(again, batch)
+    assert again.step == 6
+    assert again.result.privacy.epsilon <= 1.0
+    assert not list((tmp_path / "state" / "keys").iterdir())  # whom it met goes with the key
+
+
+def test_people_of_the_batch_under_way_come_in_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quietgrad.training.saving import Saver
+
+    for released in (False, True):
+        folder = tmp_path / str(released)
+        model = by_person(folder)
+        come(model, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(*((Saver, "save", _dies) if released else (qg.DPSGD, "step", _dies)))
+            with pytest.raises(KeyboardInterrupt):
+                come(model, 1)
+        with pytest.raises(DataError, match="in an earlier one"):
+            come(model, 1)  # in one process nobody can tell what was made of them
+        gone(model)
+        with by_person(folder) as again:
+            assert again.step == 1
+            with pytest.raises(DataError, match="in an earlier one"):
+                come(again, 0)
+            come(again, 1)
+            with pytest.raises(DataError, match="in an earlier one"):
+                come(again, 1)
+        assert again.result.privacy.epsilon <= 1.0
+
+
+def test_batches_are_given_again_from_an_older_checkpoint_and_nobody_moves(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    model = by_person(folder)
+    come(model, 0)
+    kept = (folder / "checkpoint.safetensors").read_bytes()
+    for batch in (1, 2):
+        come(model, batch)
+    seen = np.array(model.params)
+    gone(model)
+    (folder / "checkpoint.safetensors").write_bytes(kept)
+    again = by_person(folder)
+    with pytest.raises(DataError, match="in an earlier one"):
+        come(again, 2)
+    for batch in (1, 2):
+        come(again, batch)
+    assert np.array_equal(again.params, seen)
+
+
+def _dies(*args: Any, **settings: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_stream_that_lost_whom_it_met_is_not_continued(tmp_path: Path) -> None:
+    model = by_person(tmp_path / "run")
+    for batch in (0, 1, 2):
+        come(model, batch)
+    gone(model)
+    (file,) = (tmp_path / "state" / "keys").glob("*.people")
+    whole = file.read_text()
+    assert oct(file.stat().st_mode & 0o777) == "0o600"
+    torn = whole.splitlines()
+    changed = [torn[3].replace(torn[3].split(" ")[2], "0" * 64), *torn[4:]]
+    for content in (None, "\n".join(torn[:3]), "\n".join([*torn[:3], *changed])):
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(DataError, match="who was in every batch"):
+            come(by_person(tmp_path / "run"), 3)
+    file.write_text(whole + "\n3 text 0123")  # a crash while the next line was written
+    again = by_person(tmp_path / "run")
+    come(again, 3)
+    assert again.step == 4
+
+
 def test_a_module_learns_from_a_stream() -> None:
     torch = pytest.importorskip("torch")
     from quietgrad.objectives.networks.module import ModuleObjective

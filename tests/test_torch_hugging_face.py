@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
+from quietgrad.privacy.accounting import account
+from quietgrad.privacy.events import poisson_gaussian
 
 transformers = pytest.importorskip("transformers", reason="needs quietgrad[hf]")
 pytest.importorskip("peft", reason="needs quietgrad[hf]")
@@ -148,6 +151,62 @@ def test_a_collator_that_mixes_is_seen_in_a_batch_encoding() -> None:
 
     with pytest.raises(DataError, match="depend on the other records"):
         private(llama(), collate_fn=mixing)
+
+
+def trainer(folder: Path, epochs: int = 1, log_losses: bool = False, **settings: Any) -> Any:
+    from quietgrad.torch.hugging_face import DPTrainer
+
+    known: dict[str, Any] = {"save_only_model": True, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
+    given = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=12, num_train_epochs=epochs, report_to=[], use_cpu=True,
+        **known | {key: value for key, value in settings.items() if key not in ("model_init", "ledger")},
+    )  # fmt: skip
+    model = {"model_init": llama} if "model_init" in settings else {"model": llama()}
+    return DPTrainer(
+        **model, args=given, train_dataset=Words(), data_collator=encoded, log_losses=log_losses,
+        privacy={"noise_multiplier": 1.0, "max_grad_norm": 1.0, "ledger": settings.get("ledger")},
+    )  # fmt: skip
+
+
+def test_a_trainer_resumes_with_what_its_checkpoint_cost(tmp_path: Path) -> None:
+    """Weights alone, as save_only_model saves them, forgot it: four steps were stated as two."""
+    first = trainer(tmp_path)
+    first.train()
+    second = trainer(tmp_path, epochs=2)
+    second.train(resume_from_checkpoint=True)
+    event = poisson_gaussian(rate=0.5, noise_multiplier=1.0, steps=4)
+    assert second.state.global_step == 4
+    assert second.epsilon(1e-5) == pytest.approx(account(event, delta=1e-5, relation="add-remove"))
+    (tmp_path / "checkpoint-2" / "quietgrad.json").unlink()
+    ledger = tmp_path / "ledger.jsonl"
+    with pytest.raises(BudgetError, match="does not say what it cost"):
+        trainer(tmp_path, epochs=2, ledger=ledger).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not ledger.exists()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_trainer_tells_exact_losses_only_if_asked(
+    asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = trainer(tmp_path, log_losses=asked)
+    done = made.train()
+    kept = (tmp_path / "checkpoint-2" / "trainer_state.json").read_text()
+    told = [key for line in [*made.state.log_history, done.metrics] for key in line if "loss" in key]
+    assert set(told) == ({"loss_not_private", "train_loss_not_private"} if asked else set())
+    assert ("loss" in kept) is asked
+    assert ("loss" in capsys.readouterr().out) is asked
+    assert math.isnan(done.training_loss) is not asked
+    assert made.state.total_flos == 0  # as many as the secret samples had tokens
+
+
+@pytest.mark.parametrize(
+    "settings", [{"model_init": True}, {"neftune_noise_alpha": 5.0}, {"include_num_input_tokens_seen": "all"}]
+)
+def test_what_would_train_or_tell_beside_the_private_loop_is_refused(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        trainer(tmp_path, **settings)
 
 
 def test_a_trainer_moves_the_adapters_and_nothing_else() -> None:

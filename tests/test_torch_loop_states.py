@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from quietgrad.errors import BudgetError
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.torch.history import epsilon_of
 from quietgrad.torch.opacus_verbs import make_private
 from quietgrad.torch.privacy_engine import PrivacyEngine
 
@@ -129,6 +134,108 @@ def test_a_state_of_the_same_engines_other_loop_brings_what_it_cost(carry: Calla
     kept = limited[2].privacy.total
     limited[0].load_state_dict(limited[0].state_dict())  # its own state again costs nothing
     assert limited[2].privacy.total == kept
+
+
+def _plainly(module: nn.Module) -> Any:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", ["private", "its module", "a layer of it"])
+def test_a_state_that_does_not_say_what_it_cost_is_refused(way: str) -> None:
+    """Plain dictionaries, and what safetensors makes of one, forget it: loaded, two epochs were stated as one."""
+    old, new = _loop(PrivacyEngine()), _loop(PrivacyEngine())
+    _epoch(old)
+    inner = new[0].module
+    into = {"private": new[0], "its module": inner, "a layer of it": nn.Sequential(inner)[0]}[way]
+    before = inner.weight.detach().clone()
+    for state in (_plainly(old[0]), _plainly(old[0].module), dict(old[0].state_dict())):
+        with pytest.raises(BudgetError, match="does not say what it cost"):
+            into.load_state_dict(state)
+    assert torch.equal(inner.weight, before)
+    _epoch(new)
+    assert new[2].privacy.epsilon() == pytest.approx(old[2].privacy.epsilon())
+
+
+def test_a_layer_of_a_private_model_takes_no_state_without_its_cost() -> None:
+    x = torch.randn(40, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    private, _, _ = make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, epochs=1,
+        data_loader=DataLoader(TensorDataset(x, x[:, :1]), batch_size=10), max_grad_norm=1.0,
+    )  # fmt: skip
+    with pytest.raises(BudgetError, match="does not say what it cost"):
+        model[0].load_state_dict(nn.Linear(3, 4).state_dict())
+    model.load_state_dict(copy.deepcopy(private.state_dict()))  # its own, all parts of it marked
+
+
+def _next_loop(module: nn.Module, **settings: Any) -> Any:
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    return PrivacyEngine().make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.01), epochs=2,
+        data_loader=DataLoader(TensorDataset(x, x[:, :1]), batch_size=20), noise_multiplier=1.0, max_grad_norm=1.0,
+        **settings,
+    )  # fmt: skip
+
+
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _pickled(module: nn.Module) -> nn.Module:
+    loaded: nn.Module = pickle.loads(pickle.dumps(module))
+    return loaded
+
+
+def _with_a_head(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, nn.Tanh(), nn.Linear(1, 1))
+
+
+def _from_the_module(module: nn.Module) -> nn.Module:
+    other = nn.Linear(3, 1)
+    made = _next_loop(other)
+    made[0].load_state_dict(module.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("carry", [_as_it_is, copy.deepcopy, _pickled, _with_a_head, _from_the_module])
+def test_a_trained_module_brings_what_it_cost_into_the_next_loop(
+    carry: Callable[[nn.Module], nn.Module],
+) -> None:
+    old = _loop(PrivacyEngine())
+    _epoch(old)
+    new = _next_loop(carry(old[0].module))
+    assert new[2].privacy.epsilon() == pytest.approx(old[2].privacy.epsilon())
+    _epoch(new)
+    assert new[2].privacy.epsilon() > 1.1 * _loop_alone(old)
+
+
+def _loop_alone(made: Any) -> float:
+    cost = made[2].privacy.cost
+    return epsilon_of([cost], 1e-5)
+
+
+def test_loops_that_do_not_add_up_are_refused_before_anything_is_spent(tmp_path: Path) -> None:
+    old = _loop(PrivacyEngine())
+    _epoch(old)
+    with pytest.raises(ValueError, match="do not add up"):
+        _next_loop(old[0].module, relation="replace-one", ledger=tmp_path / "ledger.jsonl")
+    assert not (tmp_path / "ledger.jsonl").exists()
+    copied = copy.deepcopy(old[0].module)
+    copied.load_state_dict(nn.Linear(3, 1).state_dict())  # a copy is no loop's: its owner may
+
+
+def test_the_ledger_has_every_loop_that_a_state_went_through(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    old = _next_loop(nn.Linear(3, 1), ledger=path)
+    for _ in range(2):
+        _epoch(old)
+    new = _next_loop(nn.Linear(3, 1), ledger=path)
+    new[0].load_state_dict(old[0].state_dict())
+    for _ in range(2):
+        _epoch(new)
+    spent = Ledger(path).spent("default", delta=1e-5, relation="add-remove").epsilon
+    assert spent == pytest.approx(new[2].privacy.epsilon())
+    assert spent > 1.1 * _loop_alone(old)
 
 
 def test_continuations_of_one_checkpoint_keep_a_promise_together() -> None:

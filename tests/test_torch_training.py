@@ -231,7 +231,10 @@ def test_progress_scores_and_early_stop(tmp_path: Path) -> None:
     result = qt.fit(
         model, LOSS, (x, y), qg.DPSGD(steps=40, batch_size=50), budget=BUDGET, every=10,
         evaluate=lambda m: {"accuracy": float((m(x).argmax(1) == y).float().mean())},
-        callbacks=[seen.append, qt.CSVLog(tmp_path / "log.csv")], stop=lambda progress: progress.step == 30,
+        callbacks=[
+            seen.append, qt.CSVLog(tmp_path / "log.csv"), qt.CSVLog(tmp_path / "scores.csv", metrics=True)
+        ],
+        stop=lambda progress: progress.step == 30,
     )  # fmt: skip
     assert [progress.step for progress in seen] == [10, 20, 30]
     epsilons = [progress.epsilon for progress in seen]
@@ -241,8 +244,9 @@ def test_progress_scores_and_early_stop(tmp_path: Path) -> None:
     assert result.metrics == {
         "accuracy": seen[-1].metrics["accuracy"], "private": False, "computed_by": "evaluate, without noise"
     }  # fmt: skip
+    assert (tmp_path / "scores.csv").read_text().startswith("step,epsilon,estimate_norm,accuracy\n")
     lines = (tmp_path / "log.csv").read_text().splitlines()
-    assert lines[0] == "step,epsilon,estimate_norm,accuracy"
+    assert lines[0] == "step,epsilon,estimate_norm"  # scores are data
     assert [line.split(",")[0] for line in lines[1:]] == ["10", "20", "30"]
     assert model.training
 
@@ -261,14 +265,17 @@ def test_fixed_noise_stops_at_the_budget() -> None:
         qt.fit(network(), LOSS, data(), algorithm, budget=BUDGET, noise_multiplier=0.01)
 
 
-def test_tensorboard_gets_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tensorboard_gets_scores_only_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: list[tuple[str, float, int]] = []
     writer = types.SimpleNamespace(add_scalar=lambda *row: written.append(row), flush=lambda: None)
     fake = types.ModuleType("torch.utils.tensorboard")
     fake.SummaryWriter = lambda folder: writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     qt.TensorBoardLog(tmp_path)(qt.Progress(3, 10, 0.5, 1.0, {"accuracy": 0.75}))
-    assert written == [("epsilon", 0.5, 3), ("estimate_norm", 1.0, 3), ("accuracy", 0.75, 3)]
+    public = [("epsilon", 0.5, 3), ("estimate_norm", 1.0, 3)]
+    assert written == public
+    qt.TensorBoardLog(tmp_path, metrics=True)(qt.Progress(3, 10, 0.5, 1.0, {"accuracy": 0.75}))
+    assert written[2:] == [*public, ("accuracy", 0.75, 3)]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match="CSVLog"):
         qt.TensorBoardLog(tmp_path)

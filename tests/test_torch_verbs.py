@@ -292,6 +292,7 @@ def test_a_shuffled_loader_becomes_poisson_or_is_accounted_without_amplification
     model = network()
     _, _, loader = make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings)
     assert len({len(y) for _ in range(5) for _, y in loader}) > 1
+    model = network()
     _, _, loader = make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings, poisson_sampling=False
     )

@@ -127,9 +127,10 @@ def _keep(report: AuditReport, folder: Path) -> None:
 
 def audit_folder(folder: Path, runs: int) -> AuditReport:
     """Audit the configuration, noise and claim of a finished run; its data are not needed."""
+    from quietgrad.audit.people import with_people
     from quietgrad.audit.running import run
     from quietgrad.errors import DataError
-    from quietgrad.privacy.budget import Budget
+    from quietgrad.privacy.budget import Budget, Unit
     from quietgrad.training.result import load
 
     result = load(folder)
@@ -144,13 +145,14 @@ def audit_folder(folder: Path, runs: int) -> AuditReport:
     algorithm = rebuild(result.algorithm, config)
     # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
     n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public
-    return run(
+    report = run(
         algorithm,
         budget=Budget(privacy.epsilon, privacy.delta, privacy.relation),
         n=n,
         runs=runs,
         noise_multiplier=privacy.noise_multiplier,
     )
+    return with_people(report, privacy.noise_multiplier) if privacy.unit is Unit.PERSON else report
 
 
 def rebuild(name: str, config: dict[str, Any]) -> Any:

@@ -49,7 +49,8 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
         else:
             result = minimize(land, n, method, budget=promise, n_public=n, callback=callback, **kept)
     found = certify(land, result.params, alpha=float(result.details.get("alpha", 0.01)))
-    details = {**result.details, "certificate": str(found), "epsilon_curve": [list(p) for p in spent.curve]}
+    curve = spent.curve_of(result.privacy.epsilon) or []
+    details = {**result.details, "certificate": str(found), "epsilon_curve": [list(point) for point in curve]}
     result = replace(result, data={"name": land.name, "notes": ["synthetic records"]}, details=details)
     result.save(out)
     report_if_possible([out], out / "report.html")

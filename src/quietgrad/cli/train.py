@@ -228,7 +228,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     except KeyboardInterrupt:
         say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
-    return finish(spec, out, data, result, spent.curve, loss)
+    return finish(spec, out, data, result, spent.curve_of(result.privacy.epsilon), loss)
 
 
 def finish(

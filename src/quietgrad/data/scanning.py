@@ -199,7 +199,7 @@ class Scan:
                 long = [digest for digest, rows, _ in found if rows >= _COPY]
                 if len(set(long)) < len(long):
                     raise DataError(
-                        f"{self.name}: two pieces hold the same rows, so a file seems to be there twice and everybody "
+                        f"{self.name}: two pieces hold the same rows, so a file may be there twice, and everybody "
                         "in it would count twice. Name the files that are meant."
                     )
                 self._seen.digests = tuple(digest for digest, _, _ in found)

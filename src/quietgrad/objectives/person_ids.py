@@ -152,7 +152,7 @@ def _hashed(value: Any, key: bytes) -> bytes:
 
 
 class Met:
-    """Who has come already, as hashes under a key that lives as long as this does; it is never written down.
+    """Who has come already, as hashes under a key: one that lives as long as this does, unless it is given.
 
     >>> met = Met()
     >>> met.add(met.newcomers(["ann", "bob"]))
@@ -161,8 +161,10 @@ class Met:
     quietgrad.errors.DataError: person: somebody of this batch was in an earlier one; a person comes once.
     """
 
-    def __init__(self) -> None:
-        self._key, self._kind = fresh_key(), ""
+    TWICE = "person: somebody of this batch was in an earlier one; a person comes once."
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key, self._kind = fresh_key() if key is None else key, ""
         self._known: set[bytes] = set()
 
     def newcomers(self, ids: Any) -> set[bytes]:
@@ -172,10 +174,10 @@ class Met:
         if kind != self._kind:
             raise DataError("person: ids are of another kind than those before, so nobody would be known again.")
         if found & self._known:
-            raise DataError("person: somebody of this batch was in an earlier one; a person comes once.")
+            raise DataError(self.TWICE)
         return found
 
-    def add(self, newcomers: set[bytes]) -> None:
+    def add(self, newcomers: set[bytes], step: int = 0) -> None:
         """They have come: what was made of them is spent, whatever happens to it."""
         self._known |= newcomers
 

@@ -43,7 +43,7 @@ class _Log(ABC):
     def _public(self, state: Any, session: Any) -> dict[str, float]:
         if self._spent is None:
             self._spent = SpentSoFar(session.plan)
-        epsilon = self._spent.after(sum(session.used.values()))
+        epsilon = self._spent.of(session)
         found = {} if epsilon is None else {"epsilon": float(epsilon)}
         if state.estimate.value is not None:
             found["estimate_norm"] = float(norm(state.estimate.value))

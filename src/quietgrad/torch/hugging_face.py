@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
+from quietgrad.errors import BudgetError
+from quietgrad.files import read_json, write_atomically
 from quietgrad.torch.loop_processes import several
 from quietgrad.torch.losses import causal_lm_loss
 from quietgrad.torch.privacy_engine import PrivacyEngine
+from quietgrad.torch.private_module import PrivateModule
+from quietgrad.torch.provenance import loading
 from quietgrad.torch.rows import plain
 
 __all__ = ["DPTrainer"]
 
 LossOfOutputs = Callable[[Any, Tensor], Tensor]
+_RECORD = "quietgrad.json"  # in a checkpoint's folder: what it cost
+_EXACT = ("loss", "train_loss")
 
 
 def _loss_of(model: Any) -> LossOfOutputs:
@@ -44,16 +54,39 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         loss: loss(outputs, labels) → the mean of one loss per example. The default is
             :func:`quietgrad.torch.causal_lm_loss` for causal language models and cross-entropy for one label per
             example. A model's own loss is not used: its examples weigh each other.
+        log_losses: also log the exact losses of batches, which are data and in no ε: as ``loss_not_private`` and
+            ``train_loss_not_private``. Without it ``TrainOutput.training_loss`` is not a number.
 
-    All other arguments are the ``Trainer``'s. ``epsilon(delta)`` is what training has cost so far.
+    All other arguments are the ``Trainer``'s. ``epsilon(delta)`` is what training has cost so far. Checkpoints say
+    what they cost, and one that does not is not resumed from.
     """
 
     model: Any
 
     def __init__(
-        self, *args: Any, privacy: Mapping[str, Any], loss: LossOfOutputs | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        privacy: Mapping[str, Any],
+        loss: LossOfOutputs | None = None,
+        log_losses: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if self.model_init is not None:
+            raise ValueError(
+                "model_init: train() would put a new model into the place of the private one and train it without "
+                "noise; give model=."
+            )
+        if self.args.neftune_noise_alpha is not None:
+            raise ValueError(
+                "neftune_noise_alpha: its noise follows the longest record of the batch, so examples would change "
+                "each other; leave it out."
+            )
+        if self.args.include_num_input_tokens_seen != "no":
+            raise ValueError(
+                "include_num_input_tokens_seen: how many tokens a secret sample has is data and would be logged; "
+                "leave it out."
+            )
         if self.args.gradient_accumulation_steps != 1:
             raise ValueError(
                 "gradient_accumulation_steps: a step must use one sample, or its amplification is another one; set "
@@ -63,7 +96,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             raise ValueError("DPTrainer trains in one process; on several use make_private in a loop of your own.")
         self._privacy = dict(privacy)
         self._loss = loss or _loss_of(self.model)
+        self._log_losses = log_losses
         self._loader: Any = None
+        self._private: PrivateModule | None = None
         self._engine = PrivacyEngine()
         self.model_accepts_loss_kwargs = False  # tokens of the batch are not counted before the model has seen it
         self.args.max_grad_norm = 0.0  # records' gradients are clipped; what is released needs no second clipping
@@ -73,6 +108,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         """Train privately; the trained model is ``self.model`` afterwards, as it was given."""
         module, settings = self.model, self.args
         assert isinstance(module, nn.Module)
+        resumed = args[0] if args else kwargs.get("resume_from_checkpoint")
+        folder = get_last_checkpoint(settings.output_dir) if resumed is True else resumed
+        if folder:
+            _record_in(folder)  # before anything is reserved
         self._set_signature_columns_if_needed()
         records: Any = self.train_dataset
         loader: DataLoader[Any] = DataLoader(
@@ -90,11 +129,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         private, self.optimizer, self._loader = make(
             module=module, optimizer=self.create_optimizer(), data_loader=loader, epochs=epochs, **self._privacy
         )
+        self._private = private
         try:
             self.model = self.model_wrapped = private
-            return super().train(*args, **kwargs)
+            done: Any = super().train(*args, **kwargs)
         finally:
             self.model = self.model_wrapped = module
+        return done._replace(
+            training_loss=done.training_loss if self._log_losses else math.nan, metrics=self._marked(done.metrics)
+        )
 
     def get_train_dataloader(self) -> Any:
         """The private loader."""
@@ -110,10 +153,51 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As a ``Trainer``'s; what is logged needs no marks of whose it is."""
+        """As a ``Trainer``'s; the batch's exact loss stays here unless it was asked for."""
         loss: Tensor = plain(super().training_step(*args, **kwargs))
-        return loss
+        return loss if self._log_losses else torch.zeros_like(loss)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what is public, and under names that say so what is not; a sample's exact loss only if asked for."""
+        super().log(self._marked(logs), *args, **kwargs)
+
+    def _marked(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        known = {key: value for key, value in logs.items() if key not in _EXACT}
+        exact = {f"{key}_not_private": logs[key] for key in _EXACT if key in logs}
+        known.pop("grad_norm", None)  # asked for before the step, when there is no gradient
+        return known | exact if self._log_losses else known
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """None are counted: they tell the size of a secret sample."""
+        return 0
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._private is not None:  # before the weights: what they say they cost is never too little
+            folder = Path(self.args.output_dir if output_dir is None else output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / _RECORD, json.dumps(self._private._loop.state()).encode())
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with loading(self.model, _record_in(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with loading(self.model, _record_in(str(self.state.best_model_checkpoint))):
+            super()._load_best_model()
 
     def epsilon(self, delta: float) -> float:
         """What training has cost so far."""
         return self._engine.get_epsilon(delta)
+
+
+def _record_in(folder: str) -> Any:
+    """What the checkpoint in a folder cost."""
+    try:
+        return read_json(Path(folder) / _RECORD)
+    except (OSError, ValueError):
+        raise BudgetError(
+            f"{folder}: this checkpoint does not say what it cost ({_RECORD} is not there or cannot be read). "
+            "Resume from one that DPTrainer saved; if its weights are public, or of other people, load them into "
+            "the model before it is given to DPTrainer. Nothing was trained."
+        ) from None

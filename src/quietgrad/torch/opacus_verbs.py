@@ -38,6 +38,7 @@ from quietgrad.torch.own_loop import NO_PROMISE, OwnLoop, PrivateLoop
 from quietgrad.torch.poisson_loader import PoissonLoader
 from quietgrad.torch.private_module import PrivateModule
 from quietgrad.torch.private_optimizer import check_optimizer, made_private, refuse_stepped
+from quietgrad.torch.provenance import Provenance, earlier
 from quietgrad.torch.shards import Shards
 
 __all__ = ["Private", "make_private", "make_private_with_epsilon"]
@@ -212,7 +213,7 @@ def _private(
     if isinstance(module, PrivateModule):
         module = module.module
     module = unwrapped(module)
-    params = list(module.parameters())
+    given, params = module, list(module.parameters())
     shards = Shards.of(module)
     if shards is not None:
         module = shards.twin
@@ -233,6 +234,7 @@ def _private(
         )
     method: Any = OwnLoop(stretches, rule.config(), poisson_sampling)
     unit = Unit.RECORD if people is None else Unit.PERSON
+    before = earlier(given, budget.relation, unit)
     plan = training.plan(method, n=n, budget=budget, noise_multiplier=noise_multiplier, unit=unit)
     if noise_multiplier is not None and budget.epsilon < NO_PROMISE:
         plan = affordable(plan)
@@ -252,7 +254,12 @@ def _private(
         ledger = cap = None  # one process pays
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, seed=seed, key=key)
     loop = PrivateLoop(plan, curator, engine, rule, loss_reduction == "mean", history, shards, name)
-    return PrivateModule(module, loop), made_private(optimizer, loop), PoissonLoader(data_loader, loop, lengths)
+    for record in before:
+        loop.load_history(record)
+    provenance = Provenance(loop)
+    provenance.put(given, module)
+    private = PrivateModule(module, loop, provenance)
+    return private, made_private(optimizer, loop), PoissonLoader(data_loader, loop, lengths)
 
 
 def _epochs(

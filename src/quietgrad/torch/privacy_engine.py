@@ -20,6 +20,7 @@ from quietgrad.torch.module_validator import ModuleValidator
 from quietgrad.torch.opacus_verbs import Private, make_private, make_private_with_epsilon
 from quietgrad.torch.private_module import PrivateModule
 from quietgrad.torch.private_optimizer import PrivateOptimizer
+from quietgrad.torch.provenance import loading
 
 __all__ = ["Accountant", "PrivacyEngine"]
 
@@ -179,10 +180,10 @@ class PrivacyEngine:
         state = content.pop("optimizer_state_dict", None)
         # First what it cost: if something fails below, the state may be in the model already.
         self._history.load(spent)
-        for holder in (module, optimizer):
-            if isinstance(holder, PrivateModule | PrivateOptimizer):
-                holder._loop.load_history(spent)
-        module.load_state_dict(content["module_state_dict"], **(module_load_dict_kwargs or {}))
+        if isinstance(optimizer, PrivateOptimizer):
+            optimizer._loop.load_history(spent)
+        with loading(module, spent):
+            module.load_state_dict(content["module_state_dict"], **(module_load_dict_kwargs or {}))
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)
         self._history.keep_promises()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from quietgrad.errors import BudgetError
 from quietgrad.objectives.networks.tape import mapped, tensors_of, with_parameters
 from quietgrad.torch.call_layout import CallLayout
+from quietgrad.torch.provenance import Provenance
 from quietgrad.torch.rows import Rows, owners_of, plain
 
 if TYPE_CHECKING:
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["PrivateModule"]
 
 
-_SPENT = "quietgrad"  # in the metadata of a state
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 class PrivateModule(nn.Module):
     """The user's module; in training mode its outputs are leaves and its parameters out of reach."""
 
-    def __init__(self, module: nn.Module, loop: PrivateLoop) -> None:
+    def __init__(self, module: nn.Module, loop: PrivateLoop, provenance: Provenance) -> None:
         super().__init__()
         self._module = module
         self._loop = loop
+        self._provenance = provenance
 
     @property
     def module(self) -> nn.Module:
@@ -79,24 +79,17 @@ class PrivateModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state, under its own names, and in its metadata what it cost."""
-        state = self._module.state_dict(*args, **kwargs)
-        if not args and not kwargs.get("prefix") and kwargs.get("destination") is None:
-            metadata = getattr(state, "_metadata", None)  # a module with a state_dict of its own may have none
-            if metadata is not None:
-                metadata.setdefault("", {})[_SPENT] = json.dumps(self._loop.state())
-        return state
+        return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own state; one of another private loop brings what it cost, which counts here too."""
+        """Load the module's own state; one of a private loop brings what it cost, and any other is refused."""
         if kwargs.get("assign") or (len(args) > 2 and args[2]):
             raise ValueError(
                 "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
                 "the private loop would know: nothing would train. Load without assign."
             )
-        state = args[0] if args else kwargs.get("state_dict")
-        spent = (getattr(state, "_metadata", None) or {}).get("", {}).get(_SPENT)
-        if spent is not None:
-            self._loop.load_history(json.loads(spent))
+        if not self._provenance.admitted:
+            self._provenance.read_state(args[0] if args else kwargs.get("state_dict"))
         loaded = self._module.load_state_dict(*args, **kwargs)
         if self._loop.shards is not None:
             self._loop.shards.scatter()

@@ -280,7 +280,7 @@ class _Watch:
 
             def callback(state: State, session: Session) -> None:
                 if state.step % every == 0 or state.done:
-                    self._report(state, plan, None if spent is None else spent.after(sum(session.used.values())))
+                    self._report(state, plan, None if spent is None else spent.of(session))
                 tell(state, session)
 
             yield callback

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quietgrad.curators.base import Session
     from quietgrad.plans.schedule import Plan
     from quietgrad.training import Callback
 
@@ -26,6 +27,8 @@ class SpentSoFar:
 
     def __init__(self, plan: Plan, points: int = 10) -> None:
         self.curve: list[tuple[int, float]] = []
+        self._plan = plan
+        self._again: dict[int, float] = {}  # ε by how often the plan was charged
         if plan.budget is None:
             return
         total = plan.schedule.releases
@@ -41,6 +44,35 @@ class SpentSoFar:
             return None
         at = bisect_left(self.curve, releases, key=lambda point: point[0])
         return self.curve[min(at, len(self.curve) - 1)][1]
+
+    def of(self, session: Session) -> float | None:
+        """ε of a session so far; ``None`` if it is not private.
+
+        A run that was charged again, because it was resumed on other sums, has spent its plan as often: which of
+        its releases were made before is in its transcript alone, so each charge counts whole.
+        """
+        if session.seeded:
+            return None
+        again = session.epochs
+        if again == 1 or not self.curve:
+            return self.after(sum(session.used.values()))
+        if again not in self._again:
+            self._again[again] = self._charged(again)
+        return self._again[again]
+
+    def curve_of(self, epsilon: float | None) -> list[tuple[int, float]] | None:
+        """The curve of a run that states ``epsilon``; ``None`` for one that was charged again and is above it."""
+        whole = epsilon is None or not self.curve or epsilon <= self.curve[-1][1] * (1 + 1e-9)
+        return self.curve if whole else None
+
+    def _charged(self, times: int) -> float:
+        """ε of the whole plan, so many times."""
+        from quietgrad.privacy.accounting import account
+        from quietgrad.privacy.events import composed
+
+        budget = self._plan.budget
+        assert budget is not None
+        return account(composed([self._plan.event] * times), delta=budget.delta, relation=budget.relation)
 
 
 def _first(plan: Plan, releases: int) -> dict[str, int]:
@@ -77,7 +109,7 @@ def progress(plan: Plan, spent: SpentSoFar, title: str, *, quiet: bool) -> Itera
             if state.step % every and not state.done:
                 return
             used = sum(session.used.values())
-            now = spent.after(used)
+            now = spent.of(session)
             bar.update(task, completed=used, spent="" if now is None else f"ε ≤ {now:.3g}")
 
         yield tell

@@ -103,12 +103,17 @@ def discard(name: str, folder: str | Path | None) -> None:
     """Leave neither a key nor a checkpoint of a run that is over or never began; the key goes first."""
     if folder is not None:
         KeyFile.destroy(name)
-        for file in (Path(folder) / Saver.FILE, _transcript(name)):
+        for file in (Path(folder) / Saver.FILE, _transcript(name), people_file(name)):
             file.unlink(missing_ok=True)
 
 
 def _transcript(name: str) -> Path:
     return KeyFile.directory() / f"{name}.transcript"
+
+
+def people_file(name: str) -> Path:
+    """Where a stream remembers whom it has met."""
+    return KeyFile.directory() / f"{name}.people"
 
 
 def finished_result(folder: Path, name: str) -> Result | None:

@@ -29,10 +29,11 @@ from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.sampling import SinglePass
 from quietgrad.training import checkpoint as checkpoints
+from quietgrad.training.met_people import KeptMet
 from quietgrad.training.minimizing import check_people, check_resumable, how_people_count
 from quietgrad.training.result import Result
 from quietgrad.training.running import run
-from quietgrad.training.saving import Saver, discard, finished_result
+from quietgrad.training.saving import Saver, discard, finished_result, people_file
 from quietgrad.vectors import Vector
 
 ENDED = "the stream ended early"
@@ -120,7 +121,7 @@ class Stream:
         self._state: State | None = None if self._kept is None else self._kept.state
         self._session: _Arrivals | None = None
         self._saver: Saver | None = None
-        self._met = Met()
+        self._met = Met() if folder is None else None  # what is kept has a key that is not known yet
         self._start: Vector | None = None
 
     @property
@@ -150,19 +151,23 @@ class Stream:
     def fit(self, data: Any = None, *, person: Any = None) -> Self:
         """Learn from the people of one batch, and forget them; without data nobody came, and noise is released.
 
-        A stream ``by_person`` takes one id per record. What it remembers of them while it is open is a keyed hash,
-        by which it knows somebody who comes again.
+        A stream ``by_person`` takes one id per record. What it remembers of them until it is closed is a keyed
+        hash, by which it knows somebody who comes again, after a restart too if it is kept in a folder.
         """
         if self._result is not None:
             raise ExhaustedError(f"the {self.step} batches of this stream were given; plan a new one.")
-        data, met = self._of_people(data, person)
+        data = self._of_people(data, person)
+        if self._met is None:
+            self._met = self._met_before()
+        met = self._newcomers(person)  # before anything is opened, if there is somebody to meet again
         session = self._open(data)
         if self._state is None:
             assert self._start is not None
             self._state = self._algorithm.init(self._start)
         if not self.done:  # else it was interrupted after its last release
             session.arrive(data)
-            self._met.add(met)
+            if self._met is not None:
+                self._met.add(met or self._newcomers(person), self.step)
             self._state = self._algorithm.step(self._state, session)
         if self._saver is not None:
             self._saver.save(self._state, session, now=True)
@@ -170,17 +175,28 @@ class Stream:
             self.close()
         return self
 
-    def _of_people(self, data: Any, person: Any) -> tuple[Any, set[bytes]]:
-        """The batch as the session takes it, and who is in it, as keyed hashes."""
+    def _newcomers(self, person: Any) -> set[bytes]:
+        """Who is in a batch, as keyed hashes."""
+        return set() if person is None or self._met is None else self._met.newcomers(person)
+
+    def _met_before(self) -> Met | None:
+        """Who came before the stream was interrupted."""
+        if self._kept is None or not isinstance(self._objective, OfPeople) or self.done:
+            return None
+        name = self._kept.meta["run"]
+        return KeptMet(people_file(name), KeyFile.load(name), self.step)
+
+    def _of_people(self, data: Any, person: Any) -> Any:
+        """The batch as the session takes it."""
         if data is None or not isinstance(self._objective, OfPeople):
             if person is not None:
                 raise ValueError("person: comes with data, in a stream that was opened with by_person=True.")
-            return data, set()
+            return data
         if person is None:
             raise ValueError("person: a stream by person needs one id per record with every batch.")
         asked = self._objective
         people = People.of(person, combine=asked.combine, records_per_person=asked.records_per_person)
-        return OfRecords(data, people), self._met.newcomers(person)
+        return OfRecords(data, people)
 
     def close(self) -> Result:
         """End the stream. Before the last planned batch this costs the whole plan all the same."""
@@ -228,6 +244,8 @@ class Stream:
             elif self._folder is not None:
                 key = None if self._seed is not None else KeyFile.create(name, self._folder)
                 self._saver = self._kept_by(name, key)
+                if isinstance(self._objective, OfPeople):
+                    self._met = Met() if key is None else KeptMet(people_file(name), key)
                 self._saver.write(self._algorithm.init(self._start), {}, None)
             transcript = None if self._saver is None else self._saver.transcript
             session = curator.open(self.plan, transcript=transcript, used=None if kept is None else kept.used)
@@ -236,6 +254,7 @@ class Stream:
                 self._saver.close()
                 self._saver = None
             if kept is None:
+                self._met = Met() if self._folder is None else None
                 discard(name, self._folder)
             raise
         assert isinstance(session, _Arrivals)

@@ -43,6 +43,7 @@ _KINDS: dict[type, str] = {
 }
 _LEAVES = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, ModuleType, torch.dtype, torch.device)
 _ITEMS, _OBJECTS = 1000, 100_000  # looked at in one container, and in all: records in memory are not walked through
+_OF_STATES = ("_state_dict_hooks", "_load_state_dict_pre_hooks")  # they run when no record is read
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -106,6 +107,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
         held = dict(getattr(value, "__dict__", None) or {})
         if isinstance(value, nn.Module):
             held |= held.pop("_modules", {})
+            held = {key: item for key, item in held.items() if key not in _OF_STATES}
         for kind in type(value).__mro__:
             slots = [key for key, slot in vars(kind).items() if isinstance(slot, MemberDescriptorType)]
             held |= {key: getattr(value, key, None) for key in slots}
