@@ -160,12 +160,14 @@ def test_products_are_of_these_rows_seen_in_this_way(monkeypatch: pytest.MonkeyP
     asked = OfPeople(loss)
     records = asked.prepare(OfRecords((X, y), ids))
     point, rule = rng.normal(size=records.dim), Rule.gradient(0.3)
-    first = person_grams.grams_of(records.rows, records.people.groups(None))
+    rows: Any = records.rows
+    first = person_grams.grams_of(rows, records.people.groups(None))
     assert first is not None
-    assert person_grams.grams_of(records.rows, records.people.groups(None)) is first
+    assert person_grams.grams_of(rows, records.people.groups(None)) is first
     moved = OfPeople(replace(loss, transform=Affine(np.ones(5), np.full(5, 2.0))))
     seen = moved.prepare(records)
-    assert person_grams.grams_of(seen.rows, seen.people.groups(None)) is not first
+    rows = seen.rows
+    assert person_grams.grams_of(rows, seen.people.groups(None)) is not first
     out = np.zeros(records.dim)
     asked.add(Batch(records, None), [point], rule, out)
     expected = reference(loss, X, y, People.of(ids), [point], rule, range(len(records)))

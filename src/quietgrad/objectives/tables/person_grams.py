@@ -133,14 +133,15 @@ def grams_of(records: Table, groups: Groups) -> PersonGrams | None:
     whole = groups.people is None and groups.starts[-1] == len(groups.order) == len(records)
     if mixed or not whole or not (groups.order[1:] > groups.order[:-1]).all():
         return None
-    if records.grams is not None and records.grams.is_of(records, groups):
-        return records.grams  # type: ignore[no-any-return]
+    found: PersonGrams | None = records.grams
+    if found is not None and found.is_of(records, groups):
+        return found
     sizes = np.diff(groups.starts)
     stored = records.X.nnz if records.is_sparse else records.X.size
     if int((sizes * sizes).sum()) > _MOST * stored:
         return None
-    records.grams = PersonGrams(records, groups)
-    return records.grams
+    records.grams = found = PersonGrams(records, groups)
+    return found
 
 
 def _identity(records: Table, groups: Groups) -> tuple[Indices, Indices, Any, Affine | None, Floats]:
