@@ -157,7 +157,8 @@ def matched(
         ("[federation]", f'matched = "{both.digest}"'),
         (
             f"[[party]] {name}",
-            f"records = {first_seen(kept.person)[1]}, of {first_seen(table.person)[1]} people known here",
+            f"records = {first_seen(kept.person)[1]} (under add-remove, rounded), of "
+            f"{first_seen(table.person)[1]} people known here",
         ),
     ]
 

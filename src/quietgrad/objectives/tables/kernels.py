@@ -694,6 +694,62 @@ def add_people_scalar(
             out[j] -= shortened * shift[j] * scale[j]
 
 
+@_SUM
+def _raw_product(rows: Any, i: int, spread: Any) -> float:
+    start, stop = _span(rows, i)
+    total = 0.0
+    for p in range(start, stop):
+        total += spread[_column(rows, p)] * _value(rows, i, p)
+    return total
+
+
+@_EXACT
+def person_products(table: Any, starts: Any, products: Any, reach: Any) -> None:
+    """⟨x̃ᵢ, x̃ⱼ⟩ for any two rows of one person, of rows that lie person by person; person after person, by rows.
+
+    ``reach`` gets aᵢ(‖s∘xᵢ‖ + ‖s∘m‖) + c of each row: a product is off by some eps times those of its two rows.
+    """
+    rows, _y, _norms, factors, shift, scale, column = table
+    width = 0
+    for i in range(reach.size):
+        start, stop = _span(rows, i)
+        for p in range(start, stop):
+            width = max(width, _column(rows, p) + 1)
+    spread = np.zeros(max(width, 1))
+    whole = 0.0
+    for j in range(shift.size):
+        whole += (shift[j] * scale[j]) ** 2
+    pulls = np.zeros(reach.size)
+    base = 0
+    for person in range(starts.size - 1):
+        begin, end = starts[person], starts[person + 1]
+        size = end - begin
+        for a in range(size):
+            i = begin + a
+            start, stop = _span(rows, i)
+            square = 0.0
+            for p in range(start, stop):
+                j = _column(rows, p)
+                s = scale[j] * scale[j] if scale.size else 1.0
+                x = _value(rows, i, p)
+                spread[j] = s * x
+                square += s * x * x
+                if shift.size:
+                    pulls[i] += s * x * shift[j]
+            mine = factors[i] if factors.size else 1.0
+            reach[i] = mine * (math.sqrt(square) + math.sqrt(whole)) + column
+            for b in range(a + 1):
+                k = begin + b
+                other = factors[k] if factors.size else 1.0
+                product = _raw_product(rows, k, spread) - pulls[i] - pulls[k] + whole
+                product = mine * other * product + column * column
+                products[base + a * size + b] = product
+                products[base + b * size + a] = product
+            for p in range(start, stop):
+                spread[_column(rows, p)] = 0.0
+        base += size * size
+
+
 def _mark(rows: Any, i: int, marks: Any, touched: Any, count: int) -> Any:
     """Note the columns of a sparse row i among the ``count`` touched ones; how many there are then."""
 

@@ -32,6 +32,7 @@ from quietgrad.objectives.people import Groups
 from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.full_batch import PersonSum, RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
+from quietgrad.objectives.tables.person_grams import PersonGrams, grams_of
 from quietgrad.objectives.tables.scanned import (
     Laid,
     Scanned,
@@ -239,12 +240,32 @@ class LinearObjective(BaseObjective, ABC):
         if not len(params) == len(previous) == len(out) == records.dim:
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
         mixed = records.transform is not None and records.transform.is_matrix
-        # Several scores of dense rows are quicker in BLAS; one score, or sparse rows, one person at a time.
+        # Sparse rows and several scores are quicker in products of blocks; one dense score, person by person.
+        products = self.full_batch_only or self.outputs > 1 or records.is_sparse
+        grams = grams_of(records, groups) if products and groups.people is None else None
+        if grams is not None:
+            out += self._gram_sum(records, grams, params, previous, rule)
+            return
         in_blocks = mixed or self.full_batch_only or (self.outputs > 1 and not records.is_sparse)
+        if groups.people is not None and self.gathered and not records.is_sparse:
+            groups = Groups(None, *groups.flat(), groups.mean)
         if groups.people is None and in_blocks:
             out += self._person_sum(records, groups, params, previous, rule)
             return
         self.add_grouped(records.packed, groups.visited(), params, previous, rule.numbers, out)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _gram_sum(self, records: Table, grams: PersonGrams, params: Floats, previous: Floats, rule: Rule) -> Floats:
+        """Σ over all people, as a weighted sum over their rows."""
+        at, other = lift(records, params), lift(records, previous) if rule.beta else None
+        total = RowSum(records)
+        assert records.y is not None
+        for block, gram, begins in grams.blocks():
+            y = records.y[block.which]
+            residuals = self.residuals(at.scores(block), y)
+            before = None if other is None else self.residuals(other.scores(block), y)
+            total.add(block, grams.contributions(block, gram, begins, residuals, before, rule))
+        return total.result()
 
     @np.errstate(over="ignore", invalid="ignore")
     def _person_sum(self, records: Table, groups: Groups, params: Floats, previous: Floats, rule: Rule) -> Floats:

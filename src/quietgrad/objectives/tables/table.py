@@ -107,6 +107,7 @@ class Table:
         self.row_bound = row_bound
         self.views: dict[int, Table] = {}  # the same rows under other transforms and frames
         self.frame: Any = None  # the public box these rows were moved into, if any
+        self.grams: Any = None  # inner products of the rows of people who were asked about (person_grams)
         self.features = int(X.shape[1])
         self.dim = (self.features + (intercept != 0.0)) * outputs
         """Number of parameters: (features + intercept) × outputs."""
@@ -164,7 +165,7 @@ class Table:
         other = copy(self)
         for name in ("packed", "_sparse_blocks"):
             vars(other).pop(name, None)
-        other.X, other.views = self.X[order], {}
+        other.X, other.views, other.grams = self.X[order], {}, None
         other.y = None if self.y is None else self.y[order]
         other.norms = self.norms[order]
         other.factors = self.factors[order] if self.factors.size else self.factors
