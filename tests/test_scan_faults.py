@@ -219,12 +219,12 @@ def test_what_a_scan_is_not_for(tmp_path: Path) -> None:
         scan(tmp_path, schema=schema, columns=["a"])
     with pytest.raises(DataError, match="takes paths"):
         scan(17)
-    for model in (
-        PrivateAdditiveClassifier(),
-        PrivateSearch(PrivateLogisticRegression(classes=[0, 1]), {"regularization": [0.0]}),
-    ):
-        with pytest.raises(DataError, match="needs the table in memory"):
-            model.fit(seen, np.zeros(3000))
+    with pytest.raises(DataError, match="needs the table in memory"):
+        PrivateSearch(PrivateLogisticRegression(classes=[0, 1]), {"regularization": [0.0]}).fit(
+            seen, np.zeros(3000)
+        )
+    with pytest.raises(DataError, match="in its schema"):
+        PrivateAdditiveClassifier(categories={"a": [0, 1]}).fit(seen)
     loss = qg.objectives.Logistic()
     records: Any = loss.prepare(seen)
     with pytest.raises(DataError, match="needs the table in memory"):
