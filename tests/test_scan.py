@@ -169,8 +169,9 @@ def test_a_scaled_or_binned_scan_is_a_scan(folder: Path, tmp_path: Path) -> None
         mine = PrivateLogisticRegression(feature_bounds=limits, **options).fit(seen)
         other = PrivateLogisticRegression(feature_bounds=limits, **options).fit(Z, y)
         np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-7, atol=1e-9)
-        mine.predict_to(seen, tmp_path / "p.parquet")
-        written = pq.read_table(tmp_path / "p.parquet")["prediction"].to_numpy()
+        out = tmp_path.parent / f"{type(turner).__name__}.parquet"
+        mine.predict_to(seen, out)
+        written = pq.read_table(out)["prediction"].to_numpy()
         assert (written == mine.predict(Z)).all()
     found = PrivateScaler(epsilon=4.0).fit(scan(folder, target="y"))
     assert found.privacy_.epsilon == pytest.approx(4.0, rel=0.02)
