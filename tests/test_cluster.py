@@ -148,3 +148,34 @@ def test_a_piece_that_takes_every_worker_down_ends_the_release(client: Any, fold
     records: Any = qg.objectives.Logistic().prepare(scan(folder, target="y", cluster=client))
     with pytest.raises(ClusterError, match="took its worker down"):
         records.add(_KillsOnce(tmp_path / "killed", always=True), Batch(records, None), np.zeros(1))
+
+
+def test_people_are_those_of_this_machine_and_lie_in_one_partition(client: Any, tmp_path: Path) -> None:
+    import dask.dataframe as dd
+    import pandas as pd
+
+    from quietgrad.objectives.people import of_people
+
+    rng = np.random.default_rng(2)
+    ids, X = np.sort(rng.integers(0, 90, 400)), rng.standard_normal((400, 2))
+    frame = pd.DataFrame({"id": ids, "a": X[:, 0], "b": X[:, 1], "y": (X[:, 0] > 0).astype(int)})
+    for k in range(4):
+        frame[100 * k : 100 * k + 100].to_parquet(tmp_path / f"{k}.parquet")  # somebody is in two files
+    assert ids[99] == ids[100]
+
+    def summed(table: Any, key: bytes = b"k" * 32) -> Any:
+        objective, data = of_people(qg.objectives.Logistic(), table, None, "mean", 2)
+        records = objective.prepare(data)
+        out = np.zeros(2)
+        records.answer(Gradient(np.ones(2), 0.5), Batch(records, None, key), out)
+        return out
+
+    mine = summed(scan(tmp_path, target="y", person="id"))
+    theirs = summed(scan(tmp_path, target="y", person="id", cluster=client))
+    assert (mine == theirs).all()
+    whole = dd.from_pandas(frame, npartitions=1)
+    held = summed(scan(whole, target="y", person="id", cluster=client))
+    np.testing.assert_allclose(held, mine, rtol=1e-9)
+    cut = dd.concat([dd.from_pandas(frame[:100], npartitions=1), dd.from_pandas(frame[100:], npartitions=1)])
+    with pytest.raises(DataError, match="two partitions"):
+        summed(scan(cut, target="y", person="id", cluster=client))

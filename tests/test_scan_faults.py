@@ -219,12 +219,12 @@ def test_what_a_scan_is_not_for(tmp_path: Path) -> None:
         scan(tmp_path, schema=schema, columns=["a"])
     with pytest.raises(DataError, match="takes paths"):
         scan(17)
-    for model in (
-        PrivateAdditiveClassifier(),
-        PrivateSearch(PrivateLogisticRegression(classes=[0, 1]), {"regularization": [0.0]}),
-    ):
-        with pytest.raises(DataError, match="needs the table in memory"):
-            model.fit(seen, np.zeros(3000))
+    with pytest.raises(DataError, match="needs the table in memory"):
+        PrivateSearch(PrivateLogisticRegression(classes=[0, 1]), {"regularization": [0.0]}).fit(
+            seen, np.zeros(3000)
+        )
+    with pytest.raises(DataError, match="in its schema"):
+        PrivateAdditiveClassifier(categories={"a": [0, 1]}).fit(seen)
     loss = qg.objectives.Logistic()
     records: Any = loss.prepare(seen)
     with pytest.raises(DataError, match="needs the table in memory"):
@@ -266,3 +266,15 @@ def test_a_record_of_a_folder_counts_once(tmp_path: Path) -> None:
             pq.write_table(rows, file)
     assert len(scan("/counted/people", target="y", filesystem=memory)) == 3
     memory.rm("/counted", recursive=True)
+
+
+def test_files_in_another_order_are_other_places(tmp_path: Path) -> None:
+    """A ledger knows the table by its rows in any order; a single pass, which goes by place, must not."""
+    loss: Any = qg.objectives.Logistic()
+    for k in range(2):
+        pq.write_table(table(50 + k), tmp_path / f"{k}.parquet")
+    before = loss.prepare(scan(tmp_path, target="y"))
+    (tmp_path / "0.parquet").rename(tmp_path / "9.parquet")
+    after = loss.prepare(scan(tmp_path, target="y"))
+    assert list(before.fingerprint_parts()) == list(after.fingerprint_parts())
+    assert list(before.contents()) != list(after.contents())

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +16,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.cli import main
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.objectives.base import Batch, Gradient, Loss
@@ -39,7 +45,7 @@ def table() -> tuple[Any, Any, Any]:
 CUTS = (0, 37, 190, 220, 240, 260, 430, 600)
 
 
-def write(folder: Path, ids: Any, X: Any, y: Any, cuts: Any = CUTS) -> Path:
+def write(folder: Path, ids: Any, X: Any, y: Any, cuts: Any = CUTS, group: int = 25) -> Path:
     folder.mkdir(exist_ok=True)
     for k, (a, b) in enumerate(pairwise(cuts)):
         features = {f"x{j}": X[a:b, j] for j in range(X.shape[1])}
@@ -239,3 +245,29 @@ def test_a_thousand_labels_too_many_are_refused(monkeypatch: pytest.MonkeyPatch)
     rows = pa.table({"x": np.arange(2000.0), "y": [f"label {k}" for k in range(2000)]})
     with pytest.raises(DataError, match="more than 1000 different labels"):
         PrivateLogisticRegression(epsilon=1.0).fit(qg.data.scan(rows, target="y"))
+
+
+@pytest.mark.parametrize("person", [[], ["--person", "id"]])
+def test_a_command_that_is_killed_is_resumed_and_charged_once(
+    tmp_path: Path, table: Any, person: list[str]
+) -> None:
+    """kill −9 as soon as the cost is in the ledger; `resume` ends the run, and `predict` streams to a file."""
+    ids, X, y = (np.repeat(part, 50, axis=0) for part in table)
+    folder = write(tmp_path / "p", ids, X, y, (0, 9000, 30000), 5000)
+    book, run = tmp_path / "run" / "ledger.jsonl", str(tmp_path / "run")
+    words = [str(folder / "*.parquet"), "--target", "y", "--epsilon", "2", "--out", run, "--quiet", *person]
+    command = [sys.executable, "-m", "quietgrad", "train", *words]
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "src"}, stderr=subprocess.DEVNULL)
+    while child.poll() is None and not (book.exists() and '"reserve"' in book.read_text()):
+        time.sleep(0.01)
+    child.kill()
+    assert child.wait() == -9
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert main(["resume", run]) == 0
+    kinds = [json.loads(line)["kind"] for line in book.read_text().splitlines()]
+    assert (kinds.count("reserve"), kinds.count("close")) == (1, 1)
+    result = qg.load(run)
+    assert result.privacy.epsilon == pytest.approx(2.0, rel=0.02)
+    assert result.privacy.unit == ("person" if person else "record")
+    assert main(["predict", run, str(folder), "-o", str(tmp_path / "out.csv")]) == 0
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 30001

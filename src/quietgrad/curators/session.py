@@ -264,6 +264,7 @@ class CentralSession:
         if self._private:
             self._spend(rho)
         while True:
+            self.foresee(*queries)
             scores = np.array([self._score(query, begun) for query in queries])
             scores += relative(offsets, len(queries))
             if not self._private:
@@ -276,6 +277,7 @@ class CentralSession:
         begun = self._begin(slot, "first_below")
         multiplier = self._multiplier(slot, None) if self._private else 0.0
         while True:
+            self.foresee(*queries)
             looked: list[float] = []
 
             def values(seen: list[float] = looked) -> Iterator[tuple[float, float]]:

@@ -48,6 +48,15 @@ class ScanParts:
         else:
             yield from ((X, y, None) for X, y, _ in self.rows_of(task.unit, task.rows))
 
+    def checksum(self, unit: Any) -> int:
+        """A checksum of what a piece holds, however it is then laid out."""
+        found = 0
+        for batch in unit.batches(self.layout.read, self.rows):
+            if batch.num_rows:
+                X, y, _ = self.layout.rows(batch)
+                found = checksum_of(X, y, found)
+        return found
+
     def _mapped(self, X: Array) -> Array:
         return X if self.mapped is None else self.mapped(X)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.row_layout import Array, RowLayout
-from quietgrad.data.scan_parts import ScanParts, Threads, checksum_of
+from quietgrad.data.scan_parts import ScanParts, Threads
 from quietgrad.data.scan_people import Carried, Runs, RunsOf, cut_by_person
 from quietgrad.data.scan_units import LEAST_ROWS
 from quietgrad.data.schema import Categorical, Schema, read_schema
@@ -211,6 +211,12 @@ class Scan:
             elif (self._seen.sizes != sizes) if self.whose is None else (sum(self._seen.sizes) != sum(sizes)):
                 raise DataError(f"{self.name}: has other numbers of rows than its files say; they may be damaged.")
 
+    def contents(self) -> Iterator[bytes]:
+        """The content of the features in the order of the rows."""
+        assert self._seen.digests is not None
+        yield f"scan {self.features}".encode()
+        yield from self._seen.digests
+
     def fingerprint(self) -> Iterator[bytes]:
         """The content of the features: the same whatever the files are called and in whatever order they come."""
         assert self._seen.digests is not None
@@ -343,7 +349,8 @@ class _Verification:
 
     def __call__(self, parts: Any, task: Task) -> list[tuple[bytes, int, int]]:
         columns = [hashlib.sha256() for _ in range(self.width)] if self.digest else []
-        rows, checksum, watched = 0, 0, hasattr(task.unit, "checksum")
+        rows = 0
+        checksum = parts.checksum(task.unit) if hasattr(task.unit, "checksum") else 0
         for X, y, people in parts.read(task):
             if not np.isfinite(X).all():
                 raise DataError(
@@ -356,7 +363,6 @@ class _Verification:
                 )
             self.reading.prepare(parts.seen(X, y, people))
             rows += len(X)
-            checksum = checksum_of(X, y, checksum) if watched else 0
             if people is not None and columns:
                 columns[0].update(people.sizes.tobytes())  # the same rows, otherwise grouped, are another table
             for place, column in enumerate(columns):

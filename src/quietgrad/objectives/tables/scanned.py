@@ -125,6 +125,10 @@ class Source(Protocol):
         """The features' content, whatever the files are called."""
         ...
 
+    def contents(self) -> Iterator[bytes]:
+        """The same in the order of the rows."""
+        ...
+
 
 @cache
 def _libraries() -> Any:
@@ -267,8 +271,8 @@ class Scanned:
         )
 
     def contents(self) -> Iterator[bytes]:
-        """The source's content."""
-        yield from self.source.fingerprint()
+        """The source's content, its rows in their order: who was drawn by place must lie there again."""
+        yield from self.source.contents()
 
     def fingerprint_parts(self) -> Iterator[bytes]:
         """The source's content: a ledger knows the table by it."""
