@@ -191,8 +191,8 @@ def _found_ranges(
             chosen, near, far = unknown[:1], -reach[:1], reach[:1].copy()
             near, far = np.where(np.isfinite(near), near, -1.0), np.where(np.isfinite(far), far, 1.0)
         for again, slot in enumerate(look.offset_slots):
-            # Few bins first: what is spread over many would leave its core alone above the noise.
-            count = FEW_PIECES if again == 0 else PIECES
+            # One look alone is a noisy one: with few bins each of them holds more.
+            count = FEW_PIECES if look.closer == 1 else PIECES
             pieces = Pieces(chosen, near, far, relation, count)
             inner = door.release(slot, pieces).reshape(-1, count)
             nearer, closer = read_pieces(inner, noise_of(door, slot, pieces.bound), near, far)
