@@ -25,13 +25,14 @@ WITHOUT_NOISE = 1e6  # least squares is what is left: diffprivlib's regression i
 def main(path: Path) -> None:
     warnings.simplefilter("ignore")
     facts = json.loads(path.with_suffix(".json").read_text())
-    train, y, test, y_test = tables(path, facts)
+    train, test = (read(path, part, facts["words"]) for part in ("train", "test"))
+    y, y_test = (part.pop("__target__").to_numpy() for part in (train, test))
     out: dict[str, Any] = {"versions": {p: version(p) for p in ("interpret-core", "diffprivlib", "scikit-learn")}}
     large = train.shape[0] >= LARGE
-    huge = train.shape[0] * train.shape[1] > HUGE and facts["words"] is not None
+    huge = train.shape[0] * train.shape[1] > HUGE
     for name, fit in (("dp-ebm", ebm), ("diffprivlib", linear)):
-        if name == "dp-ebm" and (facts["task"] == "multiclass" or facts["words"] is None):
-            continue  # it refuses more than two classes, and takes no sparse rows
+        if name == "dp-ebm" and facts["task"] == "multiclass":
+            continue  # it refuses more than two classes
         for epsilon in EPSILONS[name]:
             if f"{name} {epsilon:g}" in facts["done"] or (large and epsilon not in (0.2, 1.0, 4.0)) or huge:
                 continue
@@ -54,7 +55,7 @@ def searched(train: Any, y: Any, facts: Any, epsilon: float) -> dict[str, Any]:
         return {}
     order = np.random.default_rng(7).permutation(train.shape[0])
     fit, check = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
-    inner, outer = (train[rows] if facts["words"] is None else train.iloc[rows] for rows in (fit, check))
+    inner, outer = train.iloc[fit], train.iloc[check]
     found = {C: scored(linear(inner, y[fit], facts, epsilon, C=C)(outer), y[check], "multi")[0] for C in STRENGTHS}
     return {"C": max(found, key=lambda C: found[C])}
 
@@ -81,18 +82,6 @@ def scored(answers: tuple[Any, Any], y: Any, task: str) -> tuple[float, float]:
     if task == "regression":
         return float(r2_score(y, said)), float("nan")
     return float((said == y).mean()), float(roc_auc_score(y, score)) if task == "binary" else float("nan")
-
-
-def tables(path: Path, facts: Any) -> tuple[Any, Any, Any, Any]:
-    """Training rows and targets, test rows and targets; sparse rows where there are no columns to speak of."""
-    if facts["words"] is None:
-        import scipy.sparse as sparse
-
-        parts = [sparse.load_npz(f"{path}.{part}.npz") for part in ("train", "test")]
-        targets = np.load(f"{path}.targets.npz")
-        return parts[0], targets["train"], parts[1], targets["test"]
-    train, test = (read(path, part, facts["words"]) for part in ("train", "test"))
-    return train, train.pop("__target__").to_numpy(), test, test.pop("__target__").to_numpy()
 
 
 def read(path: Path, part: str, words: dict[str, list[str]]) -> Any:
@@ -137,8 +126,6 @@ def linear(train: Any, y: Any, facts: Any, epsilon: float, C: float = 1.0) -> An
     bounds = facts["bounds"]
 
     def numbers(part: Any) -> Any:
-        if facts["words"] is None:
-            return part
         columns = []
         for c in part:
             if c in bounds:
@@ -153,7 +140,7 @@ def linear(train: Any, y: Any, facts: Any, epsilon: float, C: float = 1.0) -> An
         model = LinearRegression(epsilon=epsilon, bounds_X=(0.0, 1.0), bounds_y=(low, high))
         model.fit(numbers(train), y)
         return lambda part: (np.clip(model.predict(numbers(part)), low, high), None)
-    norm = facts["norm"] or float(np.sqrt(train.shape[1]))
+    norm = float(np.sqrt(train.shape[1]))
     model = LogisticRegression(epsilon=epsilon, data_norm=norm, max_iter=500, C=C)
     model.fit(numbers(train), y)
     binary = facts["task"] == "binary"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import quietgrad
@@ -148,6 +149,13 @@ def test_a_schema_and_text_labels(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert captured.out.splitlines()[0] == "prediction,probability_of_yes"
     assert {line.split(",")[0] for line in captured.out.splitlines()[1:]} == {"no", "yes"}
     assert float(captured.err.split("accuracy = ")[1].split()[0]) > 0.8
+    # New people have no labels yet, in a text or a parquet file.
+    unlabelled = pd.read_csv(tmp_path / "people.csv").drop(columns="rich")
+    unlabelled.to_csv(tmp_path / "new.csv", index=False)
+    unlabelled.to_parquet(tmp_path / "new.parquet")
+    for name in ("new.csv", "new.parquet"):
+        assert main(["predict", str(tmp_path / "run"), str(tmp_path / name)]) == 0
+        assert capsys.readouterr() == (captured.out, "")
 
 
 def test_an_account_is_shared_and_its_cap_refuses(

@@ -54,7 +54,7 @@ def voted(y: Any, test: Any, fits: int = 4000) -> float:
 
 
 def floor_is_kept(scores: list[float], floor: float) -> bool:
-    return float(np.mean(scores)) >= floor - 3.0 * float(np.std(scores, ddof=1)) / np.sqrt(len(scores))
+    return bool(np.mean(scores) >= floor - 3.0 * np.std(scores, ddof=1) / np.sqrt(len(scores)))
 
 
 @pytest.mark.parametrize("name", TABLES)

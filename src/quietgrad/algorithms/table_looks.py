@@ -190,11 +190,11 @@ def _found_ranges(
         if not asked:  # asked all the same: how many releases a run makes must not follow from the data
             chosen, near, far = unknown[:1], -reach[:1], reach[:1].copy()
             near, far = np.where(np.isfinite(near), near, -1.0), np.where(np.isfinite(far), far, 1.0)
-        pieces = Pieces(chosen, near, far, relation, FEW_PIECES)
+        # One look alone is a noisy one: with few bins each of them holds more.
+        count = FEW_PIECES if look.closer == 1 else PIECES
+        pieces = Pieces(chosen, near, far, relation, count)
         for again, slot in enumerate(look.offset_slots):
-            # Few bins first: what is spread over many would leave its core alone above the noise.
-            count = FEW_PIECES if again == 0 else PIECES
-            if asked or again < 2:  # nobody looks closer where nobody looks: one sum does for these releases
+            if asked:  # nobody looks closer where nobody looks: one sum does for all of these releases
                 pieces = Pieces(chosen, near, far, relation, count)
             inner = door.release(slot, pieces).reshape(-1, count)
             nearer, closer = read_pieces(inner, noise_of(door, slot, pieces.bound), near, far)

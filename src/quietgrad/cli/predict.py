@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import tempfile
 from pathlib import Path
@@ -157,13 +158,31 @@ def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | Non
         return loaded, loaded.y
     # A file without labels is read with a column of one public class or number in their place.
     filler = str(facts["class_names"][0]) if facts["class_names"] else "0"
+    if "schema" not in reading:
+        reading["label"] = label
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / Path(data).name
-        lines = Path(data).read_text().splitlines()
-        mark = max(",;\t", key=lines[0].count)
-        rows = [lines[0] + mark + label, *(line + mark + filler for line in lines[1:] if line.strip())]
-        copy.write_text("\n".join(rows) + "\n")
-        return load(copy, train=False, **{**reading, "label": label}), None
+        _write_with(Path(data), copy, label, filler)
+        return load(copy, train=False, **reading), None
+
+
+def _write_with(source: Path, copy: Path, label: str, filler: str) -> None:
+    """Copy a delimited or parquet file with one more column, which says ``filler`` in every row."""
+    if source.suffix in (".parquet", ".pq"):
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(source)
+        pyarrow.parquet.write_table(table.append_column(label, pyarrow.array([filler] * len(table))), copy)
+        return
+    with source.open(newline="", encoding="utf-8-sig") as file:
+        mark = max(",;\t", key=file.readline().count)
+        file.seek(0)
+        rows = [row for row in csv.reader(file, delimiter=mark, skipinitialspace=True) if row]
+    with copy.open("w", newline="", encoding="utf-8") as file:
+        written = csv.writer(file, delimiter=mark)
+        written.writerow([*rows[0], label])
+        written.writerows([*row, filler] for row in rows[1:])
 
 
 def _header(data: str) -> list[str]:
@@ -181,12 +200,17 @@ def _header(data: str) -> list[str]:
 
 
 def _missing_label(data: str, facts: dict[str, Any], reading: dict[str, Any]) -> str | None:
-    """A name for the label column that a delimited file lacks; ``None`` if it has one or cannot be told."""
-    known = facts.get("feature_names")
-    if Path(data).suffix not in (".csv", ".tsv") or "schema" in reading or not known:
-        return None
+    """A name for the label column that a file lacks; ``None`` if it has one or cannot be told."""
+    from quietgrad.data.schema import read_schema
+
     header = [name for name in _header(data) if name != reading.get("person")]
-    label = reading.get("label")
+    if "schema" in reading:
+        schema = read_schema(reading["schema"])
+        there = schema.names is None and set(schema.columns) <= set(header)
+        return schema.label if there and schema.label not in header else None
+    known, label = facts.get("feature_names"), reading.get("label")
+    if not known:
+        return None
     if label is not None and label in header:
         return None
     return (label or "__label__") if sorted(header) == sorted(known) else None
@@ -209,7 +233,6 @@ def _scores(answers: Any, y: Any, task: str) -> dict[str, float]:
 
 
 def _csv(columns: dict[str, list[Any]]) -> str:
-    import csv
     import io
 
     text = io.StringIO()

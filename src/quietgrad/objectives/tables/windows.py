@@ -20,6 +20,7 @@ _POOLED_TAIL = (
     0.1  # of all values, where all features share one limit: a few large features must not drown the rest
 )
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
+_COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
 _ONE_SIDED = 1.5  # deviations within which a sign counts as absent
 _EMPTY = 0.02  # of the targets may lie in an end of their interval that is left out
 _UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
@@ -200,8 +201,11 @@ def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tupl
         use = inner.found & (caught >= _CAUGHT * total)
         pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
         width = (high - low) / pieces
-        new_low = np.where(use, low + np.maximum(inner.first - pad, 0) * width, new_low)
-        new_high = np.where(use, low + np.minimum(inner.last + pad + 1, pieces) * width, new_high)
+        nearer = low + np.maximum(inner.first - pad, 0) * width
+        closer = low + np.minimum(inner.last + pad + 1, pieces) * width
+        # What is spread over many bins leaves only its core above the noise of each: those must narrow it a lot.
+        use &= (pieces <= _COARSE) | (closer - nearer <= _FINER * (new_high - new_low))
+        new_low, new_high = np.where(use, nearer, new_low), np.where(use, closer, new_high)
     return new_low, new_high
 
 
