@@ -105,8 +105,11 @@ def flower(path: str, folder: Path) -> dict[str, Any]:
     for name, words_of in commands.items():
         (script, *words), out = words_of.split(), folder / f"{name}.json"
         command = [sys.executable, str(ROOT / "benchmarks" / script), *words, "--out", str(out)]
-        subprocess.run(command, check=True, env=ours(), stdout=subprocess.DEVNULL)
-        found[name] = json.loads(out.read_text())["rows"]
+        done = subprocess.run(command, env=ours(), stdout=subprocess.DEVNULL)
+        if done.returncode == 0:
+            found[name] = json.loads(out.read_text())["rows"]
+        else:  # five real processes on a loaded machine may miss their deadlines; the other measure stands
+            found[f"{name} failed"] = words_of
     return {"versions": {"flwr": "1.41.0"}, **found}
 
 
@@ -138,20 +141,24 @@ def main() -> None:
                 except (RuntimeError, subprocess.CalledProcessError) as error:
                     found[name] = {"absent": f"was installed and failed: {error}"}
                 print(name, json.dumps(found[name])[:600], flush=True)
-        if "calibration" in found.get("quietgrad", {}):
-            proved_again(found)
-        asked_for = {
-            "data": data, "epsilon": task.EPSILON, "delta": task.DELTA, "steps": task.STEPS,
-            "sampling": f"Poisson, n // {task.PARTS} in the mean", "dp_sgd_grid": task.DP_SGD_GRID,
-            "penalties": task.PENALTIES, "fits": task.RUNS,
-            "calibration": {
-                "n": task.RUN_N, "batch_size": task.RUN_BATCH, "steps": task.RUN_STEPS,
-                "epsilon": task.RUN_EPSILON, "delta": task.DELTA, "given_noise_multiplier": task.GIVEN_NOISE,
-            },
-            "parties": PARTIES, "dimension": DIMENSION,
-        }  # fmt: skip
-        save(RESULT, {"task": asked_for, "peers": {name: found[name] for name in PEERS if name in found}})
+                keep(found, data)
     write(json.loads(RESULT.read_text()), ROOT / "docs" / "peers.md")
+
+
+def keep(found: dict[str, Any], data: str) -> None:
+    """Write the JSON."""
+    proved_again(found)
+    asked_for = {
+        "data": data, "epsilon": task.EPSILON, "delta": task.DELTA, "steps": task.STEPS,
+        "sampling": f"Poisson, n // {task.PARTS} in the mean", "dp_sgd_grid": task.DP_SGD_GRID,
+        "penalties": task.PENALTIES, "fits": task.RUNS,
+        "calibration": {
+            "n": task.RUN_N, "batch_size": task.RUN_BATCH, "steps": task.RUN_STEPS,
+            "epsilon": task.RUN_EPSILON, "delta": task.DELTA, "given_noise_multiplier": task.GIVEN_NOISE,
+        },
+        "parties": PARTIES, "dimension": DIMENSION,
+    }  # fmt: skip
+    save(RESULT, {"task": asked_for, "peers": {name: found[name] for name in PEERS if name in found}})
 
 
 def proved_again(found: dict[str, Any]) -> None:
