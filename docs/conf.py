@@ -9,6 +9,7 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 project = "quietgrad"
 author = "The quietgrad developers"
+html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]

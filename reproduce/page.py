@@ -47,7 +47,8 @@ STYLE = """
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; color: var(--ink); background: var(--paper);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word }
 a { color: var(--link) } code { background: var(--soft); padding: 0 .2em; overflow-wrap: anywhere }
-pre { background: var(--soft); padding: .7rem; overflow-x: auto } pre code { overflow-wrap: normal }
+pre { background: var(--soft); padding: .7rem; overflow-x: auto } pre code { overflow-wrap: normal; padding: 0 }
+td code { overflow-wrap: normal; white-space: nowrap } td:last-child { min-width: 7rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .87rem; margin: .6rem 0 }
 th, td { border: 1px solid var(--line); padding: .2rem .5rem; text-align: left; vertical-align: top }
 th { background: var(--soft) } figure { margin: 1.2rem 0 }

@@ -209,6 +209,8 @@ def test_every_algorithm_has_its_page() -> None:
     private = {name for name, entry in ALGORITHMS.items() if entry.kind.private}
     pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"index"}
     assert pages == private
+    listed = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8").splitlines()
+    assert not private - set(listed), "not in the list of docs/methods/index.md"
     for name in private:
         text = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
         for part in ("## The step", "## The paper's lines", "## Where we differ", "## When it wins"):

@@ -20,7 +20,7 @@ from quietgrad.errors import DataError
 from quietgrad.privacy.accounting import delta_of
 from quietgrad.privacy.events import gaussian
 from quietgrad.report.certificate import certify_run, detection
-from quietgrad.report.page import render
+from quietgrad.report.page import read_runs, render
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -231,6 +231,16 @@ def test_a_look_with_its_own_noise_is_stated_with_it() -> None:
     privacy = replace(result.privacy, releases={"look": 1, **result.privacy.releases})
     first, *_ = certify_run(replace(result, details=details, privacy=privacy), None).releases
     assert first.multiplier == "7.5"
+
+
+def test_a_setting_of_a_thousand_ranges_takes_a_line(runs: list[Path]) -> None:
+    (run, *_) = read_runs(runs[:1])
+    same, other = [(-3.7416573867739413, 3.7416573867739413)] * 1000, [(0.0, float(j)) for j in range(1000)]
+    config = {**run.result.config, "look": {"features": same, "values": other}}
+    text = render(runs[:1], [replace(run, result=replace(run.result, config=config))])
+    assert "features [1000 × [-3.74166, 3.74166]]" in text
+    assert "… (1000 in all)]" in text
+    assert "[0, 500]" not in text
 
 
 def test_how_to_repeat_it_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _METRICS = {
     "gradient_norm": "gradient norm",
 }
 _MOST_COEFFICIENTS = 20
+_MOST_ITEMS = 8  # of a setting that is a list
 
 _SECOND_ORDER = {
     "escapes": "saddles left",
@@ -284,4 +286,9 @@ def _plain(value: Any) -> str:
         return "–"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):  # ranges of a thousand columns would fill pages
+        runs = [(item, len(list(same))) for item, same in groupby(map(_plain, value))]
+        said = [f"{count} × {item}" if count > 1 else item for item, count in runs[:_MOST_ITEMS]]
+        more = [f"… ({len(value)} in all)"] if len(runs) > _MOST_ITEMS else []
+        return f"[{', '.join([*said, *more])}]"
     return str(value)

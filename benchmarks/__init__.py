@@ -1,0 +1,1 @@
+"""The measurements behind the numbers of the documentation, one script each; results in results/."""
