@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -65,12 +66,19 @@ def public_augmentation(patch: Patch) -> None:
 def float32_sums(patch: Patch) -> None:
     """Passes are added up in float32."""
 
-    class Narrow:
-        def __init__(self, like: Any) -> None:
-            self.value = torch.zeros_like(like)
+    class Narrow(module.CompensatedSum):
+        def __init__(self, out: Any) -> None:
+            self._out, self._low, self._begun = out, None, True
+            self._high = torch.zeros_like(out, dtype=torch.float32)
+
+        @contextmanager
+        def term(self) -> Iterator[Any]:
+            part = torch.zeros_like(self._out)
+            yield part
+            self.add(part)
 
         def add(self, term: Any) -> None:
-            self.value += term.float()
+            self._high += term.float()
 
     patch.setattr(module, "CompensatedSum", Narrow)
 
@@ -94,6 +102,14 @@ def checkpoints_at_the_start(patch: Patch) -> None:
         with torch.enable_grad(), hooks, tape.with_parameters(self._module, old):
             self._tape.backward(results, grads)
 
+    made = tape.Recording.__init__
+
+    def begin(self: Any, *args: Any, at_once: Any = None) -> None:
+        made(self, *args)
+        if at_once is not None:
+            backward(self, [self.result], [at_once(self.result)])
+
+    patch.setattr(tape.Recording, "__init__", begin)
     patch.setattr(tape.Recording, "backward", backward)
     patch.setattr(ways, "_differing", lambda *_: [])
 

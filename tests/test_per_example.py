@@ -364,5 +364,5 @@ def test_depthwise_convolutions(
     """Filters of one channel, by shifted products, in every geometry."""
     layer = nn.Conv2d(3, 3, kernel, stride, padding, dilation, groups=3, padding_mode=mode)
     agree(Head(layer), inputs(4, 3, 9, 8), strategy)
-    wide = nn.Sequential(layer, nn.Flatten()).double().to(memory_format=torch.channels_last)
+    wide = nn.Sequential(layer, nn.Flatten()).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     agree(wide, inputs(4, 3, 9, 8).contiguous(memory_format=torch.channels_last), strategy, planned=None)

@@ -213,8 +213,8 @@ class _GaussianSource(Source):
             unit = DeviceStream(self._key, label, total.device).normal(release, len(total))
             device_noise.add_gaussian(total, unit, *self._scale)
             return
-        for where, unit in self._units.pieces(release, len(total)):
-            release_gaussian(total[where], unit, *self._scale)
+        for where, piece in self._units.pieces(release, len(total)):
+            release_gaussian(total[where], piece, *self._scale)
 
 
 @dataclass(frozen=True)

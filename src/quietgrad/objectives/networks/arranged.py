@@ -129,7 +129,7 @@ def sum_of_products(sharing: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
             _product_with(found.arrangement), (weight,), x.flatten(lead) if x.dim() > lead else x, weight
         )
         free = [weight.shape[axis] for axis in found.arrangement.order[found.arrangement.rows :]]
-        return y.unflatten(-1, free).permute(found.result) if free else y.squeeze(-1).permute(found.result)
+        return y.reshape(*y.shape[:-1], *free).permute(found.result)
 
 
 class _MatrixForm(NamedTuple):

@@ -126,7 +126,7 @@ class Collector:
         return Recording(
             self.network.module, params, batch_length(x), run, self.plan.layers,
             lambda call: receive(call, params), self._count, self.drawing,
-            (lambda tape: Meetings(meetings, raw, tape)) if raw else nullcontext, at_once,
+            (lambda tape: Meetings(meetings, raw, tape)) if raw else nullcontext, at_once=at_once,
         )  # fmt: skip
 
     def _count(self, numbers: Mapping[Unit, int]) -> None:

@@ -97,7 +97,7 @@ class _LongShort(torch.autograd.Function):
         return hidden, h.clone(), c.clone()
 
     @staticmethod
-    def backward(ctx: Any, outputs: Tensor, dh: Tensor, dc: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, outputs: Tensor, dh: Tensor, dc: Tensor) -> Any:
         weight, gates, cells, bent, start = ctx.saved_tensors
         i, f, g, o = gates.unbind(2)
         by_gate = torch.empty_like(gates)
