@@ -4,11 +4,11 @@
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/one_pass.py final      # five runs of what it chose
 
 The 4-layer CNN of ``reproduce/mnist.py`` (26 010 parameters, tanh, pixels shifted and scaled by public constants),
-100 steps, rate falling linearly, C = 0.1 so that only η·C matters; δ = 1e-5, add-remove. search: one fit of each η·C
-on 50 000 training pictures, scored on the other 10 000, the same grid for both kinds of noise. final: all 60 000,
-test pictures are seen once each. Fits that the result file holds are kept. Takes 6 and 10 CPU minutes. A first form,
-with ReLU and pixels in [0, 1], stands in the results as ``first_form``: its test errors had been seen when the form
-was changed.
+100 steps, rate falling linearly, C = 0.1 so that only η·C matters; δ = 1e-5, add-remove. search: one fit of each
+η·C on 50 000 training pictures, scored on the other 10 000, one grid for both kinds of noise. final: all 60 000,
+test pictures are seen once each. Fits that the result file holds are kept. Takes 6 and 10 CPU minutes. A first
+form, with ReLU and pixels in [0, 1], stands in the results as ``first_form``: its test errors had been seen when
+the form was changed.
 """
 
 from __future__ import annotations
