@@ -99,8 +99,9 @@ def fit(
     batch: int = BATCH,
     first: int = FIRST,
     make: Callable[[], nn.Module] = MnistCNN2,
+    looks: int = 14,
 ) -> dict[str, Any]:
-    """One fit and its error in % on ``test``; ``epsilon=None`` adds no noise."""
+    """One fit and its error in % on ``test``, seen ``looks`` times on the way; ``epsilon=None`` adds no noise."""
     torch.manual_seed(number)  # the starting point is public; noise and samples are secret whatever the seed
     model = make()
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -111,7 +112,7 @@ def fit(
     began = time.process_time()
     result = qt.fit(
         model, LOSS, train, method, budget=budget, progress=False,
-        evaluate=lambda model: {"error": error(model, test)}, every=max(1, method.steps // 14),
+        evaluate=lambda model: {"error": error(model, test)}, every=max(1, method.steps // looks),
         callbacks=[lambda at: curve.append((at.step, at.metrics["error"]))],
     )  # fmt: skip
     row = {
