@@ -29,8 +29,9 @@ import quietgrad as qg
 import quietgrad.torch as qt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.record import save
 from reproduce.mnist import Net, mnist
+
+from benchmarks.record import save
 
 RESULT = Path(__file__).parent / "results" / "one_pass.json"
 EPSILONS, NOISES, REACHES = (1.2, 3.0), ("correlated", "independent"), (2.0, 4.0, 8.0)
