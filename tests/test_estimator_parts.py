@@ -71,7 +71,7 @@ def test_a_part_goes_on_from_a_fit_and_a_fit_begins_anew() -> None:
     assert "fitted in 2 parts, whose costs add up" in model.privacy_.notes
 
 
-def test_parts_of_different_people_cost_the_worst_of_them_where_it_is_shown_or_promised() -> None:
+def test_parts_of_different_people_cost_the_worst_of_them_where_it_is_shown_or_promised(tmp_path: Path) -> None:
     X, y = rows()
     ids = np.arange(1500) // 3
     shown = logistic(account="shown").partial_fit(X[:750], y[:750], person=ids[:750])
@@ -94,6 +94,10 @@ def test_parts_of_different_people_cost_the_worst_of_them_where_it_is_shown_or_p
     assert spent("promised, part 2") == pytest.approx(1.0, rel=1e-2)
     with pytest.raises(DataError, match="each with an account of its own"):
         promised.partial_fit(X, y)
+    loaded = from_run(to_run(promised, tmp_path))
+    with pytest.raises(DataError, match="each with an account of its own"):
+        loaded.partial_fit(X, y)
+    assert loaded.partial_fit(X, y, disjoint=True).privacy_.account == "promised, parts 1 to 3"
     added = logistic().fit(X[:750], y[:750], person=ids[:750])
     added.partial_fit(X[:750], y[:750], person=ids[:750])  # who was in the fit is not kept: it adds up
     assert added.privacy_.epsilon > 1.3

@@ -48,14 +48,16 @@ def row_by_row(ask: Callable[[Any], Any], X: Any) -> npt.NDArray[Any]:
     halves = [
         order[(secret[order] >> np.uint64(k)) & np.uint64(1) == side] for k in range(_SPLITS) for side in (0, 1)
     ]
-    for rows in (*halves, *order[:_ALONE, None]):
-        if len(rows) > 0 and (n > 1):
-            try:
-                again = np.asarray(ask(_safe_indexing(X, rows)))
-            except Exception:  # what it says may show a record
-                raise DataError(_DEPENDS) from None
-            if not _same(whole[rows], again):
-                raise DataError(_DEPENDS)
+    for rows in (*halves, *order[:_ALONE, None]) if n > 1 else ():
+        if not len(rows):
+            continue
+        part = _safe_indexing(X, rows)
+        try:
+            again = np.asarray(ask(part))
+        except Exception:  # what it says may show a record
+            raise DataError(_DEPENDS) from None
+        if not _same(whole[rows], again):
+            raise DataError(_DEPENDS)
     return whole
 
 

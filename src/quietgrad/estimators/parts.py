@@ -153,6 +153,7 @@ def _statement(before: Privacy, part: Privacy, parts: Parts, *, apart: bool, acc
         notes.insert(0, SEEDED)
     if apart and part.delta * parts.records >= 1.0:
         notes.append("δ is not below 1/n of all parts: a mechanism that publishes a random record would satisfy it")
+    whose = account if parts.apart or account == before.account else f"{before.account}; {account}"
     releases = [(before.releases, parts.count - 1), (part.releases, parts.count)]
     return replace(
         part,
@@ -162,7 +163,7 @@ def _statement(before: Privacy, part: Privacy, parts: Parts, *, apart: bool, acc
         events=event,
         releases={_name(k, name): made for each, k in releases for name, made in each.items()},
         sampling=f"{_name(parts.count - 1, before.sampling)}; {_name(parts.count, part.sampling)}",
-        account=f"{account}, parts 1 to {parts.count}" if parts.apart else account,
+        account=f"{whose}, parts 1 to {parts.count}" if parts.apart else whose,
         is_private=before.is_private and part.is_private,
         notes=tuple(dict.fromkeys((*notes, parts.note))),
     )

@@ -46,8 +46,9 @@ def from_run(folder: str | Path) -> Any:
         raise DataError(f"{folder}: no estimator has the loss {name}.")
     home, kind = _KINDS[name]
     model = getattr(import_module(f"quietgrad.estimators.{home}"), kind)(fit_intercept=bool(facts["intercept"]))
-    if not result.details.get("parts", {}).get("apart") and result.privacy.account is not None:
-        model.account = result.privacy.account  # of the people who pay if the model learns more from them
+    if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
+        apart = result.details.get("parts", {}).get("apart")
+        model.account = account.rpartition(", part")[0] if apart else account
     weights, bias = coefficients(result, facts)
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])
