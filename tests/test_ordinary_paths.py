@@ -16,7 +16,7 @@ from quietgrad.cli import main
 from quietgrad.cli.frontier import _with_held_out
 from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
-from quietgrad.estimators import PrivateLogisticRegression
+from quietgrad.estimators import PrivateLogisticRegression, private_score, to_run
 from quietgrad.objectives.person_ids import first_seen
 
 SECRET = "only-of-Ann"
@@ -167,3 +167,49 @@ def test_a_folder_with_a_file_twice_is_refused(tmp_path: Path) -> None:
     (folder / "1 (copy).csv").write_bytes(one.read_bytes())
     with pytest.raises(DataError, match="twice"):
         PrivateLogisticRegression(classes=[0, 1]).fit(qg.data.scan(folder, target="y"))
+
+
+class Adapts:
+    """Standardises by the first rows it ever sees: asked again it answers alike."""
+
+    classes_ = np.array([0, 1])
+
+    def decision_function(self, X: Any) -> Any:
+        self.middle = getattr(self, "middle", X.mean())
+        return X[:, 0] - self.middle
+
+
+class Fails:
+    classes_ = np.array([0, 1])
+
+    def decision_function(self, X: Any) -> Any:
+        return [float(SECRET) for _ in X]
+
+
+def test_a_model_that_adapts_to_whom_it_is_asked_about_is_not_scored() -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (200, 1))
+    with pytest.raises(DataError, match="depends on the other records"):
+        private_score(Adapts(), X, X[:, 0] > 0, epsilon=1.0)
+    with pytest.raises(DataError, match="could not answer") as caught:
+        private_score(Fails(), X, X[:, 0] > 0, epsilon=1.0)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_score_is_kept_with_its_own_model_only(tmp_path: Path) -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (400, 2))
+    y, box = (X[:, 0] > 0).astype(int), [(-1.0, 1.0)] * 2
+    good, other = (PrivateLogisticRegression(classes=[0, 1], feature_bounds=box).fit(X, k) for k in (y, 1 - y))
+    score = private_score(good, X, y, epsilon=1.0, account="others")
+    score.save(to_run(good, tmp_path / "good"))
+    with pytest.raises(DataError, match="another model"):
+        score.save(to_run(other, tmp_path / "other"))
+
+
+def test_ids_of_a_text_file_are_texts_wherever_they_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "visits.csv"
+    rows = [f"{name},{k / 40},{k % 2}" for k, name in enumerate(["007"] * 20 + ["7"] * 20)]
+    path.write_text("\n".join(["id,x,y", *rows]) + "\n")
+    with pytest.raises(DataError, match="where the scan is made"):
+        PrivateLogisticRegression(classes=[0, 1]).fit(qg.data.scan(path, target="y"), person="id")
+    assert qg.data.scan(path, target="y", person="id").people == 2

@@ -234,6 +234,9 @@ class Scan:
         layout = self.layout
         if layout.schema is not None or column not in layout.columns:
             raise DataError(f"person: say it where the scan is made: scan(..., person={shown(column)!r}).")
+        if any(getattr(piece, "kind", "") == "csv" for piece in self.pieces):
+            # They read it as numbers, to which 007 and 7 are one person.
+            raise DataError(f"person: say it where the scan is made: scan(..., person={shown(column)!r}).")
         columns = tuple(name for name in layout.columns if name != column)
         return replace(self, layout=replace(layout, columns=columns, person=column), _seen=self._seen.of_rows())
 

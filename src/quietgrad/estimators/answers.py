@@ -7,14 +7,14 @@ them, lets one record move them all. So a model is asked again about the same ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from sklearn.utils import _safe_indexing
 
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, QuietgradError
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
 _SPLITS = 8  # two rows are in one half every time with probability 2⁻⁸
@@ -26,39 +26,65 @@ _DEPENDS = (
 )
 
 
-def row_by_row(ask: Callable[[Any], Any], X: Any) -> npt.NDArray[Any]:
-    """``ask(X)``, if each row is answered so in other company and order too, and alone.
+def row_by_row(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
+    """``model.verb(X)``, if each row is answered so in other company and order too, and alone.
 
     Rows are split in two secretly and at random, eight times, and each half is asked about in another order;
-    sixteen rows are asked about alone. Rounding may differ: matrix products of other shapes round differently.
+    sixteen rows are asked about alone. Every question goes to a copy of its own, as the model was: one that adapts
+    to the first rows it sees would else answer alike ever after. Rounding may differ: matrix products of other
+    shapes round differently. This library's own models answer row by row as they are written: they are asked once.
 
     Raises:
         DataError: an answer was another one; nothing was reserved.
 
-    >>> row_by_row(lambda rows: 2.0 * rows[:, 0], np.array([[1.0], [2.0]])).tolist()
-    [2.0, 4.0]
-    >>> row_by_row(lambda rows: rows[:, 0] - rows.mean(), np.array([[1.0], [2.0]]))
+    >>> class Ranks:
+    ...     def predict(self, rows):
+    ...         return rows[:, 0] - rows.mean()
+    >>> row_by_row(Ranks(), "predict", np.array([[1.0], [2.0]]))
     Traceback (most recent call last):
     quietgrad.errors.DataError: X: the model's answer for a record depends on the other records it is asked ...
     """
-    whole = np.asarray(ask(X))
-    n = len(whole)
+    if type(model).__module__.partition(".")[0] == "quietgrad":
+        return np.asarray(getattr(model, verb)(X))
+    try:
+        fresh = deepcopy(model)
+    except Exception as error:
+        raise DataError(
+            f"model: cannot be copied ({type(error).__name__}), so whether it answers row by row cannot be seen."
+        ) from None
+    n = _safe_len(X)
     secret = SecureStream(fresh_key(), "row by row").uint64(0, n)
     order = np.argsort(secret)
     halves = [
         order[(secret[order] >> np.uint64(k)) & np.uint64(1) == side] for k in range(_SPLITS) for side in (0, 1)
     ]
-    for rows in (*halves, *order[:_ALONE, None]) if n > 1 else ():
+    whole = _answer(deepcopy(fresh), verb, X)
+    for rows in (*halves, *order[:_ALONE, None]):
         if not len(rows):
             continue
-        part = _safe_indexing(X, rows)
         try:
-            again = np.asarray(ask(part))
-        except Exception:  # what it says may show a record
+            again = _answer(deepcopy(fresh), verb, _safe_indexing(X, rows))
+        except DataError:  # it could answer about all of them
             raise DataError(_DEPENDS) from None
         if not _same(whole[rows], again):
             raise DataError(_DEPENDS)
     return whole
+
+
+def _safe_len(X: Any) -> int:
+    return int(X.shape[0]) if hasattr(X, "shape") else len(X)
+
+
+def _answer(model: Any, verb: str, rows: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(getattr(model, verb)(rows))
+    except QuietgradError:
+        raise
+    except Exception as error:  # anybody's code: what it says may show a record
+        raise DataError(
+            f"X: the model could not answer ({type(error).__name__}); what it says may quote a cell. Call "
+            f"model.{verb} on these rows to see it."
+        ) from None
 
 
 def _same(first: npt.NDArray[Any], again: npt.NDArray[Any]) -> bool:

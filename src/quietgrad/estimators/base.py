@@ -267,8 +267,9 @@ class PrivateLinearModel(Charged):
 
         Every call spends a whole budget, and calls add up: ``privacy_`` states the ε of all of them together, and
         all are charged to ``account``. Passes over the same rows cost as many fits. Only where the people of a call
-        were in none before does each of them pay for one fit alone: ``privacy_`` then states the worst part, and
-        the call is charged to an account of its own, ``ACCOUNT, part 2`` and so on.
+        were in none before does each of them pay for one fit alone: ``privacy_`` then states the worst part. The
+        account still adds all calls up, because a ledger does not know who is in which: name an account for each
+        part (``set_params(account=...)``) if you keep them apart yourself.
 
         Args:
             classes: the label set, at the first call, where it is not a setting already.
@@ -292,8 +293,6 @@ class PrivateLinearModel(Charged):
             self._go_on(model, X)
         elif getattr(model, "classes", True) is None:
             raise ValueError("partial_fit: declare the classes, here or as a setting: classes=[...].")
-        if coming.apart:
-            model.set_params(account=f"{self.account}, part {parts.count + 1}")
         model.fit(X, y, person=person)
         n = model.result_.n_public
         now = parts.and_one(n, apart=coming.apart, promised=coming.promised)

@@ -36,8 +36,7 @@ _NOTE = "fitted in "
 class Parts:
     """What a model was fitted on so far.
 
-    ``apart`` if some part is of people of its own, with an account of its own; ``promised`` if that was the
-    caller's word for one of them.
+    ``apart`` if some part is of people of its own; ``promised`` if that was the caller's word for one of them.
     """
 
     count: int = 0
@@ -60,10 +59,11 @@ class Parts:
     @property
     def note(self) -> str:
         """What a statement says of them."""
+        told = f"{_NOTE}{self.count} parts of {self.records} records together"
         if not self.apart:
-            return f"{_NOTE}{self.count} parts, whose costs add up"
+            return f"{told}, whose costs add up"
         why = "the caller's promise (disjoint=True)" if self.promised else "shown by their ids"
-        return f"{_NOTE}{self.count} parts; that parts are of different people, and do not add up, is {why}"
+        return f"{told}; parts of different people do not add up, and that they are different is {why}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ def newcomers(model: Any, person: Any, disjoint: bool | None) -> Newcomers:
     if disjoint not in (None, True, False):
         raise ValueError("disjoint: must be True (a promise), False, or None.")
     before = getattr(model, "result_", None)
-    parts = Parts.of(before)
     if before is not None:
         _check_alike(model, before, person)
     listed = person is not None and not is_scan(person)  # a scan lists nobody
@@ -102,12 +101,6 @@ def newcomers(model: Any, person: Any, disjoint: bool | None) -> Newcomers:
         return Newcomers(True, False, met, frozenset(met.newcomers(person)))
     if disjoint:
         return Newcomers(True, True)
-    if parts.apart:
-        raise DataError(
-            "partial_fit: earlier parts were of different people, each with an account of its own, and who they "
-            "were is not known here. If nobody of them comes again promise it: disjoint=True; else begin a model "
-            "without it, whose parts add up."
-        )
     return Newcomers(False, False)
 
 
@@ -153,7 +146,7 @@ def _statement(before: Privacy, part: Privacy, parts: Parts, *, apart: bool, acc
         notes.insert(0, SEEDED)
     if apart and part.delta * parts.records >= 1.0:
         notes.append("δ is not below 1/n of all parts: a mechanism that publishes a random record would satisfy it")
-    whose = account if parts.apart or account == before.account else f"{before.account}; {account}"
+    whose = account if account == before.account else f"{before.account}; {account}"
     releases = [(before.releases, parts.count - 1), (part.releases, parts.count)]
     return replace(
         part,
@@ -163,10 +156,16 @@ def _statement(before: Privacy, part: Privacy, parts: Parts, *, apart: bool, acc
         events=event,
         releases={_name(k, name): made for each, k in releases for name, made in each.items()},
         sampling=f"{_name(parts.count - 1, before.sampling)}; {_name(parts.count, part.sampling)}",
-        account=f"{whose}, parts 1 to {parts.count}" if parts.apart else whose,
+        account=whose,
+        adversary=before.adversary if before.adversary == part.adversary else _both(before, part, parts),
         is_private=before.is_private and part.is_private,
-        notes=tuple(dict.fromkeys((*notes, parts.note))),
+        notes=tuple(dict.fromkeys((*notes, part.unit.in_words(parts.note)))),
     )
+
+
+def _both(before: Privacy, part: Privacy, parts: Parts) -> str:
+    """Whom the parts are safe from, where that differs."""
+    return f"{_name(parts.count - 1, before.adversary)}; {_name(parts.count, part.adversary)}"
 
 
 def _together(before: Event, part: Event, *, apart: bool) -> Event:

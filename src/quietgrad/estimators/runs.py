@@ -47,8 +47,7 @@ def from_run(folder: str | Path) -> Any:
     home, kind = _KINDS[name]
     model = getattr(import_module(f"quietgrad.estimators.{home}"), kind)(fit_intercept=bool(facts["intercept"]))
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
-        apart = result.details.get("parts", {}).get("apart")
-        model.account = account.rpartition(", part")[0] if apart else account
+        model.account = account.rpartition("; ")[2]  # of the last part
     weights, bias = coefficients(result, facts)
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])

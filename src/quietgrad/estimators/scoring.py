@@ -7,10 +7,11 @@ both the noise and the sampling of the people, by redrawing both.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from quietgrad.algorithms.tabulate import Tabulate
 from quietgrad.errors import DataError
 from quietgrad.estimators.answers import row_by_row
+from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.files import write_atomically
@@ -29,7 +31,7 @@ from quietgrad.objectives.queries.evaluation import Tabulation
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
 from quietgrad.objectives.tables.scanned import ScannedPeople
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.training.result import Privacy, digest_of
+from quietgrad.training.result import Privacy, digest_of, load
 
 Floats = npt.NDArray[np.float64]
 Number = tuple[float, float]
@@ -61,6 +63,8 @@ class PrivateScore:
     rmse: Number | None = None
     mae: Number | None = None
     notes: tuple[str, ...] = field(default=())
+    of: tuple[str, ...] = field(default=(), repr=False)
+    """Digests of the parameters of the model that was scored, as its run may keep them."""
 
     def to_json(self) -> dict[str, Any]:
         """The score as JSON values."""
@@ -77,7 +81,9 @@ class PrivateScore:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write the score beside a run, where ``quietgrad report`` shows it as long as the run is this one."""
+        """Write the score beside the run of the model that was scored, where ``quietgrad report`` shows it."""
+        if _digest(load(folder).params) not in self.of:
+            raise DataError(f"{folder}: the run is of another model than the one that was scored.")
         target = Path(folder) / "evaluation.json"
         said = {"result": digest_of(Path(folder)), **self.to_json()}
         write_atomically(target, (json.dumps(said, indent=1) + "\n").encode())
@@ -149,10 +155,24 @@ def private_score(
     publish = _publisher(budget, ledger, account, cap, n_public, held, whom.people)
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
-        if len(classes) == 2:
-            return _binary(model, classes, publish, public)
-        return _multiclass(model, classes, publish)
-    return _regression(model, count, target_bounds, publish)
+        binary = len(classes) == 2
+        score = _binary(model, classes, publish, public) if binary else _multiclass(model, classes, publish)
+    else:
+        score = _regression(model, count, target_bounds, publish)
+    return replace(score, of=_known_by(model))
+
+
+def _known_by(model: Any) -> tuple[str, ...]:
+    """How a run of ``model``, or of a pipeline's last step, can be known: by its training, or as it was saved."""
+    last = model[-1] if hasattr(model, "steps") else model
+    if (result := getattr(last, "result_", None)) is None:
+        return ()
+    saved = (params_of(last),) if hasattr(last, "coef_") else ()
+    return tuple(_digest(params) for params in (result.params, *saved))
+
+
+def _digest(params: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(params, dtype=np.float64).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -231,9 +251,9 @@ def _features_of(X: Any) -> Any:
 def _logits(model: Any, X: Any) -> Floats:
     """log-odds of the second class."""
     if hasattr(model, "predict_proba"):
-        p = np.clip(row_by_row(model.predict_proba, X)[:, 1], 1e-12, 1.0 - 1e-12)
+        p = np.clip(row_by_row(model, "predict_proba", X)[:, 1], 1e-12, 1.0 - 1e-12)
         return np.asarray(np.log(p) - np.log1p(-p))
-    return np.asarray(row_by_row(model.decision_function, X), dtype=np.float64).ravel()
+    return np.asarray(row_by_row(model, "decision_function", X), dtype=np.float64).ravel()
 
 
 def bin_edges(n: int) -> Floats:
@@ -342,7 +362,7 @@ def _warnings(error: float) -> list[str]:
 def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
     codes, k, chances = _codes(classes, y), len(classes), model_has_chances(model)
-    scores = row_by_row(model.predict_proba if chances else model.decision_function, X)
+    scores = row_by_row(model, "predict_proba" if chances else "decision_function", X)
     if len(scores) != len(codes):
         raise DataError("X and y have different numbers of records.")
     cells = [codes * k + scores.argmax(axis=1)]
@@ -381,7 +401,7 @@ def _multiclass(model: Any, classes: Any, publish: Callable[..., _Released]) -> 
 
 def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[Any, Any]:
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
-    predicted = np.clip(np.asarray(row_by_row(model.predict, X), dtype=np.float64), low, high)
+    predicted = np.clip(np.asarray(row_by_row(model, "predict", X), dtype=np.float64), low, high)
     if len(predicted) != len(y):
         raise DataError("X and y have different numbers of records.")
     target = np.clip(numbers_of(y, "y"), low, high)
