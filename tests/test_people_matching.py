@@ -13,10 +13,11 @@ import pytest
 import quietgrad as qg
 from quietgrad.audit.shared_people import attack_shared_person, kept_once, priced
 from quietgrad.certificates import check, issue
+from quietgrad.certificates.document import Document
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.federation import Party, network, simulate
-from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.coordinator import BUT_FOR_LISTS, FederatedCurator
 from quietgrad.federation.matching import Matching, PeopleList, new_key, read_key, read_matching, write_list
 from quietgrad.federation.parties import matched
 from quietgrad.federation.party import PartyCurator
@@ -320,3 +321,7 @@ def test_a_certificate_says_that_people_were_matched(tmp_path: Path) -> None:
     document = issue(tmp_path)
     assert "matched their people by lists" in document.to_bytes().decode()
     assert check(document).ok
+    stronger = json.loads(json.dumps(document.body))
+    stronger["claim"]["adversary"] = stronger["claim"]["adversary"].removesuffix(BUT_FOR_LISTS)
+    assert stronger["claim"]["adversary"] != document.body["claim"]["adversary"]
+    assert not check(Document(stronger)).ok

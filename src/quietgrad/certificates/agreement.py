@@ -72,6 +72,7 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
 def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[str]:
     """Who took part must add up to the records stated, and be told of against whom the claim is made."""
     from quietgrad.federation.coordinator import ADVERSARIES, BUT_FOR_LISTS
+    from quietgrad.federation.plan import MATCHED
 
     if federation is None:
         if isinstance(claim.event, PerParty):
@@ -92,6 +93,11 @@ def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[s
         federation["trust"], claim.privacy.adversary.removesuffix(BUT_FOR_LISTS)
     ):
         found.append("the claim states another adversary")
+    matched = any(MATCHED in str(note) for note in claim.privacy.notes)
+    if matched != claim.privacy.adversary.endswith(BUT_FOR_LISTS):
+        found.append(
+            "people were matched by lists, and the adversary is not one who has them, or the other way round"
+        )
     return found
 
 

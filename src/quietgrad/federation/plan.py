@@ -36,6 +36,7 @@ from quietgrad.secure.terms import Mode, Terms
 
 Trust = Literal["curator", "secure", "local"]
 
+MATCHED = "ids were matched between the parties by a keyed hash"
 _REACH = 2.0**20  # L2 bound of one party's vector in units of σ: 2^48 grid steps, beyond which it is shortened
 
 
@@ -391,8 +392,8 @@ class FederatedPlan(Plan):
         times = self.parties_per_person
         if self.matched:
             return (
-                "ids were matched between the parties by a keyed hash, and whoever is known to several is kept by "
-                "one of them, so parties' people are disjoint; the parties have each other's lists"
+                f"{MATCHED}, and whoever is known to several is kept by one of them, so parties' people are "
+                "disjoint; the parties have each other's lists"
             )
         if times == 1:
             return "each is known to one party only, as all of them declare, so parties' people are disjoint"
