@@ -148,6 +148,20 @@ def test_a_schema_and_text_labels(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert captured.out.splitlines()[0] == "prediction,probability_of_yes"
     assert {line.split(",")[0] for line in captured.out.splitlines()[1:]} == {"no", "yes"}
     assert float(captured.err.split("accuracy = ")[1].split()[0]) > 0.8
+    (tmp_path / "new.csv").write_text("age,job\n" + "\n".join(row.rpartition(",")[0] for row in rows) + "\n")
+    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "new.csv")]) == 0  # new people have no labels yet
+    unlabelled = capsys.readouterr()
+    assert unlabelled.out == captured.out
+    assert "accuracy" not in unlabelled.err
+    assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "new.csv"), "--epsilon", "1"]) == 1
+    assert "no labels" in capsys.readouterr().err
+    for bad in ({**schema, "label": "rich"}, {"label": schema["label"]}):
+        (tmp_path / "bad.json").write_text(json.dumps(bad))
+        args = ["train", str(tmp_path / "people.csv"), "--schema", str(tmp_path / "bad.json"), "--epsilon", "1"]
+        assert main([*args, "--out", str(tmp_path / "none")]) == 1
+        said = capsys.readouterr().err
+        assert "is not laid out as a schema" in said
+        assert "Error" not in said
 
 
 def test_an_account_is_shared_and_its_cap_refuses(

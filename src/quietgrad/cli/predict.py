@@ -182,8 +182,15 @@ def _header(data: str) -> list[str]:
 
 def _missing_label(data: str, facts: dict[str, Any], reading: dict[str, Any]) -> str | None:
     """A name for the label column that a delimited file lacks; ``None`` if it has one or cannot be told."""
+    from quietgrad.data.schema import read_schema
+
     known = facts.get("feature_names")
-    if Path(data).suffix not in (".csv", ".tsv") or "schema" in reading or not known:
+    if Path(data).suffix not in (".csv", ".tsv"):
+        return None
+    if "schema" in reading:
+        schema = read_schema(reading["schema"])
+        return schema.label if schema.names is None and schema.label not in _header(data) else None
+    if not known:
         return None
     header = [name for name in _header(data) if name != reading.get("person")]
     label = reading.get("label")
