@@ -156,6 +156,15 @@ def test_a_schema_and_text_labels(tmp_path: Path, capsys: pytest.CaptureFixture[
     for name in ("new.csv", "new.parquet"):
         assert main(["predict", str(tmp_path / "run"), str(tmp_path / name)]) == 0
         assert capsys.readouterr() == (captured.out, "")
+    assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "new.csv"), "--epsilon", "1"]) == 1
+    assert "no labels" in capsys.readouterr().err
+    for bad in ({**schema, "label": "rich"}, {"label": schema["label"]}):
+        (tmp_path / "bad.json").write_text(json.dumps(bad))
+        args = ["train", str(tmp_path / "people.csv"), "--schema", str(tmp_path / "bad.json"), "--epsilon", "1"]
+        assert main([*args, "--out", str(tmp_path / "none")]) == 1
+        said = capsys.readouterr().err
+        assert "is not laid out as a schema" in said
+        assert "Error" not in said
 
 
 def test_an_account_is_shared_and_its_cap_refuses(

@@ -194,9 +194,16 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f'{where}: {error!r} while reading. Expected {{"label": {{"column": …, "classes": […]}}, '
+            f"{where}: is not laid out as a schema ({_missed(error)}). "
+            'Expected {"label": {"column": …, "classes": […]}, '
             '"columns": {name: {"bounds": [low, high]} or {"categories": […]}}}.'
         ) from None
+
+
+def _missed(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return "a value is of another kind than it should be" if isinstance(error, AttributeError) else str(error)
 
 
 def _column(name: str, spec: Mapping[str, Any]) -> Numeric | Categorical:
