@@ -35,8 +35,8 @@ _SAYS_NOTHING = (
 )
 _CHANGED = (
     "load_state_dict: tensors of this state are not those that state_dict() gave: some were put in or changed "
-    "since, and nobody knows what they cost. Load a state as it was given, or a copy.deepcopy of it; what is public, "
-    "or of other people, goes into a new module before make_private. Nothing was loaded."
+    "since, and nobody knows what they cost. Load a state as it was given, or a copy.deepcopy of it; what is "
+    "public, or of other people, goes into a new module before make_private. Nothing was loaded."
 )
 
 
@@ -134,7 +134,7 @@ def _digest(value: Any) -> str:
     """What a tensor holds. Nothing is said of shards, which nobody has whole, and of a module's own extra state."""
     if not isinstance(value, Tensor) or value.is_meta or hasattr(value, "full_tensor"):
         return ""
-    numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    numbers: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(numbers).hexdigest()[:32]
 
 
