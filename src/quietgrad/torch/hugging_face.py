@@ -74,8 +74,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.model_init is not None:
             raise ValueError(
-                "model_init: train() would put a new model into the place of the private one and train it without "
-                "noise; give model=."
+                "model_init: train() would put a new model into the place of the private one, and that cannot be "
+                "trained on private records; give model=."
             )
         if self.args.neftune_noise_alpha is not None:
             raise ValueError(
