@@ -159,9 +159,9 @@ def trainer(folder: Path, epochs: int = 1, log_losses: bool = False, **settings:
     known: dict[str, Any] = {"save_only_model": True, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
     given = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=12, num_train_epochs=epochs, report_to=[], use_cpu=True,
-        **known | {key: value for key, value in settings.items() if key not in ("model_init", "ledger")},
+        **known | {key: value for key, value in settings.items() if key not in ("model_init", "model", "ledger")},
     )  # fmt: skip
-    model = {"model_init": llama} if "model_init" in settings else {"model": llama()}
+    model = {"model_init": llama} if "model_init" in settings else {"model": settings.get("model") or llama()}
     return DPTrainer(
         **model, args=given, train_dataset=Words(), data_collator=encoded, log_losses=log_losses,
         privacy={"noise_multiplier": 1.0, "max_grad_norm": 1.0, "ledger": settings.get("ledger")},
@@ -177,6 +177,11 @@ def test_a_trainer_resumes_with_what_its_checkpoint_cost(tmp_path: Path) -> None
     event = poisson_gaussian(rate=0.5, noise_multiplier=1.0, steps=4)
     assert second.state.global_step == 4
     assert second.epsilon(1e-5) == pytest.approx(account(event, delta=1e-5, relation="add-remove"))
+    first.save_model(str(tmp_path / "saved"))
+    third = trainer(tmp_path / "on", model=transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved"))
+    third.train()
+    event = poisson_gaussian(rate=0.5, noise_multiplier=1.0, steps=6)  # those of the second count there too
+    assert third.epsilon(1e-5) == pytest.approx(account(event, delta=1e-5, relation="add-remove"))
     (tmp_path / "checkpoint-2" / "quietgrad.json").unlink()
     ledger = tmp_path / "ledger.jsonl"
     with pytest.raises(BudgetError, match="does not say what it cost"):

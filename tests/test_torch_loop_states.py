@@ -156,6 +156,28 @@ def test_a_state_that_does_not_say_what_it_cost_is_refused(way: str) -> None:
     assert new[2].privacy.epsilon() == pytest.approx(old[2].privacy.epsilon())
 
 
+@pytest.mark.parametrize("way", ["private", "its module", "around it"])
+def test_tensors_that_were_put_into_a_state_are_refused(way: str) -> None:
+    """``state.update(others)`` keeps the metadata: it would say of the others' tensors what it says of its own."""
+    old, new = _loop(PrivacyEngine()), _loop(PrivacyEngine())
+    _epoch(old)
+    inner = new[0].module
+    into = {"private": new[0], "its module": inner, "around it": nn.Sequential(inner, nn.Linear(1, 1))}[way]
+    before = inner.weight.detach().clone()
+    for values in (_plainly(old[0]), {"weight": before + 1.0, "bias": before[0, :1]}):
+        state = into.state_dict()
+        state.update({f"0.{name}" if way == "around it" else name: value for name, value in values.items()})
+        with pytest.raises(BudgetError, match="put in or changed"):
+            into.load_state_dict(state)
+    assert torch.equal(inner.weight, before)
+    kept, live = copy.deepcopy(into.state_dict()), into.state_dict()
+    _epoch(new)
+    into.load_state_dict(live)  # no copy: what the module holds by now
+    assert not torch.equal(inner.weight, before)
+    into.load_state_dict(kept)
+    assert torch.equal(inner.weight, before)
+
+
 def test_a_layer_of_a_private_model_takes_no_state_without_its_cost() -> None:
     x = torch.randn(40, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -74,8 +74,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.model_init is not None:
             raise ValueError(
-                "model_init: train() would put a new model into the place of the private one and train it without "
-                "noise; give model=."
+                "model_init: train() would put a new model into the place of the private one, and that cannot be "
+                "trained on private records; give model=."
             )
         if self.args.neftune_noise_alpha is not None:
             raise ValueError(
@@ -112,6 +112,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         folder = get_last_checkpoint(settings.output_dir) if resumed is True else resumed
         if folder:
             _record_in(folder)  # before anything is reserved
+        origin = str(getattr(module, "name_or_path", None) or "")
+        before = _record_in(origin) if origin and (Path(origin) / _RECORD).is_file() else None
         self._set_signature_columns_if_needed()
         records: Any = self.train_dataset
         loader: DataLoader[Any] = DataLoader(
@@ -129,6 +131,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         private, self.optimizer, self._loader = make(
             module=module, optimizer=self.create_optimizer(), data_loader=loader, epochs=epochs, **self._privacy
         )
+        if before is not None:  # from_pretrained read what a DPTrainer had saved
+            private._loop.load_history(before)
         self._private = private
         try:
             self.model = self.model_wrapped = private

@@ -88,8 +88,9 @@ class PrivateModule(nn.Module):
                 "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
                 "the private loop would know: nothing would train. Load without assign."
             )
-        if not self._provenance.admitted:
-            self._provenance.read_state(args[0] if args else kwargs.get("state_dict"))
+        state: Any = args[0] if args else kwargs.get("state_dict")
+        told = (getattr(state, "_metadata", None) or {}).get("", {})
+        self._provenance.admit(self._module, state or {}, "", told)  # a module may load in a way of its own
         loaded = self._module.load_state_dict(*args, **kwargs)
         if self._loop.shards is not None:
             self._loop.shards.scatter()

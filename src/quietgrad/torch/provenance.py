@@ -2,18 +2,20 @@
 
 The user's module is in their hands beside the private one. Its ``state_dict()`` says what it cost in the metadata
 of the state, which ``torch.save`` and ``copy.deepcopy`` keep and plain dictionaries and safetensors do not; a state
-that says nothing is refused by every module of a private loop, however it is loaded. Copies and pickles of the
-module keep what is said here, and so does the next private loop on it.
+that says nothing, or holds other tensors than it speaks of, is refused by every module of a private loop, however
+it is loaded. Copies and pickles of the module keep what is said here, and so does the next private loop on it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.privacy.budget import Relation, Unit
@@ -24,12 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Provenance", "earlier", "loading"]
 
-_SPENT = "quietgrad"  # in the metadata of a state
+_SPENT, _TENSORS = "quietgrad", "quietgrad tensors"  # in the metadata of a state
 _SAYS_NOTHING = (
     "load_state_dict: this state does not say what it cost: plain dictionaries and safetensors lose it. If it "
     "comes from a private loop, load what state_dict() gave (torch.save and copy.deepcopy keep what it cost) or "
     "use save_checkpoint and load_checkpoint; if it is public, or of other people, load it into a new module "
     "before make_private. Nothing was loaded."
+)
+_CHANGED = (
+    "load_state_dict: tensors of this state are not those that state_dict() gave: some were put in or changed "
+    "since, and nobody knows what they cost. Load a state as it was given, or a copy.deepcopy of it; what is "
+    "public, or of other people, goes into a new module before make_private. Nothing was loaded."
 )
 
 
@@ -63,26 +70,42 @@ class Provenance:
             module.register_state_dict_post_hook(self)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-        """Write into the metadata of a state what it cost, for each of its parts."""
-        metadata, record = getattr(state, "_metadata", None), self.record
-        for name, told in (metadata or {}).items():
+        """Write into the metadata of a state what it cost, and of which tensors that is said, part by part."""
+        metadata = getattr(state, "_metadata", None)
+        if metadata is None:  # a module with a state_dict of its own may have none
+            return
+        record = self.record
+        for name, told in metadata.items():
             if name == prefix[:-1] or name.startswith(prefix):
-                told[_SPENT] = record
+                told[_SPENT], told[_TENSORS] = record, {}
+        for key, value in state.items():
+            if key.startswith(prefix):
+                part = _part(key, metadata)
+                metadata[part][_TENSORS][key.removeprefix(f"{part}.")] = _digest(value)
 
     def admit(self, module: nn.Module, state: Any, prefix: str, told: Any, *_: Any) -> None:
-        """Read what a state cost before it is loaded into a part of the loop's own module."""
-        own = self._loop is not None and id(module) in self._own
-        if own and not self.admitted and any(key.startswith(prefix) for key in state):
-            self.read(told.get(_SPENT))
-
-    def read_state(self, state: Any) -> None:
-        """Read what a whole state cost."""
-        self.read((getattr(state, "_metadata", None) or {}).get("", {}).get(_SPENT))
-
-    def read(self, record: str | None) -> None:
-        """What a state cost counts from now on; one that does not say it is refused."""
-        if record is None:
+        """Read what a state cost before it is loaded into a part of the loop's own module, or refuse it."""
+        mine = {key: value for key, value in state.items() if key.startswith(prefix)}
+        if self._loop is None or id(module) not in self._own or self.admitted or not mine:
+            return
+        if _SPENT not in told:
             raise BudgetError(_SAYS_NOTHING)
+        # All parts at once where the whole state is at hand, so that none is loaded if another is refused.
+        metadata = getattr(state, "_metadata", None)
+        held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        for key, value in mine.items():
+            name = key[len(prefix) :]
+            part = prefix[:-1] if metadata is None else _part(key, metadata)
+            known = (told if metadata is None else metadata.get(part, {})).get(_TENSORS, {})
+            leaf = key.removeprefix(f"{part}.")
+            if metadata is None and "." in leaf and leaf not in known:
+                continue  # of a part that is asked for itself
+            if known.get(leaf) != _digest(value) and not _same(value, held.get(name)):
+                raise BudgetError(_CHANGED)
+        self.read(told[_SPENT])
+
+    def read(self, record: str) -> None:
+        """What a state cost counts from now on."""
         if self._loop is None or record == self._last:
             return
         try:
@@ -98,6 +121,28 @@ class Provenance:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Provenance, (None, self.record)
+
+
+def _part(key: str, metadata: Any) -> str:
+    """The part of a module that a key of its state belongs to."""
+    while key not in metadata and key:
+        key = key.rpartition(".")[0]
+    return key
+
+
+def _digest(value: Any) -> str:
+    """What a tensor holds. Nothing is said of shards, which nobody has whole, and of a module's own extra state."""
+    if not isinstance(value, Tensor) or value.is_meta or hasattr(value, "full_tensor"):
+        return ""
+    numbers: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(numbers).hexdigest()[:32]
+
+
+def _same(value: Any, held: Tensor | None) -> bool:
+    """Whether to load ``value`` changes nothing: it is what the module holds, as a state that is no copy does."""
+    if held is None or not isinstance(value, Tensor) or hasattr(value, "full_tensor"):
+        return False
+    return value.data_ptr() == held.data_ptr() and value.shape == held.shape and value.dtype == held.dtype
 
 
 def _of(hook: Any) -> Provenance | None:
