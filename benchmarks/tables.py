@@ -57,7 +57,7 @@ DELTA = 1e-5
 RUNS = ("linear", "rival", "peers", "additive")
 RIVALS = {"dp-gd": "GD", "dp-sgd": "SGD", "dp-newton": "Newton", "diffprivlib": "dpl", "dp-ebm": "EBM"}
 EQUALS = ("dp-gd", "dp-newton", "diffprivlib")  # the others' promise is about adding or removing a record
-OURS = {  # whether bounds are declared, and the promise; the last is that of DP-SGD and DP-EBM, on small tables only
+OURS = {  # whether bounds are declared, and the promise; the last is DP-SGD's and DP-EBM's, for small tables
     "as is": (False, "replace-one"),
     "bounds": (True, "replace-one"),
     "bounds, add-remove": (True, "add-remove"),
@@ -133,17 +133,12 @@ def linear(names: list[str]) -> dict[str, Any]:
         cells = out.setdefault(name, {"n": problem.X.shape[0], "d": problem.X.shape[1], "task": problem.task})
         cells["majority"] = majority(problem)
         for epsilon, (kind, (declared, relation)) in itertools.product(EPSILONS, OURS.items()):
-            if declared and problem.bounds is None or relation == "add-remove" and len(problem.y) >= LARGE:
+            if (declared and problem.bounds is None) or (relation == "add-remove" and len(problem.y) >= LARGE):
                 continue
+            chosen = {"declared": declared, "relation": relation}
 
-            def once(
-                problem: Problem = problem,
-                epsilon: float = epsilon,
-                declared: bool = declared,
-                relation: str = relation,
-            ) -> Any:
-                model = estimator(problem, epsilon, declared=declared, relation=relation).fit(problem.X, problem.y)
-                return scores_of(problem, model)
+            def once(problem: Problem = problem, epsilon: float = epsilon, chosen: Any = chosen) -> Any:
+                return scores_of(problem, estimator(problem, epsilon, **chosen).fit(problem.X, problem.y))
 
             cells[f"{kind} {epsilon:g}"] = repeated(SLOW.get(name, FITS), once)
         print(name, json.dumps(cells), flush=True)
