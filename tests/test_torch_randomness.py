@@ -326,10 +326,14 @@ def test_one_record_more_changes_one_pass(n: int) -> None:
 
 def test_sums_over_many_passes_keep_the_bound() -> None:
     """In float32 a sum of 2²⁴ ones no longer grows; with compensation no term is lost."""
-    total = CompensatedSum(torch.zeros(2))
-    for term in (2.0**53, 1.0, 1.0, 1.0, -(2.0**53)):
-        total.add(torch.full((2,), term, dtype=torch.float64))
-    assert total.value.tolist() == [3.0, 3.0]
+    for out in (torch.zeros(2, dtype=torch.float64), torch.zeros(2)):
+        total = CompensatedSum(out)
+        for number in (2.0**53, 1.0, 1.0, 1.0):
+            with total.term() as term:
+                term += number
+        total.add(torch.full((2,), -(2.0**53), dtype=torch.float64))
+        total.finish()
+        assert out.tolist() == [3.0, 3.0]
     torch.manual_seed(0)
     model = nn.Linear(4, 1, bias=False)
     n = 200_000

@@ -54,7 +54,7 @@ def way_of(engine: PerExampleEngine) -> Way:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", [name for name in CASES if "ResNet" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "torchvision ResNet-18, GroupNorm"])
 def test_models_people_train(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name](4, 1)
