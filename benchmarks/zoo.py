@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/zoo.py [PART OF A NAME ...] [--repeats N]
 
 Randomly initialised small configurations (tests/zoo.py, four times as wide as in the tests, with four times as many
-tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the kinds of step
-taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure noise, accounting and
-update; plain SGD takes random batches of the same size.
+tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the kinds of
+step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure noise,
+accounting and update; plain SGD takes random batches of the same size.
 """
 
 from __future__ import annotations
