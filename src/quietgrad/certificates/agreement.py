@@ -78,7 +78,7 @@ def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[s
         if isinstance(claim.event, PerParty):
             return ["events of parties are stated without a federation"]
         return [] if claim.privacy.adversary == ADVERSARY else ["the claim states another adversary"]
-    if set(federation) != {"trust", "secure", "sizes", "parties_per_person", "plan_file"}:
+    if set(federation) != {"trust", "secure", "sizes", "parties_per_person", "matched", "plan_file"}:
         raise ValueError("federation")
     found, sizes = [], federation["sizes"]
     if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != n_public:
@@ -93,8 +93,11 @@ def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[s
         federation["trust"], claim.privacy.adversary.removesuffix(BUT_FOR_LISTS)
     ):
         found.append("the claim states another adversary")
-    matched = any(MATCHED in str(note) for note in claim.privacy.notes)
-    if matched != claim.privacy.adversary.endswith(BUT_FOR_LISTS):
+    told = (
+        any(MATCHED in str(note) for note in claim.privacy.notes),
+        claim.privacy.adversary.endswith(BUT_FOR_LISTS),
+    )
+    if told != (federation["matched"],) * 2:
         found.append(
             "people were matched by lists, and the adversary is not one who has them, or the other way round"
         )

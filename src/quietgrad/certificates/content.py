@@ -95,7 +95,8 @@ def _federation(result: Result) -> dict[str, Any] | None:
     """How parties took part; their names stay with them."""
     if "trust" not in result.details:
         return None
-    return {key: result.details.get(key) for key in ("trust", "secure", "sizes", "parties_per_person", "plan_file")}
+    kept = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
+    return {**{key: result.details.get(key) for key in kept}, "matched": bool(result.details.get("matched"))}
 
 
 def _lines(result: Result, file: Path | None, *, whole: bool) -> dict[str, Any] | None:

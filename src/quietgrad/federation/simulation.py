@@ -315,6 +315,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "parties": list(plan.names),
         "sizes": list(plan.sizes),
         "parties_per_person": None if plan.unit is Unit.RECORD else plan.parties_per_person,
+        "matched": bool(plan.matched),
         "variance_factor": plan.variance_factor,
         "cohort": plan.cohort or None,
         "lost_rounds": len([1 for _, faults in session.faults if faults]),
