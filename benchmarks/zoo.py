@@ -2,9 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/zoo.py [PART OF A NAME ...] [--repeats N]
 
-Randomly initialised small configurations (tests/zoo.py, four times as wide as in the tests, with four times as many
-tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the kinds of
-step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure noise,
+    python benchmarks/zoo.py --table    # what was measured, as the README shows it
+
+Randomly initialised small configurations (tests/zoo.py, four times as wide as in the tests, with four times as
+many tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the kinds
+of step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure noise,
 accounting and update; plain SGD takes random batches of the same size.
 """
 
@@ -28,9 +30,8 @@ from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.training import plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.zoo import CASES, Case
-
 from benchmarks.record import save
+from tests.zoo import CASES, Case
 
 BATCH, RECORDS, SCALE, STEPS = 32, 256, 4, 2
 RESULT = Path(__file__).parent / "results" / "zoo.json"
@@ -92,14 +93,30 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
     }
 
 
+def rows(models: dict[str, Any]) -> str:
+    """The README's table."""
+    lines = ["| model | DP-SGD | DP-SRM | with LoRA |", "|---|---|---|---|"]
+    for name, found in models.items():
+        if not name.endswith(", LoRA"):
+            lora = models.get(f"{name}, LoRA")
+            beside = f"{lora['dp-sgd']:.2f} / {lora['dp-srm']:.2f}" if lora else ""
+            lines.append(f"| {name} | {found['dp-sgd']:.2f} | {found['dp-srm']:.2f} | {beside} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure and write; models that are not asked for keep their numbers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
+    table = {name: table[name] for name in CASES if name in table}
+    if options.table:
+        print(rows(table))
+        return
     for name in CASES:
         if options.names and not any(part in name for part in options.names):
             continue
