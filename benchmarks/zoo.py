@@ -30,8 +30,9 @@ from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.training import plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.record import save
 from tests.zoo import CASES, Case
+
+from benchmarks.record import save
 
 BATCH, RECORDS, SCALE, STEPS = 32, 256, 4, 2
 RESULT = Path(__file__).parent / "results" / "zoo.json"

@@ -94,6 +94,10 @@ for name in ("people", "new", "held-out"):
     os.makedirs(name, exist_ok=True)
     pyarrow.parquet.write_table(
         pyarrow.table({**{f"x{j}": X[:, j] for j in range(4)}, "income": y}), f"{name}/a.parquet")
+os.makedirs("visits", exist_ok=True)
+pyarrow.parquet.write_table(
+    pyarrow.table({"patient_id": [k // 2 for k in range(len(y))], "x": X[:, 0], "readmitted": y}),
+    "visits/a.parquet")
 """
 PATIENTS = """
 stays, ids = train_set, [k // 2 for k in range(300)]

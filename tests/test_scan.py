@@ -144,8 +144,8 @@ def test_regressors_fit_a_scan_as_an_array(tmp_path: Path) -> None:
 def test_additive_models_fit_a_scan_as_an_array(folder: Path) -> None:
     X, y = rows()
     options: dict[str, Any] = {"epsilon": 4.0, "random_state": 5, "bins": 4}
-    given: tuple[dict[str, Any], ...] = ({"classes": [0, 1]}, {})
-    for declared in given:
+    both: tuple[dict[str, Any], ...] = ({"classes": [0, 1]}, {})
+    for declared in both:
         mine = PrivateAdditiveClassifier(**declared, **options).fit(scan(folder, target="y"))
         other = PrivateAdditiveClassifier(**declared, **options).fit(X, y)
         np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-7, atol=1e-9)

@@ -233,6 +233,7 @@ class PeopleRecords:
     """
 
     is_scanned: ClassVar[bool] = False
+    is_source: ClassVar[bool] = False
     _SHAPE = frozenset({"dim", "features", "outputs", "intercept", "is_sparse"})
 
     def __init__(self, rows: Records, people: People) -> None:
