@@ -22,6 +22,8 @@ def versions(*more: str) -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    if "quietgrad" in sys.modules:  # the tree that ran, not what some earlier install of it was called
+        found["quietgrad"] = str(sys.modules["quietgrad"].__version__)
     return found
 
 
