@@ -21,7 +21,7 @@ from quietgrad.federation.coordinator import BUT_FOR_LISTS, FederatedCurator
 from quietgrad.federation.matching import Matching, PeopleList, new_key, read_key, read_matching, write_list
 from quietgrad.federation.parties import matched
 from quietgrad.federation.party import PartyCurator
-from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.plan import MATCHED, FederatedPlan
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.federation.transport.in_process import Fault, InProcess
@@ -324,4 +324,6 @@ def test_a_certificate_says_that_people_were_matched(tmp_path: Path) -> None:
     stronger = json.loads(json.dumps(document.body))
     stronger["claim"]["adversary"] = stronger["claim"]["adversary"].removesuffix(BUT_FOR_LISTS)
     assert stronger["claim"]["adversary"] != document.body["claim"]["adversary"]
+    assert not check(Document(stronger)).ok
+    stronger["claim"]["notes"] = [note for note in stronger["claim"]["notes"] if MATCHED not in note]
     assert not check(Document(stronger)).ok
