@@ -35,8 +35,9 @@ from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.training import plan as central_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.record import save
 from reproduce.weighted_average import Study, unnamed
+
+from benchmarks.record import save
 
 RESULT = Path(__file__).parent / "results" / "federation.json"
 SEEDS = 20

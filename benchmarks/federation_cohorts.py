@@ -26,9 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
-from benchmarks.record import save
 
 import quietgrad as qg
+from benchmarks.record import save
 from quietgrad.federation import Party
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.simulation import assemble, simulate, train

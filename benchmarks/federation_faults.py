@@ -25,11 +25,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.federation_trial import SECONDS, STEPS, Proxy, Trial, Window
-from benchmarks.record import save
 from tests.hostile_members import HostileCoordinator, lying_party
 from tests.killed import COORDINATOR, PARTY
 
+from benchmarks.federation_trial import SECONDS, STEPS, Proxy, Trial, Window
+from benchmarks.record import save
 from quietgrad.federation.toml_plan import parse_plan, read_plan
 
 RESULT = Path(__file__).parent / "results" / "federation_faults.json"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.federation_network import PLAN, federate, free_ports
 from tests.killed import KILLED
 
+from benchmarks.federation_network import PLAN, federate, free_ports
 from quietgrad.federation.toml_plan import read_plan
 from quietgrad.privacy.ledger import Ledger
 

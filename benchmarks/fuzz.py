@@ -27,8 +27,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.record import save
 from tests.hostile import ALLOWED, READERS, Reader
+
+from benchmarks.record import save
 
 RESULT = Path(__file__).parent / "results" / "fuzz.json"
 SECONDS = 10

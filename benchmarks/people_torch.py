@@ -25,8 +25,9 @@ from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.people import OfPeople, OfRecords
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.record import save
 from reproduce.models import MODELS
+
+from benchmarks.record import save
 
 RECORDS, PEOPLE, REPEATS = 500, 50, 15
 KEY = bytes(range(32))

@@ -30,8 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
-from benchmarks.record import save
 
+from benchmarks.record import save
 from quietgrad.federation import Identity, MaskingParty, MaskingServer, Roster, SharingParty, SumServer, Terms
 
 RESULT = Path(__file__).parent / "results" / "secure_scale.json"

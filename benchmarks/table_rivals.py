@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from benchmarks.table_suite import Problem, outward
 
 import quietgrad as qg
+from benchmarks.table_suite import Problem, outward
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.algorithms.table_looks import noise_of
 from quietgrad.objectives.tables.frame import Frame

@@ -37,8 +37,9 @@ from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.torch.allocator import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.record import save
 from reproduce.models import MODELS
+
+from benchmarks.record import save
 
 ROOT = Path(__file__).parents[1]
 

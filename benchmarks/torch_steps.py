@@ -26,8 +26,9 @@ from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.training import plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.record import save
 from reproduce.models import MODELS
+
+from benchmarks.record import save
 
 CASES = {"mnist-cnn4": ((1, 28, 28), 256, 8), "cnn5": ((3, 32, 32), 256, 8), "resnet20": ((3, 32, 32), 64, 3)}
 REPEATS = 5
