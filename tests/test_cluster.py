@@ -35,13 +35,21 @@ N, D = 4000, 4
 def client() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", "src")
-        with (
-            distributed.LocalCluster(
-                n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
-            ) as cluster,
-            distributed.Client(cluster, set_as_default=False) as client,
-        ):
+        with _started() as cluster, distributed.Client(cluster, set_as_default=False) as client:
             yield client
+
+
+def _started() -> Any:
+    """Two workers; on a machine that is busy their processes may come too late for dask, so up to three times."""
+    for last in (False, False, True):
+        try:
+            return distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
+            )
+        except RuntimeError:
+            if last:
+                raise
+    raise AssertionError
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,7 @@ PARSED_ONLY = (
     "reproduce page",  # writes into the clone; tests/test_reproduce_page.py has it
     "--head 5-",  # the digest of another ledger; tests/test_ledger_anchor.py
     "fetch",  # the network
+    "visits/*.parquet",  # nobody's visits are here; tests/test_scan_people.py has some
 )
 
 

@@ -52,8 +52,8 @@ def alone(parties: Sequence[Party]) -> tuple[Sequence[Party], dict[str, Any]]:
 
 def test_a_person_of_two_parties_is_covered_by_either_way_and_a_price_for_one_is_caught() -> None:
     """False alarms of each attack: 10⁻⁶."""
-    for way, verdict in ((priced, "pass"), (kept_once, "pass"), (alone, "violation")):
-        assert attack_shared_person(700, way).verdict == verdict
+    for way, runs, verdict in ((priced, 700, "pass"), (kept_once, 700, "pass"), (alone, 3000, "violation")):
+        assert attack_shared_person(runs, way).verdict == verdict
 
 
 def test_everybody_is_kept_once_and_nobody_moves_when_somebody_else_leaves() -> None:

@@ -467,7 +467,8 @@ def test_the_command_line_scans_a_folder(folder: Path, tmp_path: Path, capsys: p
     assert main(["resume", run]) == 0
     assert main(["predict", run, str(folder), "-o", str(tmp_path / "p.csv")]) == 0
     assert len((tmp_path / "p.csv").read_text().splitlines()) == N + 1
-    assert main(["evaluate", run, str(folder / "*.parquet"), "--epsilon", "1"]) == 0
+    book = str(tmp_path / "others.jsonl")  # the run's own ledger would know these people
+    assert main(["evaluate", run, str(folder / "*.parquet"), "--epsilon", "1", "--ledger", book]) == 0
     assert qg.load(run).metrics["train_accuracy"] > 0.8
     capsys.readouterr()
     assert main(["plan", "--rows", "1e9", "--columns", "200", "--cluster", "64x8", "--json"]) == 0
@@ -502,8 +503,9 @@ def test_a_folder_larger_than_the_memory_allowed(tmp_path: Path) -> None:
     block = pa.table({**columns, "y": (columns["x0"] > 1).astype(np.int8)})
     for k in range(4):
         with pq.ParquetWriter(tmp_path / f"{k}.parquet", block.schema) as out:
-            for _ in range(13):
-                out.write_table(block)
+            for piece in range(13):
+                other = pa.array(columns["x1"] + np.float32(13 * k + piece))  # no file is a copy of another
+                out.write_table(block.set_column(1, "x1", other))
     unpacked = 4 * 13 * block.nbytes
     assert unpacked > 600 * 2**20
     env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

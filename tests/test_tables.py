@@ -227,10 +227,9 @@ def test_partial_fits_on_disjoint_people_cost_one_fit_each(tmp_path: Path) -> No
         model.partial_fit(X[part], y[part], classes=[0, 1], disjoint=True)
     assert model.score(X, y) > 0.88
     book = qg.Ledger(path)
-    for k in (1, 2, 3):
-        assert book.spent(f"people, part {k}", delta=1e-5, relation="replace-one").epsilon == pytest.approx(
-            1.0, rel=1e-3
-        )
+    assert model.privacy_.epsilon == pytest.approx(1.0, rel=1e-3)
+    # A ledger does not know who is in which part: its account adds them up.
+    assert book.spent("people", delta=1e-5, relation="replace-one").epsilon > 1.5
     with pytest.raises(ValueError, match="declare the classes"):
         PrivateLogisticRegression().partial_fit(X, y)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -196,15 +196,14 @@ class Scan:
             first = self._seen.digests is None
             found = self.total(_Verification(reading, first, self.name, self.features), tasks, _join) or []
             if first:
-                long = [digest for digest, rows, _ in found if rows >= _COPY]
-                if len(set(long)) < len(long):
+                if _copied(self.pieces, found):
                     raise DataError(
-                        f"{self.name}: two pieces hold the same rows, so a file may be there twice, and everybody "
-                        "in it would count twice. Name the files that are meant."
+                        f"{self.name}: two files hold the same rows, and everybody in them would count twice. "
+                        " Name the files that are meant."
                     )
-                self._seen.digests = tuple(digest for digest, _, _ in found)
-                self._seen.checksums = tuple(checksum for _, _, checksum in found)
-            sizes = tuple(rows for _, rows, _ in found)
+                self._seen.digests = tuple(each.digest for each in found)
+                self._seen.checksums = tuple(each.checksum for each in found)
+            sizes = tuple(each.rows for each in found)
             if self._seen.sizes is None:
                 if self.whose is None:
                     self._seen.sizes = sizes
@@ -313,7 +312,21 @@ def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array],
     return second(*first(X, y))
 
 
-_COPY = 100  # rows: shorter pieces of tables with few different rows may be equal by chance
+_COPY = 100  # rows: shorter files of tables with few different rows may be equal by chance
+
+
+def _copied(pieces: Sequence[Any], found: Sequence[_Verified]) -> bool:
+    """Whether two files hold the same rows throughout; files of one and the same row may."""
+    files: dict[str, list[_Verified]] = {}
+    for piece, verified in zip(pieces, found, strict=True):
+        if (path := getattr(piece, "path", None)) is not None:
+            files.setdefault(str(path), []).append(verified)
+    long = [
+        tuple(each.digest for each in of)
+        for of in files.values()
+        if sum(each.rows for each in of) >= _COPY and any(each.varied for each in of)
+    ]
+    return len(set(long)) < len(long)
 
 
 def _mapped_twice(first: Callable[[Array], Array], second: Callable[[Array], Array], X: Array) -> Array:
@@ -341,6 +354,15 @@ def _count_rows(parts: Any, task: Task) -> list[int]:
     return [sum(len(X) for X, _, _ in parts.rows_of(task.unit))]
 
 
+class _Verified(NamedTuple):
+    """A piece as it was first read; ``varied`` if not all of its rows are the same."""
+
+    digest: bytes
+    rows: int
+    checksum: int
+    varied: bool
+
+
 @dataclass(frozen=True)
 class _Verification:
     """Checks a piece as an objective checks a table in memory, and digests its content by columns."""
@@ -350,9 +372,9 @@ class _Verification:
     name: str
     width: int
 
-    def __call__(self, parts: Any, task: Task) -> list[tuple[bytes, int, int]]:
+    def __call__(self, parts: Any, task: Task) -> list[_Verified]:
         columns = [hashlib.sha256() for _ in range(self.width)] if self.digest else []
-        rows = 0
+        rows, varied, first = 0, False, None
         checksum = parts.checksum(task.unit) if hasattr(task.unit, "checksum") else 0
         for X, y, people in parts.read(task):
             if not np.isfinite(X).all():
@@ -365,12 +387,16 @@ class _Verification:
                     f"{self.name}: the target holds NaN or infinite values. Remove those records first."
                 )
             self.reading.prepare(parts.seen(X, y, people))
+            if not varied and len(X):
+                first = X[:1].copy() if first is None else first
+                varied = bool((first != X).any())
             rows += len(X)
             if people is not None and columns:
                 columns[0].update(people.sizes.tobytes())  # the same rows, otherwise grouped, are another table
             for place, column in enumerate(columns):
                 column.update(np.ascontiguousarray(X[:, place], dtype=np.float64).data)
-        return [(hashlib.sha256(b"".join(c.digest() for c in columns)).digest(), rows, checksum)]
+        digest = hashlib.sha256(b"".join(c.digest() for c in columns)).digest()
+        return [_Verified(digest, rows, checksum, varied)]
 
 
 def scan(

@@ -40,6 +40,7 @@ def row_by_row(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
     >>> class Ranks:
     ...     def predict(self, rows):
     ...         return rows[:, 0] - rows.mean()
+    >>> Ranks.__module__ = "somebody_else"
     >>> row_by_row(Ranks(), "predict", np.array([[1.0], [2.0]]))
     Traceback (most recent call last):
     quietgrad.errors.DataError: X: the model's answer for a record depends on the other records it is asked ...
