@@ -16,7 +16,8 @@ from quietgrad.cli import main
 from quietgrad.cli.frontier import _with_held_out
 from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
-from quietgrad.estimators import PrivateLogisticRegression, private_score, to_run
+from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run
+from quietgrad.estimators.answers import _is_ours
 from quietgrad.objectives.person_ids import first_seen
 
 SECRET = "only-of-Ann"
@@ -213,3 +214,20 @@ def test_ids_of_a_text_file_are_texts_wherever_they_are_named(tmp_path: Path) ->
     with pytest.raises(DataError, match="where the scan is made"):
         PrivateLogisticRegression(classes=[0, 1]).fit(qg.data.scan(path, target="y"), person="id")
     assert qg.data.scan(path, target="y", person="id").people == 2
+
+
+class Centred(PrivateLogisticRegression):
+    """Somebody's own: centres the rows it is asked about."""
+
+    def predict(self, X: Any) -> Any:
+        return super().predict(X - X.mean(axis=0))
+
+
+def test_a_search_scores_models_that_answer_row_by_row() -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (400, 2))
+    model = Centred(classes=[0, 1], feature_bounds=[(-1.0, 1.0)] * 2)
+    search = PrivateSearch(model, {"regularization": [0.0]}, epsilon=4.0)
+    with pytest.raises(DataError, match="depends on the other records"):
+        search.fit(X, (X[:, 0] > 0).astype(int))
+    search.best_estimator_ = Adapts()
+    assert not _is_ours(search)

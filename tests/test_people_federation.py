@@ -193,35 +193,37 @@ def test_a_plan_on_people_reads_back_and_a_party_holds_people() -> None:
     assert Gradient(np.zeros(2), 1.0).bound == 1.0
 
 
+TWO_CLINICS = """
+[federation]
+name = "two-clinics"
+trust = "curator"
+{how}
+[algorithm]
+name = "dp-gd"
+steps = 3
+[objective]
+name = "logistic"
+[data]
+features = 2
+person = "patient"
+[budget]
+epsilon = 1.0
+delta = 1e-5
+[[party]]
+name = "a"
+records = 60
+[[party]]
+name = "b"
+records = 60
+"""
+
+
 def test_a_plan_file_names_the_column_of_people(tmp_path: Any) -> None:
     from quietgrad.federation import network
     from quietgrad.federation.party import PartyCurator
     from quietgrad.federation.toml_plan import parse_plan
 
-    text = """
-    [federation]
-    name = "two-clinics"
-    trust = "curator"
-    parties_per_person = 2
-    [algorithm]
-    name = "dp-gd"
-    steps = 3
-    [objective]
-    name = "logistic"
-    [data]
-    features = 2
-    person = "patient"
-    [budget]
-    epsilon = 1.0
-    delta = 1e-5
-    [[party]]
-    name = "a"
-    records = 60
-    [[party]]
-    name = "b"
-    records = 60
-    """
-    file = parse_plan(text)
+    file = parse_plan(TWO_CLINICS.format(how="parties_per_person = 2"))
     assert (file.plan.unit, file.plan.parties_per_person, file.plan.reach) == ("person", 2, 2.0)
     X, y, ids = visits(60, 0, 1)
     path = tmp_path / "a.csv"
@@ -230,4 +232,4 @@ def test_a_plan_file_names_the_column_of_people(tmp_path: Any) -> None:
     table = network.records(file, path)
     assert len(PartyCurator("a", file.objective, network.held(table), file.plan).records) == 60
     with pytest.raises(DataError, match="say how many parties may know one person"):
-        _ = parse_plan(text.replace("parties_per_person = 2", "")).plan
+        _ = parse_plan(TWO_CLINICS.format(how="")).plan

@@ -28,6 +28,7 @@ from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.objectives.people import OfRecords
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import seed_key
+from tests.test_people_federation import TWO_CLINICS
 
 LOSS = qg.objectives.Logistic()
 KEY = seed_key(7)
@@ -255,34 +256,9 @@ def test_parties_that_drop_out_do_not_hand_their_people_on() -> None:
     assert result.privacy.epsilon <= 1.0
 
 
-PLAN = """
-[federation]
-name = "two-clinics"
-trust = "curator"
-{how}
-[algorithm]
-name = "dp-gd"
-steps = 3
-[objective]
-name = "logistic"
-[data]
-features = 2
-person = "patient"
-[budget]
-epsilon = 1.0
-delta = 1e-5
-[[party]]
-name = "a"
-records = 60
-[[party]]
-name = "b"
-records = 60
-"""
-
-
 def test_the_command_line_from_lists_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, key = tmp_path / "plan.toml", tmp_path / "people.key"
-    plan.write_text(PLAN.format(how=""))
+    plan.write_text(TWO_CLINICS.format(how=""))
     for name, first in (("a", 0), ("b", 40)):
         each = party(first, 60, first)
         rows = [f"{u},{v},p{i},{int(t)}" for (u, v), i, t in zip(each.X, each.person, each.y, strict=True)]
@@ -304,9 +280,9 @@ def test_the_command_line_from_lists_to_a_plan(tmp_path: Path, capsys: pytest.Ca
     assert told["a"]["[federation]"] == told["b"]["[federation]"]
     counts = [int(told[name][f"[[party]] {name}"].split()[2].rstrip(",")) for name in ("a", "b")]
     assert sum(counts) == 100
-    file = parse_plan(PLAN.format(how=told["a"]["[federation]"]))
+    file = parse_plan(TWO_CLINICS.format(how=told["a"]["[federation]"]))
     assert (file.plan.reach, file.plan.parties_per_person) == (1.0, 1)
-    plan.write_text(PLAN.format(how=told["a"]["[federation]"]))
+    plan.write_text(TWO_CLINICS.format(how=told["a"]["[federation]"]))
     assert "matched between the parties by a keyed hash" in said("show", str(plan))
     matching = read_matching(key, tmp_path / "lists", file.parties)
     held = network.held(network.records(file, tmp_path / "a.csv"))

@@ -7,19 +7,19 @@ on the workers of a cluster.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.row_layout import Array, RowLayout
+from quietgrad.data.scan_checks import Verification, copied
 from quietgrad.data.scan_parts import ScanParts, Threads
 from quietgrad.data.scan_people import Carried, Runs, RunsOf, cut_by_person
 from quietgrad.data.scan_units import LEAST_ROWS
@@ -194,9 +194,9 @@ class Scan:
         tasks = [Task(unit, None, a, b) for unit, a, b in zip(self.units, firsts, people, strict=False)]
         with self._seen.lock:
             first = self._seen.digests is None
-            found = self.total(_Verification(reading, first, self.name, self.features), tasks, _join) or []
+            found = self.total(Verification(reading, first, self.name, self.features), tasks, _join) or []
             if first:
-                if _copied(self.pieces, found):
+                if copied(self.pieces, found):
                     raise DataError(
                         f"{self.name}: two files hold the same rows, and everybody in them would count twice. "
                         " Name the files that are meant."
@@ -312,23 +312,6 @@ def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array],
     return second(*first(X, y))
 
 
-_COPY = 100  # rows: shorter files of tables with few different rows may be equal by chance
-
-
-def _copied(pieces: Sequence[Any], found: Sequence[_Verified]) -> bool:
-    """Whether two files hold the same rows throughout; files of one and the same row may."""
-    files: dict[str, list[_Verified]] = {}
-    for piece, verified in zip(pieces, found, strict=True):
-        if (path := getattr(piece, "path", None)) is not None:
-            files.setdefault(str(path), []).append(verified)
-    long = [
-        tuple(each.digest for each in of)
-        for of in files.values()
-        if sum(each.rows for each in of) >= _COPY and any(each.varied for each in of)
-    ]
-    return len(set(long)) < len(long)
-
-
 def _mapped_twice(first: Callable[[Array], Array], second: Callable[[Array], Array], X: Array) -> Array:
     return second(first(X))
 
@@ -352,51 +335,6 @@ def _pairs(layout: RowLayout, parts: ScanParts, task: Task) -> Any:
 
 def _count_rows(parts: Any, task: Task) -> list[int]:
     return [sum(len(X) for X, _, _ in parts.rows_of(task.unit))]
-
-
-class _Verified(NamedTuple):
-    """A piece as it was first read; ``varied`` if not all of its rows are the same."""
-
-    digest: bytes
-    rows: int
-    checksum: int
-    varied: bool
-
-
-@dataclass(frozen=True)
-class _Verification:
-    """Checks a piece as an objective checks a table in memory, and digests its content by columns."""
-
-    reading: Any
-    digest: bool
-    name: str
-    width: int
-
-    def __call__(self, parts: Any, task: Task) -> list[_Verified]:
-        columns = [hashlib.sha256() for _ in range(self.width)] if self.digest else []
-        rows, varied, first = 0, False, None
-        checksum = parts.checksum(task.unit) if hasattr(task.unit, "checksum") else 0
-        for X, y, people in parts.read(task):
-            if not np.isfinite(X).all():
-                raise DataError(
-                    f"{self.name}: the features hold gaps, NaN or infinite values. Say in a schema what stands for "
-                    "a gap (`fill`), leave such rows out (`drop_incomplete`), or remove them first."
-                )
-            if y.dtype.kind == "f" and not np.isfinite(y).all():
-                raise DataError(
-                    f"{self.name}: the target holds NaN or infinite values. Remove those records first."
-                )
-            self.reading.prepare(parts.seen(X, y, people))
-            if not varied and len(X):
-                first = X[:1].copy() if first is None else first
-                varied = bool((first != X).any())
-            rows += len(X)
-            if people is not None and columns:
-                columns[0].update(people.sizes.tobytes())  # the same rows, otherwise grouped, are another table
-            for place, column in enumerate(columns):
-                column.update(np.ascontiguousarray(X[:, place], dtype=np.float64).data)
-        digest = hashlib.sha256(b"".join(c.digest() for c in columns)).digest()
-        return [_Verified(digest, rows, checksum, varied)]
 
 
 def scan(

@@ -28,6 +28,7 @@ from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.account import Charge
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
+from quietgrad.estimators.answers import row_by_row
 from quietgrad.estimators.base import Charged
 from quietgrad.estimators.scans import refuse_scan
 from quietgrad.estimators.whom import Whom, named
@@ -338,12 +339,12 @@ def _is_list(values: Any) -> bool:
 
 
 def _right(model: Any, X: Any, y: Any) -> Any:
-    return (model.predict(X) == y) * 1.0
+    return (row_by_row(model, "predict", X) == y) * 1.0
 
 
 def _likelihood(model: Any, X: Any, y: Any) -> Any:
     """1 − (log loss)/5, from 1 for a certain right answer to 0 for a chance below e^−5."""
-    chances = model.predict_proba(X)
+    chances = row_by_row(model, "predict_proba", X)
     own = chances[np.arange(len(y)), np.searchsorted(model.classes_, y)]
     return 1.0 + np.log(np.maximum(own, math.exp(-5.0))) / 5.0
 
@@ -351,7 +352,7 @@ def _likelihood(model: Any, X: Any, y: Any) -> Any:
 def _closeness(model: Any, X: Any, y: Any) -> Any:
     """1 − (error ÷ a quarter of the targets' range)²."""
     low, high = model.target_range_
-    return 1.0 - ((model.predict(X) - y) / (0.25 * (high - low))) ** 2
+    return 1.0 - ((row_by_row(model, "predict", X) - y) / (0.25 * (high - low))) ** 2
 
 
 def _rounds(mean: float, u: float) -> int:

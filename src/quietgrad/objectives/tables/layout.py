@@ -142,6 +142,13 @@ def csr_around(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> 
     return matrix
 
 
+def csr_rows(X: Any, first: int, stop: int) -> Any:
+    """Some rows of a CSR matrix, around its own arrays."""
+    low, high = X.indptr[first], X.indptr[stop]
+    pointers = X.indptr[first : stop + 1] - low
+    return csr_around(X.data[low:high], X.indices[low:high], pointers, (stop - first, int(X.shape[1])))
+
+
 def _float_type(dtype: np.dtype[Any]) -> type[np.float32] | type[np.float64]:
     if dtype in (np.float32, np.float64):
         return np.float32 if dtype == np.float32 else np.float64

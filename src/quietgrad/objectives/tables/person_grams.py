@@ -16,7 +16,7 @@ import numpy as np
 from quietgrad.objectives.base import Indices, Rule
 from quietgrad.objectives.people import Groups
 from quietgrad.objectives.tables.full_batch import Block
-from quietgrad.objectives.tables.layout import csr_around
+from quietgrad.objectives.tables.layout import csr_around, csr_rows
 from quietgrad.objectives.tables.table import Floats, Table
 
 if TYPE_CHECKING:
@@ -66,15 +66,7 @@ class PersonGrams:
             pointers = np.concatenate([[0], np.cumsum(wide)])
             shape = (stop - first, stop - first)
             gram = csr_around(products[places[person] : places[last]], columns, pointers, shape)
-            rows = None
-            if records.is_sparse:
-                low, high = X.indptr[first], X.indptr[stop]
-                rows = csr_around(
-                    X.data[low:high],
-                    X.indices[low:high],
-                    X.indptr[first : stop + 1] - low,
-                    (stop - first, records.features),
-                )
+            rows = csr_rows(X, first, stop) if records.is_sparse else None
             yield slice(first, stop), rows, gram, starts[person:last] - first
             person = last
 

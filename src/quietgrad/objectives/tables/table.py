@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.tables.layout import csr_around
+from quietgrad.objectives.tables.layout import csr_around, csr_rows
 
 Floats = npt.NDArray[np.float64]
 Packed = tuple[Any, ...]
@@ -201,14 +201,7 @@ class Table:
             stop = min(max(stop, start + 1), count)
             if start == 0 and stop == count:
                 return [(slice(0, count), X)]
-            low, high = X.indptr[start], X.indptr[stop]
-            part = csr_around(
-                X.data[low:high],
-                X.indices[low:high],
-                X.indptr[start : stop + 1] - low,
-                (stop - start, self.features),
-            )
-            blocks.append((slice(start, stop), part))
+            blocks.append((slice(start, stop), csr_rows(X, start, stop)))
             start = stop
         return blocks
 
