@@ -25,7 +25,7 @@ from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
-from quietgrad.privacy.correlated import Correlated, Rows
+from quietgrad.privacy.correlated import BufferRows, Correlated
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import GaussianNoise, NoisyChoice, UnitNoise, from_json
 from quietgrad.privacy.noise import sigma_for
@@ -201,12 +201,12 @@ def _same(event: events.Event) -> events.Event:
 T_LAW, WIDTH = 12, 6000
 
 
-class Independent(Rows):
+class Independent(BufferRows):
     def row(self, release: int, dim: int) -> Floats:
         return self._units.row(release, dim)
 
 
-class UpdatedFirst(Rows):
+class UpdatedFirst(BufferRows):
     def row(self, release: int, dim: int) -> Floats:
         if self._buffers is None:
             self._buffers = np.zeros((len(self._alpha), dim))
@@ -215,7 +215,7 @@ class UpdatedFirst(Rows):
         return np.asarray(u - self._alpha @ self._buffers)
 
 
-class FedInnovations(Rows):
+class FedInnovations(BufferRows):
     def row(self, release: int, dim: int) -> Floats:
         if self._buffers is None:
             self._buffers = np.zeros((len(self._alpha), dim))
@@ -225,19 +225,19 @@ class FedInnovations(Rows):
         return np.asarray(w)
 
 
-class Swapped(Rows):
+class Swapped(BufferRows):
     def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
         super().__init__(mechanism, key, label)
         self._alpha, self._lam = self._lam.ravel(), self._alpha[:, None]
 
 
-class WrongSign(Rows):
+class WrongSign(BufferRows):
     def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
         super().__init__(mechanism, key, label)
         self._alpha = -self._alpha
 
 
-class ResetPerBlock(Rows):
+class ResetPerBlock(BufferRows):
     """Forgets its buffers where a new block of normals begins."""
 
     def row(self, release: int, dim: int) -> Floats:
@@ -247,7 +247,9 @@ class ResetPerBlock(Rows):
         return super().row(release, dim)
 
 
-def heard(mechanism: Correlated, rows: type[Rows] = Rows, dim: int = WIDTH, factor: float = 1.0) -> Floats:
+def heard(
+    mechanism: Correlated, rows: type[BufferRows] = BufferRows, dim: int = WIDTH, factor: float = 1.0
+) -> Floats:
     """Releases of zeros by the real source, its rows of another kind if given."""
     source: Any = mechanism.source(KEY, "law", mechanism.releases)
     source._rows = rows(mechanism, KEY, "law")
@@ -287,7 +289,7 @@ def test_the_innovations_are_white_and_the_releases_are_not(k: int, b: int) -> N
 
 
 @pytest.mark.parametrize("rows", [Independent, UpdatedFirst, FedInnovations, Swapped, WrongSign])
-def test_another_recursion_is_not_white(rows: type[Rows]) -> None:
+def test_another_recursion_is_not_white(rows: type[BufferRows]) -> None:
     mechanism = Correlated.made(T_LAW, 3, 4)
     assert not white(innovations(mechanism, heard(mechanism, rows)))
 

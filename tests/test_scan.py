@@ -27,7 +27,7 @@ from quietgrad.estimators import (
 from quietgrad.objectives.base import Batch, Gradient, GradientDifference, Loss, RecursiveMomentum
 from quietgrad.objectives.queries.second_order import GradientNorm, PackedHessian
 from quietgrad.objectives.tables.scanned import is_additive, merged
-from quietgrad.sampling import FixedSize, Poisson, SinglePass, Turns
+from quietgrad.sampling import FixedSize, Poisson, PoissonTurns, SinglePass, Turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:random_state=5")
 pa = pytest.importorskip("pyarrow")
@@ -216,7 +216,14 @@ def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -
 
 @pytest.mark.parametrize(
     "sampling",
-    [Poisson(0.05), FixedSize(N, 300), SinglePass(N, 600), SinglePass(N, 600, "add-remove"), Turns(10)],  # type: ignore[arg-type]
+    [
+        Poisson(0.05),
+        FixedSize(N, 300),
+        SinglePass(N, 600),
+        SinglePass(N, 600, qg.Relation.ADD_REMOVE),
+        Turns(10),
+        PoissonTurns(4, 0.2),
+    ],  # type: ignore[arg-type]
 )
 def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> None:
     """Sizes and overlaps of batches; each test fails by chance once in a thousand."""

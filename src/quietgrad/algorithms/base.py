@@ -161,7 +161,7 @@ class FirstOrder(Algorithm):
         """The releases of a run on ``n_public`` records."""
         slots = self.oracle().slots(n_public, self.steps)
         fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
-        apart = fresh and not any(slot.mechanism.whole_run for slot in slots)
+        apart = fresh and not any(slot.mechanism.together for slot in slots)
         return Schedule(slots, "parallel" if apart else "sequential")
 
     def init(self, x0: Vector) -> State:

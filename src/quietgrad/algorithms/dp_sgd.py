@@ -22,10 +22,12 @@ class DPSGD(FirstOrder):
         batch_size: expected records per step.
         learning_rate: a number or a schedule of :mod:`quietgrad.algorithms.rates`.
         clip: C, the L2 bound on one record's gradient.
-        sampling: ``"poisson"`` (default), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once), or
-            ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts).
-        noise: ``"independent"``, or ``"correlated"`` with a single pass or turns: noise that later releases take
-            back, so that sums of releases have much less of it (:mod:`quietgrad.privacy.correlated`).
+        sampling: ``"poisson"`` (default), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once),
+            ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts), or
+            ``"poisson-turns"`` (a Poisson sample of ``batch_size`` of the cohort whose turn it is).
+        noise: ``"independent"``, or ``"correlated"`` with a single pass or turns of either kind: noise that later
+            releases take back, so that sums of releases have much less of it
+            (:mod:`quietgrad.privacy.correlated`, :mod:`quietgrad.privacy.banded`).
         momentum: weight of the past, 0 for none.
         momentum_kind: ``"heavy-ball"`` (m = βm + g) or ``"ema"`` (m = βm + (1−β)g).
         momentum_steps: switch momentum off after so many steps (early momentum at one rate, paper 001).

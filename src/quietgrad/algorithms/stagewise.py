@@ -142,7 +142,7 @@ class StagewiseDPSGD(Algorithm):
 
     def _slot(self, stage: int) -> str:
         """A stage's own slot, unless all releases together are one thing."""
-        apart = self.noise == "independent" and self.sampling != "turns"
+        apart = self.noise == "independent" and self.cohorts is None
         return f"stage-{stage}" if apart else "stages"
 
     def init(self, x0: Vector) -> State:

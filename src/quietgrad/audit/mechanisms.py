@@ -21,7 +21,8 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.banded import Banded
+from quietgrad.privacy.correlated import Cancelling, Correlated
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
     FrequentLabels,
@@ -117,7 +118,7 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
 
 def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
-    assert isinstance(slot.mechanism, Correlated)
+    assert isinstance(slot.mechanism, Cancelling)
     column, louder = strategy(slot.mechanism)
     heard: list[Floats] = []
 
@@ -130,9 +131,13 @@ def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, pl
     return listen
 
 
-def strategy(mechanism: Correlated) -> tuple[Floats, float]:
-    """The first column of S, and how far a record of bound 1 can move S·sums."""
+def strategy(mechanism: Cancelling) -> tuple[Floats, float]:
+    """The first column of S, and how far a record of bound 1 can move S·sums: in a window, if there are bands."""
     count = mechanism.releases
+    if isinstance(mechanism, Banded):
+        column = np.array([*mechanism.column, *[0.0] * (count - mechanism.bands)])[:count]
+        return column, math.hypot(*mechanism.column)
+    assert isinstance(mechanism, Correlated)
     lam, alpha = np.array(mechanism.lam), np.array(mechanism.alpha)
     column = np.array([1.0, *((alpha * lam**k).sum() for k in range(count - 1))])
     turns = range(0, count, mechanism.separation)[: mechanism.participations]
@@ -249,6 +254,7 @@ def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floa
 LISTENERS: dict[type[Mechanism], Callable[[Slot, float, int, float | None, Plan], Listen]] = {
     GaussianNoise: _gaussian,
     Correlated: _correlated,
+    Banded: _correlated,
     L2LaplaceNoise: _laplace,
     NoisyChoice: _choice,
     AboveThreshold: _threshold,

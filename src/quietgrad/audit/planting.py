@@ -110,8 +110,8 @@ class QueryGame:
         """What left the door in ``runs`` runs, one after the other through one door."""
         heard: list[Floats] = []
         slots: list[str] = []
-        # Neither a single pass over the records nor noise of a whole run can be shared by two runs.
-        once = any(isinstance(s.sampling, SinglePass) or s.mechanism.whole_run for s in plan.schedule.slots)
+        # Neither a single pass over the records nor noise of several releases can be shared by two runs.
+        once = any(isinstance(s.sampling, SinglePass) or s.mechanism.together for s in plan.schedule.slots)
         for number in range(runs):
             if once or number == 0:
                 holder = curator(self.objective, self.data, _key(seed, which, number))

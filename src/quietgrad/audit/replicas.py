@@ -22,10 +22,10 @@ from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.correlated import Cancelling
 from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import FullBatch, Poisson, Sampler, Sampling, SinglePass, Turns
+from quietgrad.sampling import FullBatch, Poisson, PoissonTurns, Sampler, Sampling, SinglePass, Turns
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -53,7 +53,7 @@ class Replicated(Sampling, kind="replicated"):
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """The production sampler, read at a different number for every run."""
-        if self.runs == 1 or isinstance(self.inner, FullBatch | Poisson | Turns):
+        if self.runs == 1 or isinstance(self.inner, FullBatch | Poisson | Turns | PoissonTurns):
             return self.inner.sampler(n_records, stream)  # samples and cohorts of disjoint blocks are independent
         return _Strided(self.inner.sampler(n_records // self.runs, stream), self.runs, n_records // self.runs)
 
@@ -136,7 +136,7 @@ def collect(
     side by side where they can be, unless ``together`` is false.
     """
     try:
-        gaussian = all(isinstance(slot.mechanism, GaussianNoise | Correlated) for slot in plan.schedule.slots)
+        gaussian = all(isinstance(slot.mechanism, GaussianNoise | Cancelling) for slot in plan.schedule.slots)
         if not together or not gaussian:
             raise NotSeparableError  # only Gaussian noise is independent from coordinate to coordinate
         return collect_blocks(algorithm, plan, game, which, runs, curator=curator, seed=seed)

@@ -24,6 +24,7 @@ from quietgrad.audit.units import judge_units
 from quietgrad.objectives.queries.labels import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import account
+from quietgrad.privacy.banded import Banded
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.events import ZCDP
@@ -37,7 +38,7 @@ from quietgrad.privacy.mechanisms import (
 )
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, Turns
+from quietgrad.sampling import FixedSize, FullBatch, Poisson, PoissonTurns, Sampling, SinglePass, Turns
 
 Floats = npt.NDArray[np.float64]
 RELEASES, WIDTH, WIDE = 256, 64, 512  # of vectors
@@ -46,6 +47,7 @@ CHOICES = 2048  # of mechanisms that only choose
 MECHANISMS: tuple[Mechanism, ...] = (
     GaussianNoise(),
     Correlated.made(RELEASES, 4, RELEASES // 4),
+    Banded.made(RELEASES, 8),
     L2LaplaceNoise(),
     NoisyChoice(),
     AboveThreshold(),
@@ -90,6 +92,8 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
     sampling: Sampling = Poisson(0.5) if isinstance(mechanism, GaussianNoise) else FullBatch()
     if isinstance(mechanism, Correlated):
         sampling = Turns(mechanism.separation)
+    elif isinstance(mechanism, Banded):
+        sampling = PoissonTurns(mechanism.bands, 0.5)
     slot = Slot("probe", sampling, count, mechanism=mechanism)
     schedule = Schedule((slot,), "filter" if isinstance(mechanism, NoisyChoice) else "sequential")
     return Plan("probe", {}, schedule, 1, Budget(1.0, 1e-5, relation), 2.0)

@@ -95,17 +95,17 @@ def check(
         words = f"it is not a statement of privacy with its releases ({type(error).__name__})"
         findings.append(Finding("claim", False, words))
         return Verdict("unreadable", tuple(findings), (), ("Anything: the claim cannot be read.",))
-    whole_run = False
+    together = False
     try:
         schedule, problems = plan_problems(document.body, claim)
-        whole_run = schedule.composition == "filter" or any(slot.mechanism.whole_run for slot in schedule.slots)
+        together = schedule.composition == "filter" or any(slot.mechanism.together for slot in schedule.slots)
     except ALTERED as error:
         problems = [f"it cannot be read as a plan ({type(error).__name__})"]
     agrees = "the events are those of its slots and noise, and the slots those of its settings"
     findings.append(Finding("plan", not problems, "; ".join(problems) or agrees))
     ours, first = _first_proof(claim)
     findings.append(first)
-    findings.append(_second_finding(claim, ours, whole_run=whole_run))
+    findings.append(_second_finding(claim, ours, together=together))
     try:
         findings += _ledger_findings(document.body, claim, ledger)
     except ALTERED as error:
@@ -159,15 +159,15 @@ def _first_proof(claim: Claim) -> tuple[Proof | None, Finding]:
     return proof, Finding("proof", True, f"quietgrad, {proof.accountant}: ε = {proof.epsilon:.6g}")
 
 
-def _second_finding(claim: Claim, ours: Proof | None, *, whole_run: bool) -> Finding:
+def _second_finding(claim: Claim, ours: Proof | None, *, together: bool) -> Finding:
     second: SecondProof = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
     refused = "not proved by a second accountant"
     if second.epsilon is None:
         return Finding("second proof", False, f"{refused}: {second.how}: {second.reason}")
     value = f"{second.how}: ε = {second.epsilon:.6g}"
-    if whole_run:
+    if together:
         words = (
-            f"{refused}: the event stands for a whole run (correlated noise or a filter), by a theorem that only "
+            f"{refused}: the event stands for many releases (correlated noise or a filter), by a theorem that only "
             f"quietgrad applies; from that event, {value}"
         )
         return Finding("second proof", False, words)

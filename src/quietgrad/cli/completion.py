@@ -106,7 +106,7 @@ def _values(what: str) -> list[str]:
         "plan": ALGORITHMS,
         "audit": ALGORITHMS,
         "--relation": ("add-remove", "replace-one"),
-        "--sampling": ("poisson", "fixed-size", "full", "single-pass", "turns"),
+        "--sampling": ("poisson", "fixed-size", "full", "single-pass", "turns", "poisson-turns"),
         "--task": ("binary", "multiclass", "regression"),
         "--objective": ("logistic", "multinomial", "huber", "squared", "hinge"),
         "--rows": ("refuse", "clip", "normalize"),

@@ -32,7 +32,8 @@ LearningRate = Annotated[
 Clip = Annotated[float | None, typer.Option(help="L2 bound on one record's gradient.", show_default=False)]
 Gamma = Annotated[float | None, typer.Option(help="DP-SRM: weight of the fresh gradient.", show_default=False)]
 Sampling = Annotated[
-    str | None, typer.Option(help="poisson, fixed-size, full, single-pass or turns.", show_default=False)
+    str | None,
+    typer.Option(help="poisson, fixed-size, full, single-pass, turns or poisson-turns.", show_default=False),
 ]
 Settings = Annotated[
     list[str] | None,

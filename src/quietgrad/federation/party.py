@@ -278,7 +278,7 @@ class PartyCurator:
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")
-        if draw != t and self.plan.schedule[slot].mechanism.whole_run:
+        if draw != t and self.plan.schedule[slot].mechanism.together:
             # One slot: its draws are the rounds. Otherwise one cohort could be asked in every round.
             raise ProtocolError("coordinator", f"asks for draw {draw} in round {t}; they are the same here")
         if not self._journal.draws(slot) <= draw < limit:

@@ -29,9 +29,10 @@ from quietgrad.federation.weights import shares
 from quietgrad.objectives.people import Combine, OfPeople, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
+from quietgrad.privacy.banded import Banded
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.correlated import Correlated
-from quietgrad.sampling import FixedSize, Poisson, SinglePass
+from quietgrad.sampling import FixedSize, Poisson, PoissonTurns, SinglePass
 from quietgrad.secure.terms import Mode, Terms
 
 Trust = Literal["curator", "secure", "local"]
@@ -115,6 +116,12 @@ class FederatedPlan(Plan):
             raise ValueError(f"quorum={self.quorum}: must be between 1 and the {self.invited} parties of a round.")
         if self.cohort and any(isinstance(slot.sampling, SinglePass) for slot in self.schedule.slots):
             raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
+        if any(isinstance(slot.sampling, PoissonTurns) for slot in self.schedule.slots):
+            raise ValueError(
+                "sampling='poisson-turns': is for one curator; parties take turns by sampling='turns'."
+            )
+        if any(isinstance(slot.mechanism, Banded) for slot in self.schedule.slots):
+            raise ValueError("noise in bands is for one curator; parties' turns have noise='correlated'.")
         if self.spare < 0:
             raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
         if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):

@@ -11,13 +11,14 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Objective, Query
 from quietgrad.plans.schedule import Law, Plan, Slot
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.banded import Banded
+from quietgrad.privacy.correlated import Cancelling, Correlated
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, Turns
+from quietgrad.sampling import FixedSize, FullBatch, Poisson, PoissonTurns, Sampling, SinglePass, Turns
 from quietgrad.vectors import Vector
 
-SamplingName = Literal["poisson", "fixed-size", "full", "single-pass", "turns"]
-Noise = Literal["independent", "correlated"] | Correlated
+SamplingName = Literal["poisson", "fixed-size", "full", "single-pass", "turns", "poisson-turns"]
+Noise = Literal["independent", "correlated"] | Cancelling
 """Whether releases have noise of their own, or noise that the next ones take back (by name, or made already)."""
 
 
@@ -78,16 +79,24 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohor
     """The sampling a name stands for at a public n.
 
     ``"turns"`` asks one of ``cohorts`` after the other; the batch is then n ÷ cohorts, whatever is given for it.
+    ``"poisson-turns"`` asks a secret sample of the cohort.
 
     >>> sampling_of("poisson", n_public=1000, batch_size=10)
     Poisson(rate=0.01)
     """
-    if (name == "turns") != (cohorts is not None):
+    if (name in ("turns", "poisson-turns")) != (cohorts is not None):
         raise ValueError(f"sampling={name!r}, cohorts={cohorts}: name the cohorts exactly when they take turns.")
     if cohorts is not None:
         if cohorts > n_public:
             raise ValueError(f"cohorts={cohorts}: must be at most n={n_public}.")
-        return Turns(cohorts)
+        if name == "turns" or batch_size is None:
+            return Turns(cohorts)
+        if not 1 <= batch_size * cohorts <= n_public:
+            raise ValueError(
+                f"batch_size={batch_size}, cohorts={cohorts}: a cohort has about n ÷ cohorts = "
+                f"{n_public / cohorts:.4g} records; take smaller batches or fewer cohorts."
+            )
+        return PoissonTurns(cohorts, cohorts * batch_size / n_public)
     if name == "full" or batch_size is None:
         return FullBatch()
     if not 1 <= batch_size <= n_public:
@@ -115,14 +124,16 @@ def slot_of(
             f"every record is used once. Plan {sampling.n // sampling.batch_size} steps, or smaller batches."
         )
     mechanism: Mechanism = GaussianNoise()
-    if isinstance(noise, Correlated):
+    if isinstance(noise, Cancelling):
         mechanism = noise
+    elif noise == "correlated" and isinstance(sampling, PoissonTurns):
+        mechanism = Banded.made(steps, sampling.cohorts)
     elif noise == "correlated":
         held = sampling.participation(steps)
         # A strategy for one participation; where it is not known, the slot refuses any.
         mechanism = Correlated.made(steps, *(held or (1, steps)))
     elif noise != "independent":
-        raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a Correlated.")
+        raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a mechanism made for it.")
     return Slot(name, sampling, steps, law=law, mechanism=mechanism)
 
 

@@ -66,7 +66,7 @@ class RecursiveMomentum(Oracle):
     @property
     def _first(self) -> str:
         """The slot of the first release: its own, unless all releases together are one thing."""
-        return "first" if self.noise == "independent" and self.sampling != "turns" else "next"
+        return "first" if self.noise == "independent" and self.cohorts is None else "next"
 
     def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
         if state.value is None:

@@ -60,11 +60,14 @@ def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
 
 
 def _composition(plan: Plan) -> str:
-    if any(slot.mechanism.whole_run for slot in plan.schedule.slots):
-        return "none: all releases of the run are one Gaussian release, whatever is asked in each"
-    return {
-        "sequential": "adaptive, all releases on the same people",
-        "parallel": "each record is used in one release only, so the worst release counts",
-        "filter": "adaptive noise levels under a hard zCDP filter",
-        "select": "a secret random number of rounds, of which only the best leaves",
-    }[plan.schedule.composition]
+    together = [slot.mechanism.together for slot in plan.schedule.slots if slot.mechanism.together]
+    return (
+        together[0]
+        if together
+        else {
+            "sequential": "adaptive, all releases on the same people",
+            "parallel": "each record is used in one release only, so the worst release counts",
+            "filter": "adaptive noise levels under a hard zCDP filter",
+            "select": "a secret random number of rounds, of which only the best leaves",
+        }[plan.schedule.composition]
+    )

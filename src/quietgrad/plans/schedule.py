@@ -53,7 +53,7 @@ class Slot:
             raise ValueError(f"slot {self.name!r}: noise={self.noise}: must be a finite number > 0.")
         if self.fixed is not None and not 0.0 < self.fixed < math.inf:
             raise ValueError(f"slot {self.name!r}: fixed={self.fixed}: must be a finite number > 0, or None.")
-        if self.law is not None and self.mechanism.whole_run:
+        if self.law is not None and self.mechanism.together:
             raise ValueError(
                 f"slot {self.name!r}: a random number of releases has no price under noise that is correlated over "
                 "them; return the last iterate or an average."
@@ -134,10 +134,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
             raise ValueError("select: a private search has one slot, its round, and the law of their number.")
-        if any(slot.mechanism.whole_run for slot in self.slots):
+        if any(slot.mechanism.together for slot in self.slots):
             # A look before the run has its own part of the budget. Releases of other slots in between would need a
             # theorem on concurrent composition, and none of our methods does.
-            run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.whole_run]
+            run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.together]
             if self.composition != "sequential" or len(run) > 1:
                 raise ValueError(
                     "correlated noise: its releases are one slot of a run, without filters, searches or other "

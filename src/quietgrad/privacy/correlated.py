@@ -24,6 +24,7 @@ What must not depend on other people is *when* a record takes part (see :class:`
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar
@@ -40,12 +41,67 @@ from quietgrad.privacy.noise import release_gaussian, sigma_for
 Floats = npt.NDArray[np.float64]
 
 _BUFFERS = 4
-_ROUNDED_UP = 1.0 + 1e-12
+ROUNDED_UP = 1.0 + 1e-12
 _MOST_RELEASES = 2**20  # beyond, a λ comes so near to 1 that float64 sums of T terms lose digits
 
 
+class Cancelling(Mechanism, ABC):
+    """Gaussian noise w = S⁻¹u over the releases of a run, S lower triangular and Toeplitz with c₀ = 1.
+
+    The transcript is a causal bijection of S·sums + z·C·s·u with independent normals u, whatever S is; subclasses
+    say which S, how its inverse is applied step by step, and what one record can do to S·sums.
+    """
+
+    releases: int
+
+    noise: ClassVar[str] = "correlated Gaussian"
+
+    @abstractmethod
+    def coefficients(self, releases: int | None = None) -> Floats:
+        """c₀, c₁, … of the first ``releases`` (default: all), the first column of S."""
+
+    @abstractmethod
+    def rows(self, key: bytes, label: str) -> Rows:
+        """The noise of unit scale, by number of the release."""
+
+    @property
+    @abstractmethod
+    def inverse(self) -> Floats:
+        """g, the first column of S⁻¹."""
+
+    @property
+    def loudness(self) -> float:
+        """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
+        return self.factor * float(np.linalg.norm(self.inverse))
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """The event of what has a price together."""
+        return events.Gaussian(multiplier)
+
+    def source(self, key: bytes, label: str, count: int) -> Source:
+        """Rows of S⁻¹u, scaled by z·C·s."""
+        return _CancellingSource(self, key, label)
+
+    def reach(self, dim: int) -> float:
+        """Louder than independent noise by s·‖g‖."""
+        return self.loudness * super().reach(dim)
+
+    def _check_numbers(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
+                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
+
+    def _check_floats(self, *names: str) -> None:
+        for name in names:
+            values = getattr(self, name)
+            if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
+                raise ValueError(f"{name}: must be a list of numbers.")
+            object.__setattr__(self, name, tuple(values))
+
+
 @dataclass(frozen=True)
-class Correlated(Mechanism, kind="correlated"):
+class Correlated(Cancelling, kind="correlated"):
     """Gaussian noise correlated over ``releases`` releases; the whole run costs one ``Gaussian(z)``.
 
     Build it with :meth:`made`. Plans carry the coefficients; whoever reads one computes the sensitivity again.
@@ -69,20 +125,16 @@ class Correlated(Mechanism, kind="correlated"):
     lam: tuple[float, ...]
     alpha: tuple[float, ...]
 
-    noise: ClassVar[str] = "correlated Gaussian"
     in_mpc: ClassVar[bool] = False
+    together: ClassVar[str] = (
+        "all releases of the run are together one Gaussian release, whatever is asked in each: their noise is "
+        "correlated"
+    )
     whole_run: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("releases", "participations", "separation"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
-                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
-        for name in ("lam", "alpha"):
-            values = getattr(self, name)
-            if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
-                raise ValueError(f"{name}: must be a list of numbers.")
-            object.__setattr__(self, name, tuple(values))
+        self._check_numbers("releases", "participations", "separation")
+        self._check_floats("lam", "alpha")
         if not 1 <= len(self.lam) == len(self.alpha) <= 64:
             raise ValueError("lam, alpha: must be as many of the one as of the other.")
         # Written so that a NaN is refused.
@@ -129,11 +181,6 @@ class Correlated(Mechanism, kind="correlated"):
         """g, the first column of S⁻¹."""
         return _inverse(self.lam, self.alpha, self.releases)
 
-    @property
-    def loudness(self) -> float:
-        """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
-        return self.factor * float(np.linalg.norm(self.inverse))
-
     def gain(self) -> float:
         """Root mean square error of prefix sums under independent noise of the same ε ÷ that of this noise."""
         independent = min(self.participations, -(-self.releases // self.separation))
@@ -143,10 +190,6 @@ class Correlated(Mechanism, kind="correlated"):
         return _prefix_error(self.inverse) * self.factor**2
 
     # --- what a mechanism is ----------------------------------------------------------------------------------
-
-    def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """All of it: there is no smaller part that would have a price of its own."""
-        return events.Gaussian(multiplier)
 
     def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
         """``Gaussian(z·s_T/s_j)`` after j releases: the noise is that of T, the sensitivity that of j.
@@ -166,8 +209,8 @@ class Correlated(Mechanism, kind="correlated"):
         if participation is None:
             raise ValueError(
                 f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
-                "part; use sampling='single-pass' or 'turns'. The whole table in every release (DP-GD) and secret "
-                "samples (Poisson) give more with independent noise."
+                "part; use sampling='single-pass' or 'turns', or 'poisson-turns' for secret samples. The whole "
+                "table in every release (DP-GD) gains nothing from it."
             )
         k, b = participation
         if k > 1 and b == 1:
@@ -196,21 +239,13 @@ class Correlated(Mechanism, kind="correlated"):
             f"record in at most {self.participations} releases, at least {self.separation} apart"
         )
 
-    def source(self, key: bytes, label: str, count: int) -> Source:
-        """Rows of S⁻¹u, scaled by z·C·s."""
-        return _CorrelatedSource(self, key, label)
-
-    def reach(self, dim: int) -> float:
-        """Louder than independent noise by s·‖g‖."""
-        return self.loudness * super().reach(dim)
-
-    def rows(self, key: bytes, label: str) -> Rows:
-        """The noise of unit scale, by number of the release."""
-        return Rows(self, key, label)
+    def rows(self, key: bytes, label: str) -> BufferRows:
+        """By four buffers and no past."""
+        return BufferRows(self, key, label)
 
 
-class Rows:
-    """w_k = (S⁻¹u)_k by number k: w = u_k − α·B and B ← λ·B + w, with four buffers B that start empty.
+class Rows(ABC):
+    """w_k = (S⁻¹u)_k by number k, from what is kept of the rows before it.
 
     Rows are a function of the key and of k alone: after an interruption the buffers are made again from the
     stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
@@ -229,10 +264,8 @@ class Rows:
     True
     """
 
-    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
-        self._releases = mechanism.releases
-        self._lam = np.array(mechanism.lam)[:, None]
-        self._alpha = np.array(mechanism.alpha)
+    def __init__(self, mechanism: Cancelling, key: bytes, label: str, kept: int) -> None:
+        self._releases, self._kept = mechanism.releases, kept
         self._units = UnitNoise(key, f"unit/{label}", mechanism.releases)
         self._next = 0
         self._buffers: Floats | None = None
@@ -247,19 +280,34 @@ class Rows:
                 "vectors of one length."
             )
         if self._buffers is None or release < self._next:
-            self._buffers, self._next = np.zeros((len(self._alpha), dim)), 0
-        buffers = self._buffers
+            self._buffers, self._next = np.zeros((self._kept, dim)), 0
         row: Floats = np.empty(0)
         for number in range(self._next, release + 1):
-            row = self._units.row(number, dim) - np.dot(self._alpha, buffers)
-            buffers *= self._lam
-            buffers += row
+            row = self._step(number, self._units.row(number, dim), self._buffers)
         self._next = release + 1
         return row
 
+    @abstractmethod
+    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
+        """w of ``number`` as a new array, from u and what is ``kept``, which is brought up to date."""
 
-class _CorrelatedSource(Source):
+
+class BufferRows(Rows):
+    """w = u_k − α·B and B ← λ·B + w, with four buffers B that start empty."""
+
     def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+        super().__init__(mechanism, key, label, len(mechanism.alpha))
+        self._lam, self._alpha = np.array(mechanism.lam)[:, None], np.array(mechanism.alpha)
+
+    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
+        row: Floats = unit - np.dot(self._alpha, kept)
+        kept *= self._lam
+        kept += row
+        return row
+
+
+class _CancellingSource(Source):
+    def __init__(self, mechanism: Cancelling, key: bytes, label: str) -> None:
         self._rows = mechanism.rows(key, label)
         self._louder = mechanism.factor
         self._asked: tuple[float, float, int] | None = None
@@ -281,7 +329,7 @@ def _sensitivity(mechanism: Correlated, count: int) -> float:
     columns = np.zeros(count)
     for first in range(0, count, mechanism.separation)[: mechanism.participations]:
         columns[first:] += c[: count - first]
-    return float(np.linalg.norm(columns)) * _ROUNDED_UP
+    return float(np.linalg.norm(columns)) * ROUNDED_UP
 
 
 @lru_cache(maxsize=64)

@@ -94,12 +94,15 @@ class Mechanism(ABC):
     """Whether servers can draw that noise together, as integers that nobody sees."""
     one_curator: ClassVar[bool] = False
     """Whether it needs somebody who sees all records' exact numbers."""
+    together: ClassVar[str] = ""
+    """Which releases have a price together only, in words, if noise is correlated: nothing may stand between."""
     whole_run: ClassVar[bool] = False
-    """Whether the releases have a price together only, so that nothing may stand between them."""
+    """Whether these are all releases of a run."""
 
-    def __init_subclass__(cls, kind: str) -> None:
-        cls.kind = kind
-        _KINDS[kind] = cls
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        if kind is not None:
+            cls.kind = kind
+            _KINDS[kind] = cls
 
     @abstractmethod
     def once(self, multiplier: float, relation: Relation) -> events.Event:
@@ -161,7 +164,7 @@ def from_json(data: Any) -> Mechanism:
     >>> from_json("gaussian"), from_json(FrequentLabels(1e-9).to_json())
     (GaussianNoise(), FrequentLabels(failure=1e-09))
     """
-    import quietgrad.privacy.correlated  # noqa: F401 — registers its kind; it builds on this module
+    import quietgrad.privacy.banded  # noqa: F401 — registers kinds of noise that build on this module
 
     fields = {"kind": data} if isinstance(data, str) else dict(data) if isinstance(data, dict) else {}
     kind = _KINDS.get(fields.pop("kind", None))

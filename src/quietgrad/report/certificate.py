@@ -182,8 +182,9 @@ def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
         "parallel": "Each record takes part in one release only, so the worst release counts.",
         "filter": "Noise levels were chosen during the run under a hard zCDP filter on their total.",
     }.get(str(result.details.get("composition", "sequential")), "")
-    if any(mechanism_from(slot.get("mechanism", "gaussian")).whole_run for slot in result.details.get("slots", ())):
-        composition = "All releases of the run are together one Gaussian release: their noise is correlated."
+    for slot in result.details.get("slots", ()):
+        together = mechanism_from(slot.get("mechanism", "gaussian")).together
+        composition = f"{together[0].upper()}{together[1:]}." if together else composition
     composition = result.privacy.unit.in_words(composition)
     return RunCertificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
 
@@ -250,12 +251,14 @@ def _sampling(sampling: dict[str, Any]) -> str:
             return f"{sampling['batch_size']} fresh records"
         case "turns":
             return f"one of {sampling['cohorts']} cohorts, in turn"
+        case "poisson-turns":
+            return f"one of {sampling['cohorts']} cohorts, in turn; of it Poisson, rate {sampling['rate']:.4g}"
     return "as stated above"
 
 
 def _amplification(sampling: dict[str, Any]) -> str:
     match sampling.get("sampling"):
-        case "poisson" | "fixed-size":
+        case "poisson" | "fixed-size" | "poisson-turns":
             return "by secret sampling"
         case "single-pass":
             return "no record is used twice"

@@ -1,7 +1,7 @@
 """Which records take part in a release: public value objects that know what their secrecy is worth.
 
 ``FullBatch`` · ``Poisson`` · ``FixedSize`` (without replacement) · ``SinglePass`` (disjoint, every record once) ·
-``Turns`` (cohorts, one after the other).
+``Turns`` (cohorts, one after the other) · ``PoissonTurns`` (secret samples of them).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from quietgrad.privacy.rng import SecureStream
     from quietgrad.sampling.samplers import KeyedSampler, SlotSampler
 
-__all__ = ["FixedSize", "FullBatch", "Poisson", "Sampler", "Sampling", "SinglePass", "Turns", "from_json"]
+__all__ = [
+    "FixedSize",
+    "FullBatch",
+    "Poisson",
+    "PoissonTurns",
+    "Sampler",
+    "Sampling",
+    "SinglePass",
+    "Turns",
+    "from_json",
+]
 
 Indices = npt.NDArray[np.int64]
 
@@ -366,6 +376,68 @@ class Turns(Sampling, kind="turns"):
     def describe(self) -> str:
         """Return one line for people."""
         return f"turns: {self.cohorts} cohorts, one after the other, every record in one of them ({self.relation})"
+
+
+@dataclass(frozen=True)
+class PoissonTurns(Sampling, kind="poisson-turns"):
+    """Cohorts that take turns, and of the one whose turn it is each record enters with probability ``rate``.
+
+    Cohorts as in :class:`Turns`; coins are secret and each record's own. The rate is that within a cohort: cohorts
+    × wanted batch ÷ declared n. A record has one coin in each round of turns, ``cohorts`` releases apart, which is
+    what noise in as many bands needs (:class:`~quietgrad.privacy.banded.Banded`).
+
+    >>> PoissonTurns(4, 0.1).participation(10), PoissonTurns(4, 0.1).expected_batch(1000)
+    ((3, 4), 25.0)
+    >>> PoissonTurns(4, 0.1).event(events.Gaussian(2.0), steps=8)
+    Repeated(inner=Poisson(rate=0.1, inner=Gaussian(noise_multiplier=2.0)), count=2)
+    """
+
+    cohorts: int
+    rate: float
+    relation: Relation = Relation.REPLACE_ONE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "relation", self._turns.relation)
+        Poisson(self.rate)  # checks it
+
+    @property
+    def _turns(self) -> Turns:
+        return Turns(self.cohorts, self.relation)
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return a Poisson-sampled ``inner`` as often as one cohort has its turn."""
+        return self._turns.event(Poisson(self.rate).event(inner), steps)
+
+    def participation(self, count: int) -> tuple[int, int]:
+        """Return (⌈count ÷ cohorts⌉, cohorts): more is not possible, whatever the coins say."""
+        return self._turns.participation(count)
+
+    def expected_batch(self, n_public: int) -> float:
+        """Return rate × ``n_public`` ÷ cohorts."""
+        return self.rate * self._turns.expected_batch(n_public)
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return the sampler whose batch i is of the cohort i mod cohorts, by a keyed coin of each member."""
+        from quietgrad.sampling.samplers import CoinSampler
+
+        return CoinSampler(self._turns.sampler(n_records, stream), self.rate, stream)
+
+    def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return the same for tables beyond memory: cohorts are looked up as they are needed."""
+        from quietgrad.sampling.samplers import CoinSampler
+
+        return CoinSampler(self._turns.scanning(n_records, stream), self.rate, stream)
+
+    def under(self, relation: Relation) -> PoissonTurns:
+        """Return the same with cohorts by place (replace-one) or by hash (add-remove)."""
+        return dataclasses.replace(self, relation=relation)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return (
+            f"Poisson samples in turns: {self.cohorts} cohorts, one after the other, each record of it with "
+            f"probability {self.rate:g} ({self.relation})"
+        )
 
 
 class _Everyone:
