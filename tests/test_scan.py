@@ -223,7 +223,7 @@ def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -
         SinglePass(N, 600, qg.Relation.ADD_REMOVE),
         Turns(10),
         PoissonTurns(4, 0.2),
-    ],  # type: ignore[arg-type]
+    ],
 )
 def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> None:
     """Sizes and overlaps of batches; each test fails by chance once in a thousand."""
