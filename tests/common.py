@@ -6,10 +6,12 @@ The rows are the examples of ``quietgrad.algorithms.registry``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import quietgrad as qg
 from quietgrad.algorithms.examples import Example
@@ -57,3 +59,33 @@ def problem(n: int = N, seed: int = 0) -> tuple[npt.NDArray[np.float64], npt.NDA
 def objective() -> Logistic:
     """A strongly convex logistic risk on bounded rows, which every method of the table may be run on."""
     return Logistic(regularizer=L2(0.001), row_bound=1.0)
+
+
+def interrupted(data: Any, algorithm: Any, folder: Path, budget: qg.Budget, after: int) -> list[Any]:
+    """Start a run of the common objective that dies after so many steps; its iterates. The ledger is beside it."""
+
+    class Died(Exception):
+        pass
+
+    def die(state: Any, session: Any) -> None:
+        seen.append(np.array(state.params))
+        if len(seen) == after:
+            raise Died
+
+    seen: list[Any] = []
+    with pytest.raises(Died):
+        qg.minimize(
+            objective(), data, algorithm, budget=budget, ledger=folder / "ledger.jsonl", folder=folder / "run",
+            callback=die, checkpoint_seconds=1e9,
+        )  # fmt: skip
+    return seen
+
+
+def resumed(data: Any, algorithm: Any, folder: Path) -> tuple[qg.Result, list[Any]]:
+    """Go on with the run that was interrupted; what it ends with, and its iterates."""
+    seen: list[Any] = []
+    result = qg.resume(
+        objective(), data, algorithm, folder=folder / "run", ledger=folder / "ledger.jsonl",
+        callback=lambda state, _: seen.append(np.array(state.params)),
+    )  # fmt: skip
+    return result, seen

@@ -34,7 +34,7 @@ from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.report.certificate import certify_run
 from quietgrad.sampling import FullBatch, Poisson, PoissonTurns, SinglePass, Turns
 from quietgrad.sampling.samplers import CoinSampler
-from tests.common import objective, problem
+from tests.common import interrupted, objective, problem, resumed
 
 Floats = npt.NDArray[np.float64]
 ADD, REPLACE = qg.Relation.ADD_REMOVE, qg.Relation.REPLACE_ONE
@@ -302,55 +302,21 @@ def test_a_run_that_stops_early_pays_for_the_rounds_it_began(tmp_path: Path) -> 
 
 
 def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
-    X, y = problem(300)
-    algorithm = qg.DPSGD(steps=32, batch_size=15, **BANDS)
-
-    class Stop(Exception):
-        pass
-
-    def stop(state: Any, session: Any) -> None:
-        seen.append(np.array(state.params))
-        if len(seen) == 13:
-            raise Stop
-
-    seen: list[Floats] = []
-    again: list[Floats] = []
-    ledger = tmp_path / "ledger.jsonl"
-    with pytest.raises(Stop):
-        qg.minimize(
-            objective(), (X, y), algorithm, budget=BUDGET, ledger=ledger, folder=tmp_path / "run", callback=stop,
-            checkpoint_seconds=1e9,
-        )  # fmt: skip
-    result = qg.resume(
-        objective(), (X, y), algorithm, folder=tmp_path / "run", ledger=ledger,
-        callback=lambda state, _: again.append(np.array(state.params)),
-    )  # fmt: skip
+    data, algorithm = problem(300), qg.DPSGD(steps=32, batch_size=15, **BANDS)
+    seen = interrupted(data, algorithm, tmp_path, BUDGET, after=13)
+    result, again = resumed(data, algorithm, tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(seen, again, strict=False))
     assert len(again) == 32
-    assert Ledger(ledger).spent("default", delta=1e-5, relation=ADD).epsilon <= 1.0
+    assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon <= 1.0
     assert result.privacy.epsilon == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_table_in_another_order_is_another_run(tmp_path: Path) -> None:
     """Cohorts go by place: of a table that was sorted anew, half a round would ask some records twice."""
-    X, y = problem(300)
-    algorithm = qg.DPSGD(steps=32, batch_size=15, **BANDS)
-
-    class Stop(Exception):
-        pass
-
-    def stop(state: Any, session: Any) -> None:
-        if state.step == 10:
-            raise Stop
-
-    ledger = tmp_path / "ledger.jsonl"
-    with pytest.raises(Stop):
-        qg.minimize(
-            objective(), (X, y), algorithm, budget=BUDGET, ledger=ledger, folder=tmp_path / "run", callback=stop,
-            checkpoint_seconds=1e9,
-        )  # fmt: skip
-    qg.resume(objective(), (X[::-1].copy(), y[::-1].copy()), algorithm, folder=tmp_path / "run", ledger=ledger)
-    assert Ledger(ledger).spent("default", delta=1e-5, relation=ADD).epsilon > 1.3
+    (X, y), algorithm = problem(300), qg.DPSGD(steps=32, batch_size=15, **BANDS)
+    interrupted((X, y), algorithm, tmp_path, BUDGET, after=10)
+    resumed((X[::-1].copy(), y[::-1].copy()), algorithm, tmp_path)
+    assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon > 1.3
 
 
 def test_people_are_the_unit_of_coins_and_cohorts() -> None:

@@ -33,7 +33,7 @@ from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.report.certificate import certify_run
 from quietgrad.sampling import FullBatch, SinglePass, Turns
 from quietgrad.sampling.samplers import CohortSampler
-from tests.common import objective, problem
+from tests.common import interrupted, objective, problem, resumed
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -460,29 +460,9 @@ def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
 
 
 def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
-    X, y = problem(300)
-    algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
-
-    class Stop(Exception):
-        pass
-
-    def stop(state: Any, session: Any) -> None:
-        seen.append(np.array(state.params))
-        if len(seen) == 13:
-            raise Stop
-
-    seen: list[Floats] = []
-    ledger = tmp_path / "ledger.jsonl"
-    with pytest.raises(Stop):
-        qg.minimize(
-            objective(), (X, y), algorithm, budget=BUDGET, ledger=ledger, folder=tmp_path / "run", callback=stop,
-            checkpoint_seconds=1e9,
-        )  # fmt: skip
-    replayed: list[Floats] = []
-    result = qg.resume(
-        objective(), (X, y), algorithm, folder=tmp_path / "run", ledger=ledger,
-        callback=lambda state, _: replayed.append(np.array(state.params)),
-    )  # fmt: skip
+    data, algorithm = problem(300), qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+    seen = interrupted(data, algorithm, tmp_path, BUDGET, after=13)
+    result, replayed = resumed(data, algorithm, tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(seen, replayed, strict=False))
     assert len(replayed) == 32
     assert result.privacy.epsilon == pytest.approx(1.0, abs=0.01)
@@ -491,25 +471,9 @@ def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_a_run_resumed_on_other_data_is_charged_again_and_has_other_noise(tmp_path: Path) -> None:
-    X, y = problem(300)
-    algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
-
-    class Stop(Exception):
-        pass
-
-    def stop(state: Any, session: Any) -> None:
-        if state.step == 9:
-            raise Stop
-
-    ledger = tmp_path / "ledger.jsonl"
-    with pytest.raises(Stop):
-        qg.minimize(
-            objective(), (X, y), algorithm, budget=BUDGET, ledger=ledger, folder=tmp_path / "run", callback=stop,
-            checkpoint_seconds=1e9,
-        )  # fmt: skip
-    X2 = X.copy()
-    X2[:] = -X
-    result = qg.resume(objective(), (X2, y), algorithm, folder=tmp_path / "run", ledger=ledger)
+    (X, y), algorithm = problem(300), qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+    interrupted((X, y), algorithm, tmp_path, BUDGET, after=9)
+    result, _ = resumed((-X, y), algorithm, tmp_path)
     assert result.privacy.events is not None
     gaussians = [each for each in _leaves(result.privacy.events) if isinstance(each, events.Gaussian)]
     assert sum(1.0 / each.noise_multiplier**2 for each in gaussians) == pytest.approx(
