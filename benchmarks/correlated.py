@@ -41,7 +41,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "decay": ("", "linear:"),
 }
 PASSES = {"steps": (32, 64, 128, 256, 512)}
-MOMENTUM = {"gamma": (0.1, 0.3, 0.6), "difference": (0.1, 0.25, 0.5), "momentum": (0.0,)}
+MOMENTUM = {"gamma": (0.1, 0.3, 0.6, 0.8, 0.95), "difference": (0.05, 0.1, 0.25, 0.5), "momentum": (0.0,)}
 ADAM = {"learning_rate": (0.003, 0.01, 0.03, 0.06, 0.1, 0.2), "beta2": (0.9, 0.999)}
 DISK = {"kappa": (0.3, 0.7), "ahead": (0.5, 1.0), "momentum": (0.0,)}
 COHORTS, TURNS = 64, 4
