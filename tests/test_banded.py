@@ -18,8 +18,12 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
+from quietgrad.algorithms.dp_disk import KalmanGradient
+from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit.series import probe_mechanism
+from quietgrad.certificates import check, issue
 from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -28,7 +32,7 @@ from quietgrad.privacy.accounting import delta_of
 from quietgrad.privacy.banded import Banded
 from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import from_json
+from quietgrad.privacy.mechanisms import GaussianNoise, from_json
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.report.certificate import certify_run
@@ -319,6 +323,65 @@ def test_a_table_in_another_order_is_another_run(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon > 1.3
 
 
+def other_noise(kind: str) -> Any:
+    """A method that states little of itself, by its noise alone."""
+    oracle = KalmanGradient(15, 1.0, 0.7, 0.4, "poisson-turns", None, 4, kind)  # type: ignore[arg-type]
+    return qg.PerturbedSGD(oracle, steps=32, chi=1e-3, mode="practical", learning_rate=0.5)
+
+
+def test_a_run_goes_on_with_the_noise_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bands or independent, a run costs the same; one sum under both, of the same normals, would be bare."""
+    data = problem(300)
+    prices = [qg.plan(other_noise(kind), n=300, budget=BUDGET).event for kind in ("correlated", "independent")]
+    assert prices[0] == prices[1]
+    interrupted(data, other_noise("correlated"), tmp_path, BUDGET, after=3)
+    with pytest.raises(DataError, match="other settings"):
+        resumed(data, other_noise("independent"), tmp_path)
+    monkeypatch.setattr("quietgrad.training.minimizing.check_resumable", lambda *given: None)  # if it did not say
+    resumed(data, other_noise("independent"), tmp_path)
+    assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon > 1.3
+
+
+def test_nothing_is_asked_between_releases_that_belong_together() -> None:
+    look = Slot("look", FullBatch(), 3, fixed=9.0)
+    slot = Slot("gradient", PoissonTurns(4, 0.2, ADD), 8, mechanism=Banded.made(8, 4))
+    X, y = problem(300)
+    session = CentralCurator(Logistic(), (X, y)).open(Plan("p", {}, Schedule((look, slot)), 300, BUDGET, 5.0))
+    query = Gradient(np.zeros(6), 1.0)
+    session.release("look", query)
+    session.release("gradient", query)
+    with pytest.raises(BudgetError, match="look before"):
+        session.release("look", query)
+    for _ in range(7):
+        session.release("gradient", query)
+    session.release("look", query)
+
+
+def test_samples_for_another_relation_than_the_promise_are_refused() -> None:
+    slot = Slot("gradient", PoissonTurns(4, 0.2), 8, mechanism=Banded.made(8, 4))
+    for sampling in (slot.sampling, Turns(4), SinglePass(80, 10)):
+        schedule = Schedule((replace(slot, sampling=sampling),))
+        with pytest.raises(ValueError, match="another relation"):
+            Plan("p", {}, schedule, 300, BUDGET, 5.0)
+        assert Plan("p", {}, schedule.under(ADD), 300, BUDGET, 5.0).schedule.slots[0].count == 8
+
+
+def test_a_mechanism_names_its_kind() -> None:
+    with pytest.raises(TypeError, match="names its kind"):
+        type("Quieter", (GaussianNoise,), {})
+
+
+@pytest.mark.parametrize("noise", [Banded.made(32, 3), Correlated.made(32, 8, 4)])
+def test_a_mechanism_made_by_hand_is_certified(noise: Any, tmp_path: Path) -> None:
+    X, y = problem(300)
+    method = qg.DPSGD(**{"steps": 32, "batch_size": 15, **BANDS, "noise": noise})
+    qg.minimize(objective(), (X, y), method, budget=BUDGET).save(tmp_path)
+    found = check(issue(tmp_path))
+    assert [finding.what for finding in found.findings if finding.ok is False] == ["second proof"]
+    with pytest.raises(ValueError, match="made for it"):
+        ALGORITHMS["dp-sgd"].make({"noise": "pink"})
+
+
 def test_people_are_the_unit_of_coins_and_cohorts() -> None:
     X, y = problem(600)
     person = np.repeat(np.arange(300), 2)
@@ -369,14 +432,22 @@ def test_every_first_order_method_takes_it(algorithm: Any) -> None:
 
 def test_words_say_what_is_one_release() -> None:
     text = band_plan().explain()
-    assert "one sampled Gaussian release" in text
-    assert "rounds compose adaptively" in text
+    assert "each turn of a record is one Gaussian release" in text
+    assert "turns compose adaptively" in text
+    assert "4 cohorts, one after the other, each record of it with probability 0.2" in text
     X, y = problem(300)
     result = qg.minimize(objective(), (X, y), qg.DPSGD(steps=32, batch_size=15, **BANDS), budget=BUDGET)
     certificate = certify_run(result, None)
-    assert "secret sample in each round of turns" in certificate.releases[0].noise
+    assert "each turn of a record is one Gaussian release" in certificate.releases[0].noise
+    assert certificate.releases[0].amplification == "by secret sampling"
     assert "one of 4 cohorts" in certificate.releases[0].sampling
-    assert "together one Gaussian release on a secret sample" in certificate.composition
+    assert "together one Gaussian release" in certificate.composition
+    # Buffers are priced as if the coins were known, and turns have none.
+    for given in ({"noise": Correlated.made(32, 8, 4)}, {"sampling": "turns", "noise": Banded.made(32, 4)}):
+        method = qg.DPSGD(**{"steps": 32, "batch_size": 15, **BANDS, **given})
+        certificate = certify_run(qg.minimize(objective(), (X, y), method, budget=BUDGET), None)
+        assert certificate.releases[0].amplification == "none"
+        assert "secret sample" not in str(certificate)
 
 
 def test_json_round_trip_and_hostile_coefficients() -> None:

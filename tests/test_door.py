@@ -289,8 +289,8 @@ def test_after_a_power_cut_what_is_missing_is_not_trusted(tmp_path: Path) -> Non
     first = [ask(door, at) for at in (0.0, 0.1)]
     log.close()
     path = tmp_path / "transcript"
-    head, one, *_ = path.read_text().splitlines()
-    path.write_text("\n".join([json.dumps({**json.loads(head), "place": "another start"}), one]) + "\n")
+    head, plan, one, *_ = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(head), "place": "another start"}), plan, one]) + "\n")
     door, log = replaying(tmp_path, X, y)
     assert np.array_equal(ask(door, 0.0), first[0])  # known by content
     second = ask(door, 0.1)
@@ -338,14 +338,14 @@ def test_an_older_transcript_is_not_trusted(how: str, tmp_path: Path) -> None:
     path = tmp_path / "transcript"
     lines = path.read_text().splitlines(keepends=True)
     if how == "copied":  # as a restored backup, or the state of another machine
-        (tmp_path / "older").write_text("".join(lines[:2]))
+        (tmp_path / "older").write_text("".join(lines[:3]))
         path.unlink()
         (tmp_path / "older").rename(path)
         path.chmod(0o600)
     else:
         with path.open("r+") as file:
-            file.truncate(len("".join(lines[:2])))
-    log = Transcript(path, "run", seed_key(3), resumed=True, least=2)
+            file.truncate(len("".join(lines[:3])))
+    log = Transcript(path, "run", seed_key(3), resumed=True, least=3)
     curator = CentralCurator(
         objective(), (X, y), ledger=tmp_path / "ledger.jsonl", account="people", run="run", key=seed_key(3)
     )

@@ -16,7 +16,7 @@ from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_ran
 from quietgrad.algorithms.rates import Rate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum
-from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, slot_of
+from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector
 
@@ -53,7 +53,7 @@ class KalmanGradient(Oracle):
         return Estimate(total + (1.0 - self.kappa) * state.value, params, 0.0, state.calls + 1)
 
     def config(self) -> dict[str, Any]:
-        return {"name": type(self).__name__, "kappa": self.kappa, "lookahead": self.lookahead}
+        return {"name": type(self).__name__, **settings_of(self)}
 
 
 @dataclass(frozen=True)

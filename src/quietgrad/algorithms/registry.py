@@ -82,8 +82,9 @@ def entry(name: str) -> Entry:
 def _readers() -> settings.Readers:
     from quietgrad.algorithms.rates import Rate, read_rate
     from quietgrad.algorithms.table_looks import Look, read_look
-    from quietgrad.oracles.base import Oracle
+    from quietgrad.oracles.base import Oracle, read_noise
     from quietgrad.oracles.registry import ORACLES, make_oracle, oracle_class
+    from quietgrad.privacy.correlated import Cancelling
 
     kinds = {kind: partial(make_oracle, kind=kind) for kind in map(oracle_class, ORACLES)}
-    return {Rate: read_rate, Oracle: make_oracle, Look: read_look, **kinds}
+    return {Rate: read_rate, Oracle: make_oracle, Look: read_look, Cancelling: read_noise, **kinds}

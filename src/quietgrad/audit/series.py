@@ -96,7 +96,7 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
         sampling = PoissonTurns(mechanism.bands, 0.5)
     slot = Slot("probe", sampling, count, mechanism=mechanism)
     schedule = Schedule((slot,), "filter" if isinstance(mechanism, NoisyChoice) else "sequential")
-    return Plan("probe", {}, schedule, 1, Budget(1.0, 1e-5, relation), 2.0)
+    return Plan("probe", {}, schedule.under(relation), 1, Budget(1.0, 1e-5, relation), 2.0)
 
 
 def probe_algorithm(

@@ -7,6 +7,7 @@ sessions of a federation, where data meet a mechanism.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -32,7 +33,7 @@ from quietgrad.sampling import Sampler, SinglePass
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 Answer = TypeVar("Answer")
-_PLACES = "/places"  # in a transcript, beside the slots: the records in their order
+_PLAN, _PLACES = "/plan", "/places"  # in a transcript, beside the slots: what was planned; the records in order
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
 
@@ -83,6 +84,7 @@ class CentralSession:
         self._closed = False
         self.rho_left = plan.event_rho if self._filter and plan.budget is not None else math.inf
         self._slots = {slot.name: slot for slot in plan.schedule.slots}
+        self._spanning = [slot.name for slot in plan.schedule.slots if slot.mechanism.together]
         self._multipliers = {slot.name: slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots}
         self._used = dict.fromkeys(self._slots, 0)
         self._begun: set[Drawn] = set()  # drawn and not yet released
@@ -163,6 +165,11 @@ class CentralSession:
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         self._here()
+        for other in self._spanning:
+            if other != slot and 0 < self._used[other] < self._slots[other].count:
+                raise BudgetError(
+                    f"{slot!r} between releases of {other!r}, whose noise is correlated: look before."
+                )
         number = self._used[slot]
         if number >= chosen.count:
             raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
@@ -346,27 +353,30 @@ class CentralSession:
         self._fresh_at = sum(p.batch_size * count for p, count in shares if isinstance(p, SinglePass))
         if rho_left is not None:
             self.rho_left = rho_left
-        if self._transcript is not None and self._by_place:
-            self._keep_places(self._transcript)
+        if self._transcript is not None and self._private:
+            self._pin(self._transcript)
 
     @property
     def _by_place(self) -> bool:
         """Whether how often a record takes part in the whole run goes by its place."""
         return any(slot.sampling.participation(1) is not None for slot in self._slots.values())
 
-    def _keep_places(self, log: Transcript) -> None:
-        """Records that take part once, or in turn, must lie where they lay when the run began.
+    def _pin(self, log: Transcript) -> None:
+        """A run goes on under the plan it began with, and records that take part in turn lie where they lay.
 
+        Another mechanism may cost the same and make other noise of the same stream: a sum under both would be bare.
         In another order somebody who was used would have the place of one who was not yet, and no replayed sum need
-        tell. What was promised of a pass then holds of each part of it: the rest is a new epoch, with its charge.
+        tell. What was promised then holds of each part: the rest is a new epoch, with its charge.
         """
-        mac = log.mac_of(self._records.contents())
-        _, before = log.known(_PLACES, 0) or (0, b"")
-        if before == mac:
-            return
-        if any(self._used.values()) or any(log.count(name) for name in self._slots):
+        stated = {name: value for name, value in self.plan.to_json().items() if name not in ("algorithm", "config")}
+        pins = {_PLAN: log.mac_of([json.dumps(stated, sort_keys=True).encode()])}
+        if self._by_place:
+            pins[_PLACES] = log.mac_of(self._records.contents())
+        moved = {what: mac for what, mac in pins.items() if (log.known(what, 0) or (0, b""))[1] != mac}
+        if moved and (any(self._used.values()) or log.released_besides(_PLAN, _PLACES)):
             self._enter(log.epoch + 1)
-        log.record(_PLACES, 0, mac)
+        for what, mac in moved.items():
+            log.record(what, 0, mac)
 
     def _settled(self, begun: Drawn, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
         """Whether this release may be made as it stands: it is new, or the very one that was made before.

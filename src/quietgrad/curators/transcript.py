@@ -96,6 +96,10 @@ class Transcript:
         """How many releases of a slot have been made, by this process or by one that died."""
         return max((number + 1 for name, number in self._known if name == slot), default=0)
 
+    def released_besides(self, *pins: str) -> bool:
+        """Whether anything was released yet; ``pins`` are what a run keeps of itself."""
+        return any(slot not in pins for slot, _ in self._known)
+
     def mac(self, slot: str, number: int, settings: Iterable[float], *sums: npt.NDArray[np.generic]) -> bytes:
         """A MAC of a release before its noise."""
         digest = hashlib.blake2b(key=self._mac_key, digest_size=_MAC_BYTES)

@@ -99,6 +99,7 @@ class FederatedPlan(Plan):
     records_per_person: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_people()
         if self.trust not in get_args(Trust):
             raise ValueError(f"trust={self.trust!r}: must be 'curator', 'secure' or 'local'.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -135,6 +135,26 @@ def slot_of(
     elif noise != "independent":
         raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a mechanism made for it.")
     return Slot(name, sampling, steps, law=law, mechanism=mechanism)
+
+
+def read_noise(given: Any) -> Cancelling:
+    """A mechanism from the JSON of one, as a plan's settings state it.
+
+    >>> read_noise(Banded.made(8, 2).to_json()) == Banded.made(8, 2)
+    True
+    """
+    from quietgrad.privacy.mechanisms import from_json
+
+    made = from_json(given) if isinstance(given, Mapping) else None
+    if not isinstance(made, Cancelling):
+        raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism made for it.")
+    return made
+
+
+def settings_of(oracle: Any) -> dict[str, Any]:
+    """The public settings of an oracle as JSON values; the law of a random round is the algorithm's."""
+    values = {f.name: getattr(oracle, f.name) for f in fields(oracle) if f.name != "law"}
+    return {name: value.to_json() if isinstance(value, Cancelling) else value for name, value in values.items()}
 
 
 def preview(objective: Objective, plan: Plan) -> Any:

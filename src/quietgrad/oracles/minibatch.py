@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.curators.base import Session
@@ -16,6 +16,7 @@ from quietgrad.oracles.base import (
     SamplingName,
     noise_multiplier,
     sampling_of,
+    settings_of,
     slot_of,
 )
 from quietgrad.plans.schedule import Law, Slot
@@ -52,5 +53,4 @@ class MiniBatch(Oracle):
         return Error(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
 
     def config(self) -> dict[str, Any]:
-        settings = {key: value for key, value in asdict(self).items() if key != "law"}
-        return {"name": type(self).__name__, **settings}
+        return {"name": type(self).__name__, **settings_of(self)}

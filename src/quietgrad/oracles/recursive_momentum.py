@@ -7,13 +7,13 @@ clip_C(∇fᵢ(θ_t) − (1−γ)∇fᵢ(θ_{t−1})).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum, Query
 from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
-from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, slot_of
+from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector, norm
 
@@ -87,4 +87,4 @@ class RecursiveMomentum(Oracle):
         return RecursiveMomentumQuery(params, previous, self.gamma, self.clip, difference_clip)
 
     def config(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "law"}
+        return settings_of(self)

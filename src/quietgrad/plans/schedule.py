@@ -211,6 +211,13 @@ class Plan:
     unit: Unit = Unit.RECORD
     records_public: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.schedule != self.schedule.under(self.budget.relation):
+            raise ValueError(
+                f"plan: its samples are drawn for neighbours of another relation than {self.budget.relation}; make "
+                "the schedule for it, by schedule.under(relation)."
+            )
+
     @property
     def counts(self) -> str:
         """The public numbers in words.

@@ -70,8 +70,8 @@ class Banded(Cancelling, kind="banded"):
     in_secure_sums: ClassVar[bool] = False
     in_mpc: ClassVar[bool] = False
     together: ClassVar[str] = (
-        "the releases of one round of turns are together one Gaussian release on a secret sample: their noise is "
-        "correlated; rounds compose adaptively"
+        "the releases from one turn of a record to its next are together one Gaussian release: their noise is "
+        "correlated; turns compose adaptively"
     )
 
     def __post_init__(self) -> None:
@@ -150,18 +150,18 @@ class Banded(Cancelling, kind="banded"):
             )
 
     def describe(self, multiplier: float) -> str:
-        """One Gaussian release a round, on a secret sample."""
+        """One Gaussian release a turn."""
         return (
             f"Gaussian noise correlated over {self.bands} releases, of scale {multiplier:.4g}·C times the "
-            f"sensitivity {self.factor:.4g} of a contribution: each round of turns is one sampled Gaussian release "
-            f"of noise multiplier {multiplier:.4g}"
+            f"sensitivity {self.factor:.4g} of a contribution: each turn of a record is one Gaussian release of "
+            f"noise multiplier {multiplier:.4g}"
         )
 
     def stated(self, multiplier: float) -> str:
-        """One release a round."""
+        """One release a turn."""
         return (
-            f"correlated over {self.bands} releases: one Gaussian release of noise multiplier {multiplier:.4g} on "
-            "a secret sample in each round of turns"
+            f"correlated over {self.bands} releases: each turn of a record is one Gaussian release of noise "
+            f"multiplier {multiplier:.4g}"
         )
 
 

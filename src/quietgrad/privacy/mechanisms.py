@@ -103,6 +103,8 @@ class Mechanism(ABC):
         if kind is not None:
             cls.kind = kind
             _KINDS[kind] = cls
+        elif ABC not in cls.__bases__:  # it would be written down as its parent, which makes other noise
+            raise TypeError(f"{cls.__name__}: a mechanism names its kind.")
 
     @abstractmethod
     def once(self, multiplier: float, relation: Relation) -> events.Event:

@@ -230,7 +230,7 @@ def _releases(result: Result) -> tuple[Release, ...]:
                 made=made,
                 allowed=slot.get("count", made),
                 sampling=privacy.unit.in_words(_sampling(sampling)),
-                amplification=privacy.unit.in_words(_amplification(sampling)),
+                amplification=privacy.unit.in_words(_amplification(slot)),
                 sensitivity=sensitivity,
                 noise=noise,
                 multiplier=multiplier,
@@ -256,7 +256,10 @@ def _sampling(sampling: dict[str, Any]) -> str:
     return "as stated above"
 
 
-def _amplification(sampling: dict[str, Any]) -> str:
+def _amplification(slot: dict[str, Any]) -> str:
+    sampling = slot.get("sampling", {})
+    if mechanism_from(slot.get("mechanism", "gaussian")).whole_run or sampling.get("rate") == 1.0:
+        return "no record is used twice" if sampling.get("sampling") == "single-pass" else "none"
     match sampling.get("sampling"):
         case "poisson" | "fixed-size" | "poisson-turns":
             return "by secret sampling"
