@@ -145,16 +145,16 @@ def enough_runs(plan: Plan, confidence: float = 1.0 - 1e-6) -> int | None:
 
 
 def affordable_runs(algorithm: Algorithm, plan: Plan, seconds: float) -> float:
-    """How many runs of each world this machine makes in so many seconds; no limit where they go side by side."""
+    """How many runs of each world this machine makes in so many seconds of its own; no limit side by side."""
     assert plan.budget is not None
     game = special_game(algorithm, plan.n_public, plan.budget.relation)
     if game is None and law_of(plan) is not None:
         return math.inf
     games = _games(plan, Claim(plan), plan.n_public, plan.budget) if game is None else [_given(game)]
     for count in (2, _PILOT):  # the first runs also load what the others use
-        started = time.perf_counter()
+        started = time.process_time()
         views = _collect(algorithm, plan, games[0][2], 0, count, central, None, silent)
-    each = (time.perf_counter() - started) / _PILOT
+    each = (time.process_time() - started) / _PILOT
     return seconds / (2 * len(games) * each) if views.looped else math.inf
 
 
