@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from quietgrad.audit.attacks import Attack, attacked, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
 from quietgrad.audit.distinguish import Claim, learned, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
-from quietgrad.audit.replicas import collect
-from quietgrad.audit.running import run
+from quietgrad.audit.replicas import central, collect
+from quietgrad.audit.rounds import probe_rounds
+from quietgrad.audit.running import enough_runs, run
 from quietgrad.cli import main
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.gaussian import gaussian_epsilon
@@ -394,3 +396,70 @@ def test_command_explains_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixtur
     result.save(tmp_path)
     assert main(["audit", str(tmp_path)]) == 1
     assert "not private" in capsys.readouterr().err
+
+
+def test_the_power_that_is_stated_is_there() -> None:
+    """What a report calls refutable is refuted: 40 audits, at least 31 accuse (chance of fewer at 95 %: 4e-5)."""
+    budget = qg.Budget(1.0, 1e-5)
+    method = qg.DPGD(steps=2)
+    claimed = qg.plan(method, n=3, budget=budget)
+    refutes = run(method, budget=budget, n=3, runs=1500, seed=0).refutes
+    assert 1.5 < refutes < 3.0
+    leaky = qg.plan(method, n=3, budget=qg.Budget(refutes, 1e-5)).noise_multiplier
+    found = [
+        run(method, budget=budget, n=3, runs=1500, claimed=claimed, noise_multiplier=leaky, seed=seed)
+        for seed in range(40)
+    ]
+    assert sum("L1" in {f.layer for f in r.findings if f.verdict == "violation"} for r in found) >= 31
+
+
+def test_enough_runs_make_a_claim_testable_and_fewer_say_how_many() -> None:
+    method, budget = qg.DPSGD(steps=20, batch_size=4), qg.Budget(1.0, 1e-5)
+    needed = enough_runs(qg.plan(method, n=4, budget=budget))
+    assert needed is not None
+    assert run(method, budget=budget, n=4, runs=needed, seed=0).passed
+    few = run(method, budget=budget, n=4, runs=needed // 4, seed=0)
+    assert few.vacuous
+    assert few.refutes > run(method, budget=budget, n=4, runs=needed, seed=0).refutes
+    assert "runs would show it" in few.notes[-1]
+
+
+def test_rounds_that_are_priced_in_groups_are_no_violation() -> None:
+    """130 possible rounds, priced as 65: a sound run was accused. False-alarm rate 1e-7."""
+    method, budget = qg.RRPSGD(steps=130, batch_size=4), qg.Budget(4.0, 1e-5)
+    made = qg.plan(method, n=4, budget=budget)
+    game = CanaryGame(4, budget.relation, "growing", background=True)
+    found = probe_rounds(method, made, game, curator=central, seed=0, alpha=1e-7)
+    assert found.verdict == "pass", found
+    short = qg.plan(qg.RRPSGD(steps=90, batch_size=4), n=4, budget=budget)
+    schedule = replace(made.schedule, slots=(replace(made.schedule.slots[0], law=short.schedule.slots[0].law),))
+    less = replace(made, schedule=schedule)  # rounds beyond what was paid for
+    assert probe_rounds(method, less, game, curator=central, seed=0, alpha=1e-7).verdict == "violation"
+
+
+def test_audit_tells_how_far_it_is() -> None:
+    attack, shares = attacks_on("whitened-gd")[0], []
+    run(attack.algorithm, budget=attack.budget, n=attack.n, runs=250, seed=1, progress=shares.append)
+    assert len(shares) > 50
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_folder_is_audited_with_as_many_runs_as_its_claim_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = table(np.random.default_rng(0))
+    qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=3), budget=qg.Budget(1.0, 1e-5)).save(tmp_path)
+    assert main(["audit", str(tmp_path), "--json"]) == 0
+    told = capsys.readouterr()
+    report = json.loads(told.out)["reports"][0]
+    assert report["runs"] == pytest.approx(1812, abs=5)
+    assert 1.0 < report["refutes"] < 2.5
+    assert told.err == ""  # no bar without a terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["audit", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "attacking" in told.err
+    assert "power: 95% of such audits accuse a Gaussian mechanism whose true ε is" in told.out
+    assert main(["audit", str(tmp_path), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""

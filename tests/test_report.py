@@ -163,6 +163,30 @@ def test_a_run_without_a_ledger_says_so(runs: list[Path]) -> None:
     assert "other runs on these people are not known here" in words(read(render(runs[1:2])))
 
 
+def test_a_ledger_elsewhere_is_named(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of Python's is saved without saying where it was paid: who knows says so, and it is held against it."""
+    paid = tmp_path / "elsewhere.jsonl"
+    X = np.random.default_rng(1).normal(size=(500, 3))
+    data, budget = (X, (X[:, 0] > 0) * 1.0), qg.Budget(1.0, 1e-5)
+    named = tmp_path / "named"
+    result = qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=4), budget=budget, ledger=paid, folder=named)
+    result.save(named)
+    assert "none at hand" in words(read(render([named])))
+    assert main(["report", str(named), "--ledger", str(paid), "-o", str(tmp_path / "page.html")]) == 0
+    assert "whole, hash chain verified" in words(read((tmp_path / "page.html").read_text()))
+    certificate = tmp_path / "c.json"
+    assert main(["certificate", str(named), "--ledger", str(paid), "-o", str(certificate)]) == 0
+    assert json.loads(certificate.read_text())["body"]["ledger"]["lines"]
+    assert main(["certificate", str(named), "--ledger", str(runs[0].parent / "ledger.jsonl"), "-o", "x"]) == 1
+    assert "holds no reservation of this run" in capsys.readouterr().err
+    assert main(["report", str(named), "--ledger", str(tmp_path / "no.jsonl")]) == 1
+    assert "no such ledger" in capsys.readouterr().err
+    unnamed = tmp_path / "unnamed"
+    qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=5), budget=budget, ledger=paid).save(unnamed)
+    assert main(["certificate", str(unnamed), "--ledger", str(paid), "-o", "x"]) == 1
+    assert "has no line that names this run" in capsys.readouterr().err
+
+
 def test_releases_of_a_filter_and_of_output_noise(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     X = rng.normal(size=(300, 2))

@@ -74,4 +74,4 @@ from quietgrad.report.page import write_report
 from pathlib import Path
 
 to_run(model, "run")
-print(write_report([Path("run")], Path("report.html")).name, "written")
+print(write_report([Path("run")], Path("report.html"), ledger=Path("ledger.jsonl")).name, "written")

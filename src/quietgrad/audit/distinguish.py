@@ -11,32 +11,42 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr, ndtri
 
 from quietgrad.audit.bounds import best_threshold, clopper_pearson, dprime_lower, epsilon_lower
+from quietgrad.audit.power import (
+    TEACH,
+    dprime_found,
+    dprime_refuted,
+    half_width,
+    profile_blind,
+    profile_refuted,
+)
 from quietgrad.audit.replicas import Views
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import ZCDP, Event
-from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from quietgrad.privacy.gaussian import gaussian_epsilon
 from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 
 Floats = npt.NDArray[np.float64]
 Verdict = Literal["pass", "violation", "vacuous"]
 
-TEACH = 0.25  # share of the runs that chooses direction and threshold
 _POINTS = (0.0, 0.5, 1.0, 2.0)  # ε at which the claimed profile may be tested
 _FEATURES_PER_RUN = 20  # teaching runs per column below which only summaries of the columns are used
 
 
 class Finding(NamedTuple):
-    """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict."""
+    """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict.
+
+    ``refutes`` is the power of the test: the least ε of a Gaussian mechanism that it nearly always accuses
+    (:data:`~quietgrad.audit.power.OFTEN`), attacked as strongly as can be.
+    """
 
     layer: str
     what: str
@@ -46,6 +56,11 @@ class Finding(NamedTuple):
     verdict: Verdict
     epsilon_lower: float = 0.0
     note: str = ""
+    refutes: float = math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as JSON values; without a power, ``refutes`` is null."""
+        return {**self._asdict(), "refutes": self.refutes if math.isfinite(self.refutes) else None}
 
 
 @dataclass(frozen=True)
@@ -108,10 +123,12 @@ def attack_dprime(
     teach = int(len(a) * TEACH)
     direction = discriminant(a[:teach], b[:teach])
     _, low = dprime_lower(a[teach:] @ direction, b[teach:] @ direction, alpha)
-    verdict: Verdict = (
-        "violation" if low > mu else "vacuous" if _blind_dprime(mu, len(a) - teach, alpha) else "pass"
-    )
-    return Finding("L1", what, "μ", mu, low, verdict, gaussian_epsilon(low, claim.delta_budget) if low else 0.0)
+    trials = len(a) - teach
+    seen = dprime_found(mu, 2.0 * mu, trials, alpha)
+    verdict: Verdict = "violation" if low > mu else "pass" if seen else "vacuous"
+    shown = gaussian_epsilon(low, claim.delta_budget) if low else 0.0
+    refutes = _epsilon(dprime_refuted(mu, trials, alpha), claim)
+    return Finding("L1", what, "μ", mu, low, verdict, shown, refutes=refutes)
 
 
 def attack_profile(scores: tuple[Floats, Floats], claim: Claim, what: str, alpha: float) -> Finding:
@@ -131,9 +148,15 @@ def attack_profile(scores: tuple[Floats, Floats], claim: Claim, what: str, alpha
     verdict: Verdict = "pass"
     if delta_low > claimed or low > claim.epsilon:
         verdict = "violation"
-    elif _blind_profile(claim, trials, alpha):
+    elif profile_blind(claim.profile, trials, alpha):
         verdict = "vacuous"
-    return Finding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low)
+    refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim)
+    return Finding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low, refutes=refutes)
+
+
+def _epsilon(mu: float, claim: Claim) -> float:
+    """ε of a Gaussian mechanism at the claim's δ."""
+    return gaussian_epsilon(mu, claim.delta_budget) if math.isfinite(mu) else math.inf
 
 
 def likelihood(view: Views, claim: Claim, signs: Callable[[int], float]) -> Floats | None:
@@ -210,43 +233,6 @@ def _strongest(
                 if gain[at] > best:
                     best, chosen = float(gain[at]), (epsilon, (sign, float(pooled[at]), target))
     return chosen
-
-
-def half_width(rate: Floats, trials: int, alpha: float) -> Floats:
-    """About how far a bound on a rate seen in ``trials`` trials is from it."""
-    z = -float(ndtri(alpha))
-    width: Floats = z * np.sqrt(np.maximum(rate * (1 - rate), 1.0 / trials) / trials) + z * z / (3 * trials)
-    return width
-
-
-def _blind_dprime(mu: float, trials: int, alpha: float) -> bool:
-    """Whether half the noise, d′ = 2μ, would usually pass this test too."""
-    unit = math.sqrt(2.0 / trials)
-    t = 2.0 * mu / unit
-    return (t + float(ndtri(alpha / 2)) * math.sqrt(1 + t * t / (4 * trials))) * unit <= mu
-
-
-def _blind_profile(claim: Claim, trials: int, alpha: float) -> bool:
-    """Whether a Gaussian mechanism with half the noise of one that meets the profile would usually pass too."""
-    cuts = np.linspace(-6.0, 12.0, 181)
-    for epsilon, delta in claim.profile.items():
-        if not 1e-12 < delta < 1.0:
-            continue
-        mu = 2.0 * _mu_through(epsilon, delta)
-        p, q = np.asarray(ndtr(mu - cuts)), np.asarray(ndtr(-cuts))
-        gain = p - half_width(p, trials, alpha / 4) - math.exp(epsilon) * (q + half_width(q, trials, alpha / 4))
-        if float(gain.max()) > delta:
-            return False
-    return True
-
-
-def _mu_through(epsilon: float, delta: float) -> float:
-    """μ of the Gaussian profile through (ε, δ)."""
-    low, high = 0.0, 60.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_delta(middle, epsilon) < delta else (low, middle)
-    return low
 
 
 def _rate(sampling: Sampling) -> float:

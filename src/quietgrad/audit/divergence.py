@@ -14,7 +14,8 @@ import numpy.typing as npt
 from scipy.special import ndtr, rel_entr
 
 from quietgrad.audit.bounds import clopper_pearson
-from quietgrad.audit.distinguish import TEACH, Finding, Verdict, half_width
+from quietgrad.audit.distinguish import Finding, Verdict
+from quietgrad.audit.power import TEACH, half_width
 
 Floats = npt.NDArray[np.float64]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.listener import Listener, as_numbers
-from quietgrad.audit.replicas import CuratorFactory, Game, Views, _key, spread
+from quietgrad.audit.replicas import CuratorFactory, Game, Tick, Views, _key, silent, spread
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
@@ -105,9 +105,16 @@ class QueryGame:
         return 1.0 if which == 0 else 0.0 if self.relation is Relation.ADD_REMOVE else -1.0
 
     def collect(
-        self, algorithm: Any, plan: Plan, which: int, runs: int, curator: CuratorFactory, seed: int | None
+        self,
+        algorithm: Any,
+        plan: Plan,
+        which: int,
+        runs: int,
+        curator: CuratorFactory,
+        seed: int | None,
+        tick: Tick = silent,
     ) -> Views:
-        """What left the door in ``runs`` runs, one after the other through one door."""
+        """What left the door in ``runs`` runs, one after the other through one door; models are not compared."""
         heard: list[Floats] = []
         slots: list[str] = []
         # Neither a single pass over the records nor noise of several releases can be shared by two runs.
@@ -125,10 +132,11 @@ class QueryGame:
                 state = algorithm.step(state, ear)
             heard.append(np.concatenate(ear.heard, axis=1)[0])
             slots = max(slots, ear.slots, key=len)
+            tick(1)
         transcript = np.full((runs, len(slots)), np.nan)
         for row, numbers in zip(transcript, heard, strict=True):
             row[: len(numbers)] = numbers
-        return Views(transcript, np.zeros((runs, 1)), slots, True)
+        return Views(transcript, np.zeros((runs, 1)), slots, True, compared=False)
 
 
 def table_game(

@@ -31,6 +31,8 @@ from quietgrad.vectors import Vector
 Floats = npt.NDArray[np.float64]
 CuratorFactory = Callable[[Any, Any, bytes], Curator]
 """(objective, data, key) ↦ whoever holds the data."""
+Tick = Callable[[int], None]
+"""Told how many more runs are done."""
 
 _MOST_NUMBERS = 2**22  # coordinates of one block-diagonal pass; more runs are made in several passes
 
@@ -106,17 +108,25 @@ class Game(Protocol):
 
 
 class Views(NamedTuple):
-    """What was seen: ``transcript`` (runs, releases·d), ``model`` (runs, d), and the slot of each column."""
+    """What was seen: ``transcript`` (runs, releases·d), ``model`` (runs, d), and the slot of each column.
+
+    ``compared`` is false where the models do not hold the canary, so that there is nothing in them to tell apart.
+    """
 
     transcript: Floats
     model: Floats
     slots: list[str]
     looped: bool
+    compared: bool = True
 
 
 def central(objective: Any, data: Any, key: bytes) -> Curator:
     """The production curator of one trusted holder."""
     return CentralCurator(objective, data, key=key, account="audit")
+
+
+def silent(runs: int) -> None:
+    """Nobody is watching."""
 
 
 def collect(
@@ -129,6 +139,7 @@ def collect(
     curator: CuratorFactory = central,
     seed: int | None = None,
     together: bool = True,
+    tick: Tick = silent,
 ) -> Views:
     """Run ``algorithm`` ``runs`` times in world ``which`` of ``game`` and return what left the door.
 
@@ -139,9 +150,11 @@ def collect(
         gaussian = all(isinstance(slot.mechanism, GaussianNoise | Cancelling) for slot in plan.schedule.slots)
         if not together or not gaussian:
             raise NotSeparableError  # only Gaussian noise is independent from coordinate to coordinate
-        return collect_blocks(algorithm, plan, game, which, runs, curator=curator, seed=seed)
+        views = collect_blocks(algorithm, plan, game, which, runs, curator=curator, seed=seed)
     except NotSeparableError:
-        return _joined(_loop(algorithm, plan, game, which, runs, curator, seed), runs, looped=True)
+        return _joined(_loop(algorithm, plan, game, which, runs, curator, seed, tick), runs, looped=True)
+    tick(runs)
+    return views
 
 
 def collect_blocks(
@@ -204,6 +217,7 @@ def _loop(
     runs: int,
     curator: CuratorFactory,
     seed: int | None,
+    tick: Tick,
 ) -> list[Views]:
     """``runs`` runs one after the other, through one door with room for all their releases.
 
@@ -222,6 +236,7 @@ def _loop(
         if hasattr(objective, "rewind"):
             objective.rewind()
         views.append(walk(algorithm, Listener(session, number=number), start))
+        tick(1)
     return views
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.audit.distinguish import Finding, Verdict
+from quietgrad.audit.power import OFTEN
 from quietgrad.privacy.budget import Relation
 
 
@@ -61,6 +63,11 @@ class AuditReport:
         """ε lower bound ÷ ε claimed: how much of the claim is visible to the attacker."""
         return self.epsilon_lower / self.epsilon_claimed
 
+    @property
+    def refutes(self) -> float:
+        """The least ε of a Gaussian mechanism that these runs nearly always accuse; infinite if not worked out."""
+        return min((f.refutes for f in self.findings), default=math.inf)
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
         return {
@@ -76,7 +83,8 @@ class AuditReport:
             "passed": self.passed,
             "vacuous": self.vacuous,
             "layer": self.layer,
-            "findings": [f._asdict() for f in self.findings],
+            "refutes": self.refutes if math.isfinite(self.refutes) else None,
+            "findings": [f.to_json() for f in self.findings],
             "notes": list(self.notes),
         }
 
@@ -88,7 +96,18 @@ class AuditReport:
             f"({runs}, {self.seconds:.2g} s)."
         )
         lines = [f"  {describe(f)}" for f in self.findings]
-        return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
+        power = [f"  power: {self.power}"] if self.power else []
+        return "\n".join([head, *lines, *power, *(f"  note: {note}" for note in self.notes)])
+
+    @property
+    def power(self) -> str:
+        """In words, what these runs could have shown."""
+        if not math.isfinite(self.refutes):
+            return ""
+        return (
+            f"{OFTEN:.0%} of such audits accuse a Gaussian mechanism whose true ε is {self.refutes:.3g} or more, "
+            "if the attack is as strong as can be; what leaks less may pass"
+        )
 
 
 def describe(finding: Finding) -> str:

@@ -18,6 +18,7 @@ from scipy.optimize import brentq
 
 from quietgrad.audit.canaries import Pattern, amplitude
 from quietgrad.audit.distinguish import Claim, Finding, attack_dprime, attack_profile, likelihood
+from quietgrad.audit.power import TEACH, dprime_refuted
 from quietgrad.audit.replicas import CuratorFactory, Game, Views, collect, collect_blocks
 from quietgrad.audit.units import categories
 from quietgrad.errors import UnprovableError
@@ -102,7 +103,11 @@ def _dprimes(
     lows = [f.measured for f in found]
     epsilon = mixture_epsilon([(p, low) for (_, p), low in zip(law, lows, strict=True)], claim.delta_budget)
     words = f"{what}, R = {law[worst][0]} and all releases"
-    return Finding("L1", words, "μ", mus[worst], lows[worst], verdict, epsilon)  # type: ignore[arg-type]
+    tested = len(views[0][0].transcript) - int(len(views[0][0].transcript) * TEACH)
+    least = [(p, dprime_refuted(mu, tested, share)) for (_, p), mu in zip(law, mus, strict=True)]
+    known = all(math.isfinite(mu) for _, mu in least)
+    refutes = mixture_epsilon(least, claim.delta_budget) if known else math.inf
+    return Finding("L1", words, "μ", mus[worst], lows[worst], verdict, epsilon, refutes=refutes)  # type: ignore[arg-type]
 
 
 def mixture_epsilon(parts: Sequence[tuple[float, float]], delta: float) -> float:
@@ -122,7 +127,10 @@ def mixture_epsilon(parts: Sequence[tuple[float, float]], delta: float) -> float
 def probe_rounds(
     algorithm: Any, plan: Plan, game: Game, *, curator: CuratorFactory, seed: int | None, alpha: float
 ) -> Finding:
-    """Whether R follows the law that was priced: as many runs as it takes, each with its own session."""
+    """Whether R follows the law that was priced: as many runs as it takes, each with its own session.
+
+    A price may put rounds together and count each as the last of its group, which only costs more; so do we.
+    """
     law = law_of(plan)
     assert law is not None
     name = next(slot.name for slot in plan.schedule.slots if slot.law is not None)
@@ -130,9 +138,11 @@ def probe_rounds(
     width = view.model.shape[1]
     here = np.array([slot == name for slot in view.slots[::width]])
     rounds = (~np.isnan(view.transcript[:, ::width]) & here).sum(axis=1)
-    seen = np.array([np.count_nonzero(rounds == r) for r, _ in law])
+    group = np.searchsorted([r for r, _ in law], rounds)
+    seen = np.bincount(group, minlength=len(law) + 1)
+    strange = int(seen[len(law)])  # later than any round that was paid for
+    seen = seen[: len(law)]
     expected = _DRAWS * np.array([p for _, p in law])
-    strange = _DRAWS - int(seen.sum())
     chance = categories(seen.astype(np.float64), expected)
     verdict = "violation" if strange or chance < alpha else "pass"
     return Finding("L0 rounds", "the law of R", "p", alpha, 0.0 if strange else chance, verdict)  # type: ignore[arg-type]

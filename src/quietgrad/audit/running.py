@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from quietgrad.algorithms.base import Algorithm
@@ -18,7 +20,8 @@ from quietgrad.audit.distinguish import (
 )
 from quietgrad.audit.divergence import attack_divergence
 from quietgrad.audit.planting import QueryGame
-from quietgrad.audit.replicas import CuratorFactory, Game, Views, central, collect
+from quietgrad.audit.power import runs_for
+from quietgrad.audit.replicas import CuratorFactory, Game, Tick, Views, central, collect, silent
 from quietgrad.audit.report import AuditReport
 from quietgrad.audit.rounds import attack_rounds, law_of, probe_rounds
 from quietgrad.audit.series import lengthened, probe_grid, probe_slots
@@ -32,6 +35,7 @@ CURATORS: dict[str, CuratorFactory] = {"central": central}
 
 _PATTERNS: tuple[Pattern, ...] = ("growing", "alternating")
 _FEWEST = 200
+_PILOT = 20
 
 
 def run(
@@ -46,6 +50,7 @@ def run(
     claimed: Plan | None = None,
     noise_multiplier: float | None = None,
     seed: int | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> AuditReport:
     """Attack a configuration with canaries and compare a lower bound on its ε with the ε it claims.
 
@@ -65,6 +70,7 @@ def run(
         claimed: a plan whose claim is compared instead of the configuration's own.
         noise_multiplier: audit this noise instead of what the budget asks for; the claim is then what it proves.
         seed: fixed noise, for tests.
+        progress: called with the share of all runs that is done, now and then.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
     >>> report = run(DPGD(steps=4), budget=Budget(6.0, 1e-5), seed=1)
@@ -88,15 +94,17 @@ def run(
     if law is not None:
         first = games[0][2]
         findings.append(probe_rounds(algorithm, plan, first, curator=holder, seed=seed, alpha=alpha / 10))
+    tick = _ticker(2 * len(games) * runs, progress)
     for number, (what, pattern, worlds) in enumerate(games):
         if law is not None and pattern is not None and claimed is None:
             findings += attack_rounds(
                 algorithm, plan, worlds, pattern, runs, curator=holder, seed=seed, what=what,
                 alpha=alpha / (3 * len(games)),
             )  # fmt: skip
+            tick(2 * runs)
             continue
         views = tuple(
-            _collect(algorithm, plan, worlds, w, runs, holder, None if seed is None else seed + number)
+            _collect(algorithm, plan, worlds, w, runs, holder, None if seed is None else seed + number, tick)
             for w in (0, 1)
         )
         if views[0].looped and not notes:
@@ -117,17 +125,68 @@ def run(
         notes=tuple(notes),
     )
     if report.vacuous:
-        why = f"{runs} runs cannot test this claim: half the noise would pass as well; give more runs or a larger ε"
-        report = AuditReport(**{**vars(report), "notes": (*notes, why)})
+        needed = runs_for(claim.mu, claim.profile, alpha / (3 * len(games)))
+        enough = "no number of runs would show it" if needed is None else f"about {needed} runs would show it"
+        why = f"{runs} runs cannot test this claim: half the noise would pass as well; {enough}, or a larger ε"
+        report = replace(report, notes=(*notes, why))
     return report
 
 
+def enough_runs(plan: Plan, confidence: float = 1.0 - 1e-6) -> int | None:
+    """How many runs of each world nearly always show that half the noise of a plan is missing.
+
+    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.training import plan
+    >>> enough_runs(plan(DPGD(steps=4), n=100, budget=Budget(1.0, 1e-5)))
+    1812
+    """
+    claim = Claim(plan)
+    return runs_for(claim.mu, claim.profile, (1.0 - confidence) / (3 * len(_PATTERNS)))
+
+
+def affordable_runs(algorithm: Algorithm, plan: Plan, seconds: float) -> float:
+    """How many runs of each world this machine makes in so many seconds of its own; no limit side by side."""
+    assert plan.budget is not None
+    game = special_game(algorithm, plan.n_public, plan.budget.relation)
+    if game is None and law_of(plan) is not None:
+        return math.inf
+    games = _games(plan, Claim(plan), plan.n_public, plan.budget) if game is None else [_given(game)]
+    for count in (2, _PILOT):  # the first runs also load what the others use
+        started = time.process_time()
+        views = _collect(algorithm, plan, games[0][2], 0, count, central, None, silent)
+    each = (time.process_time() - started) / _PILOT
+    return seconds / (2 * len(games) * each) if views.looped else math.inf
+
+
+def _ticker(total: int, progress: Callable[[float], None] | None) -> Tick:
+    """Adds up runs, and tells ``progress`` at every hundredth of them."""
+    if progress is None:
+        return silent
+    done = told = 0
+
+    def tick(runs: int) -> None:
+        nonlocal done, told
+        done += runs
+        if 100 * done // total > told:
+            told = 100 * done // total
+            progress(min(1.0, done / total))
+
+    return tick
+
+
 def _collect(
-    algorithm: Algorithm, plan: Plan, game: Game, which: int, runs: int, curator: CuratorFactory, seed: int | None
+    algorithm: Algorithm,
+    plan: Plan,
+    game: Game,
+    which: int,
+    runs: int,
+    curator: CuratorFactory,
+    seed: int | None,
+    tick: Tick,
 ) -> Views:
     if isinstance(game, QueryGame):
-        return game.collect(algorithm, plan, which, runs, curator, seed)
-    return collect(algorithm, plan, game, which, runs, curator=curator, seed=seed)
+        return game.collect(algorithm, plan, which, runs, curator, seed, tick)
+    return collect(algorithm, plan, game, which, runs, curator=curator, seed=seed, tick=tick)
 
 
 def _attack(
@@ -147,7 +206,7 @@ def _attack(
         found.append(attack_profile(pair, claim, f"{what}, all releases", alpha))
         if claim.rho is not None:
             found.append(attack_divergence(pair, claim.rho, f"{what}, all releases", alpha))
-    if pattern != "alternating":
+    if pattern != "alternating" and views[0].compared:
         found.append(
             attack_profile(learned((views[0].model, views[1].model)), claim, f"{what}, final model", alpha)
         )

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.audit.bounds import dprime_lower, one_run_epsilon, one_run_mu, one_run_refutes
-from quietgrad.audit.distinguish import Claim, Finding, Verdict, _blind_dprime
+from quietgrad.audit.distinguish import Claim, Finding, Verdict
 from quietgrad.audit.listener import Listener
 from quietgrad.audit.planted import PlantedObjective
+from quietgrad.audit.power import dprime_found
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.report import AuditReport
 from quietgrad.objectives.base import Batch
@@ -189,7 +190,8 @@ def _judge(
     if gaussian:
         _, low = dprime_lower(scores[coins], scores[~coins], share)
         finding = _finding("L3 d′", "canaries in and out", "μ", claim.mu, low, gaussian_epsilon(low, delta))
-        if finding.verdict == "pass" and _blind_dprime(claim.mu, int(min(coins.sum(), (~coins).sum())), share):
+        fewer = int(min(coins.sum(), (~coins).sum()))
+        if finding.verdict == "pass" and not dprime_found(claim.mu, 2.0 * claim.mu, fewer, share):
             finding = finding._replace(verdict="vacuous")
         found.append(finding)
     return found

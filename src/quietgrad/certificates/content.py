@@ -24,18 +24,25 @@ from quietgrad.training.verification import ledger_of, problems_of
 _PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
 
 
-def issue(folder: str | Path, *, whole_ledger: bool = True) -> Document:
+def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> Document:
     """The unsigned certificate of the run in ``folder``; ``DataError`` if there is nothing to certify.
 
+    ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
     With ``whole_ledger`` all lines of the ledger are copied, unless they are more than a certificate may hold.
     The run's statement is first proved again and held against its options and its ledger: what refutes it there is
     not certified.
     """
     path = Path(folder)
     result = load(path)
-    ledger = ledger_of(path)
-    if problems := problems_of(result, path, ledger):
+    book = ledger_of(path, None if ledger is None else Path(ledger))
+    if problems := problems_of(result, path, book):
         raise DataError(f"{path}: its statement is refuted, so nothing is certified: {problems[0]}.")
+    lines = _lines(result, book, whole=whole_ledger)
+    if ledger is not None and lines is None:
+        raise DataError(
+            f"{ledger}: has no line that names this run (fits that are kept in no folder have no name), so it "
+            "cannot go into a certificate; leave the ledger out."
+        )
     privacy = result.privacy
     if result.details.get("parts", {}).get("count", 1) > 1:
         raise DataError(
@@ -54,7 +61,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True) -> Document:
             "event": event,
             "plan": plan_of(result),
             "federation": _federation(result),
-            "ledger": _lines(result, ledger, whole=whole_ledger),
+            "ledger": lines,
             "model": {
                 "sha256": hashlib.sha256(read_bytes(path / "model.safetensors")).hexdigest(),
                 "parameters": len(result.params),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 _QUICK, _FULL = 2000, 20_000
+_FEW, _MANY, _SECONDS = 400, 8000, 30.0  # for the claim of a folder, whatever it is and wherever it is attacked
 
 
 @app.command(epilog="Example: quietgrad audit dp-srm dp-sgd --runs 20000 · quietgrad audit --all --quick")
@@ -28,8 +31,14 @@ def audit(
     everything: Annotated[bool, typer.Option("--all", help="Every algorithm, curator and exact probe.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help=f"{_QUICK} runs of each world, not {_FULL}.")] = False,
     runs: Annotated[
-        int | None, typer.Option(help="Runs of each of the two neighbouring worlds.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Runs of each of the two neighbouring worlds: more of them tell smaller breaches. By default "
+            f"{_FULL} for an algorithm; for a folder what shows half the noise missing, if {_SECONDS:g} s suffice.",
+            show_default=False,
+        ),
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
     page: Annotated[
         Path | None, typer.Option("--html", help="Also write the tables to this page.", show_default=False)
@@ -38,22 +47,25 @@ def audit(
     """Lower bounds on ε from attacks, against what is claimed; exit code 1 on a violation.
 
     A pass means that these attacks found nothing, not that there is nothing. The nearer the lower bound is to the
-    claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything.
+    claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything. "power" says
+    how large a breach would have been found.
     """
     from quietgrad.audit.attacks import attacked
     from quietgrad.audit.releases import RELEASES
 
     if bool(what) == everything:
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
-    count = runs if runs is not None else _QUICK if quick else _FULL
+    count = runs if runs is not None else _QUICK if quick else None
     reports: list[AuditReport] = []
-    audits: Iterable[AuditReport] = _audits([*attacked(), *RELEASES] if everything else what or [], count)
+    names = [*attacked(), *RELEASES] if everything else what or []
+    audits: Iterable[AuditReport] = _audits(names, count, quiet=quiet or as_json)
     if everything:
         from quietgrad.audit.federated import audit_federations
         from quietgrad.audit.own_loops import audit_networks
 
+        many = count or _FULL
         audits = itertools.chain(
-            audits, audit_federations(max(1000, count // 4)), audit_networks(max(600, count // 20))
+            audits, audit_federations(max(1000, many // 4)), audit_networks(max(600, many // 20))
         )
     for report in audits:
         reports.append(report)
@@ -61,7 +73,7 @@ def audit(
             typer.echo(_line(report))
     findings = list(_probes()) if everything else []
     if as_json:
-        text = {"reports": [r.to_json() for r in reports], "probes": [f._asdict() for f in findings]}
+        text = {"reports": [r.to_json() for r in reports], "probes": [f.to_json() for f in findings]}
         typer.echo(json.dumps(text, indent=2))
     else:
         _explain(reports, findings)
@@ -71,7 +83,7 @@ def audit(
     raise typer.Exit(1 if "violation" in wrong else 0)
 
 
-def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
+def _audits(names: list[str], runs: int | None, *, quiet: bool) -> Iterator[AuditReport]:
     from dataclasses import replace
 
     from quietgrad.audit.attacks import attacked, attacks_on
@@ -90,29 +102,54 @@ def _audits(names: list[str], runs: int) -> Iterator[AuditReport]:
             )
     for name in names:
         if name in RELEASES:
-            yield from RELEASES[name].reports(runs)
+            yield from RELEASES[name].reports(runs or _FULL)
             continue
         if name not in registered:
-            report = audit_folder(Path(name), runs)
+            with _bar(name, quiet=quiet) as progress:
+                report = audit_folder(Path(name), runs, progress)
             _keep(report, Path(name))
             yield report
             continue
         for attack in attacks_on(name):
             for curator in CURATORS:
+                holder = "" if curator == "central" else f", {curator}"
+                title = f"{name}: {attack.label}{holder}"
                 try:
-                    count = round(runs * attack.share)
-                    report = run(
-                        attack.algorithm,
-                        budget=attack.budget,
-                        n=attack.n,
-                        runs=count,
-                        curator=curator,
-                        game=attack.game,
-                    )
+                    with _bar(title, quiet=quiet) as progress:
+                        report = run(
+                            attack.algorithm,
+                            budget=attack.budget,
+                            n=attack.n,
+                            runs=round((runs or _FULL) * attack.share),
+                            curator=curator,
+                            game=attack.game,
+                            progress=progress,
+                        )
                 except ValueError as error:
                     raise typer.BadParameter(str(error)) from None
-                holder = "" if curator == "central" else f", {curator}"
-                yield replace(report, algorithm=f"{name}: {attack.label}{holder}")
+                yield replace(report, algorithm=title)
+
+
+@contextmanager
+def _bar(title: str, *, quiet: bool) -> Iterator[Callable[[float], None] | None]:
+    """A bar on stderr while runs are made, gone before what they showed is printed; without a terminal, nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from quietgrad.shown import shown
+
+    columns = (
+        TextColumn("attacking {task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(shown(title), total=1.0)
+        yield lambda share: bar.update(task, completed=share)
 
 
 def _keep(report: AuditReport, folder: Path) -> None:
@@ -125,12 +162,19 @@ def _keep(report: AuditReport, folder: Path) -> None:
     write_atomically(folder / AUDIT_FILE, (json.dumps(said, indent=2, default=str) + "\n").encode())
 
 
-def audit_folder(folder: Path, runs: int) -> AuditReport:
-    """Audit the configuration, noise and claim of a finished run; its data are not needed."""
+def audit_folder(
+    folder: Path, runs: int | None = None, progress: Callable[[float], None] | None = None
+) -> AuditReport:
+    """Audit the configuration, noise and claim of a finished run; its data are not needed.
+
+    Without ``runs``, as many as show half the noise missing, but no more than half a minute allows: fixed before
+    anything is seen, and the report says what they could show.
+    """
     from quietgrad.audit.people import with_people
-    from quietgrad.audit.running import run
+    from quietgrad.audit.running import affordable_runs, enough_runs, run
     from quietgrad.errors import DataError
     from quietgrad.privacy.budget import Budget, Unit
+    from quietgrad.training import plan
     from quietgrad.training.result import load
 
     result = load(folder)
@@ -145,12 +189,13 @@ def audit_folder(folder: Path, runs: int) -> AuditReport:
     algorithm = rebuild(result.algorithm, config)
     # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
     n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public
+    budget = Budget(privacy.epsilon, privacy.delta, privacy.relation)
+    if runs is None:
+        claimed = plan(algorithm, n=n, budget=budget, noise_multiplier=privacy.noise_multiplier)
+        wanted = min(_MANY, enough_runs(claimed) or _MANY, affordable_runs(algorithm, claimed, _SECONDS))
+        runs = max(_FEW, round(wanted))
     report = run(
-        algorithm,
-        budget=Budget(privacy.epsilon, privacy.delta, privacy.relation),
-        n=n,
-        runs=runs,
-        noise_multiplier=privacy.noise_multiplier,
+        algorithm, budget=budget, n=n, runs=runs, noise_multiplier=privacy.noise_multiplier, progress=progress
     )
     return with_people(report, privacy.noise_multiplier) if privacy.unit is Unit.PERSON else report
 

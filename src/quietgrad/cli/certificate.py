@@ -24,6 +24,10 @@ def certificate(
     key: Annotated[
         Path | None, typer.Option(help="Sign with this key, which `quietgrad keys generate` made.")
     ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Where the run was paid, if its folder does not say.", show_default=False),
+    ] = None,
     run_only: Annotated[
         bool, typer.Option("--run-only", help="Leave out the ledger's lines of other runs and accounts.")
     ] = False,
@@ -36,7 +40,7 @@ def certificate(
     from quietgrad.certificates import SigningKey, issue
 
     signer = None if key is None else SigningKey.read(key)  # before the work, so that a mistake is told at once
-    document = issue(folder, whole_ledger=not run_only)
+    document = issue(folder, whole_ledger=not run_only, ledger=ledger)
     if signer is not None:
         document = signer.sign(document)
     target = document.write(output or folder / "certificate.json")

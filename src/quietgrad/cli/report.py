@@ -25,6 +25,10 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(help="Also write each chart as a picture into this folder.", show_default=False)
     ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Where the runs were paid, if their folders do not say.", show_default=False),
+    ] = None,
     picture: Annotated[str, typer.Option(help="Of what kind: svg, png or pdf.")] = "svg",
     as_json: Json = False,
 ) -> None:
@@ -36,7 +40,7 @@ def report(
 
     if picture not in ("svg", "png", "pdf"):
         raise typer.BadParameter(f"{picture!r}: must be svg, png or pdf.", param_hint="--picture")
-    runs = read_runs(folders)
+    runs = read_runs(folders, ledger)
     target = write_report(folders, output or folders[0] / "report.html", runs)
     drawn = [] if figures is None else _pictures(runs, figures, picture)
     refuted = {str(folder): run.result.privacy.refuted for folder, run in zip(folders, runs, strict=True)}

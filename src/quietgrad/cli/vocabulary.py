@@ -18,6 +18,7 @@ _PHRASES = {
     "OutputPerturbation(mechanism='pure')": "--algorithm output-perturbation --set mechanism=pure",
     "pass budget=None, or use its private form": "pass --non-private, or use its private form",
     "budget=None": "--non-private",
+    "Budget(..., relation='replace-one')": "relation='replace-one'",
 }
 _ARGUMENT = re.compile(rf"(?<![\w.])({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\([^)]*\)|[-+\w.]+)?")
 
@@ -27,6 +28,8 @@ def in_flags(text: str) -> str:
 
     >>> in_flags("epsilon=-1.0: must be > 0 and finite. For a non-private run pass budget=None.")
     '--epsilon -1.0: must be > 0 and finite. For a run without noise pass --non-private to `quietgrad train`.'
+    >>> in_flags("relation='add-remove': not proved; pass Budget(..., relation='replace-one').")
+    '--relation add-remove: not proved; pass --relation replace-one.'
     >>> in_flags("say what they are: classes=(1, 2, 3), or task='regression'; batch_size=9: must be ≤ n=4.")
     'say what they are: --classes 1,2,3, or --task regression; --batch-size 9: must be ≤ n=4.'
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,10 +94,16 @@ class Run:
         return rows
 
 
-def write_report(folders: Sequence[Path], target: Path, runs: Sequence[Run] | None = None) -> Path:
-    """Write the page about the runs in ``folders`` (read before, or now) to ``target`` and return it."""
+def write_report(
+    folders: Sequence[Path], target: Path, runs: Sequence[Run] | None = None, ledger: Path | None = None
+) -> Path:
+    """Write the page about the runs in ``folders`` (read before, or now) to ``target`` and return it.
+
+    ``ledger`` says where they were paid, if neither their options nor their folders do.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, render([Path(folder) for folder in folders], runs).encode())
+    paths = [Path(folder) for folder in folders]
+    write_atomically(target, render(paths, read_runs(paths, ledger) if runs is None else runs).encode())
     return target
 
 
@@ -113,11 +120,11 @@ def _shown_or_refused(what: str) -> Iterator[None]:
         ) from None
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Run]:
     """The runs in ``folders``, each statement proved again and held against its options and its ledger."""
     runs = []
     for k, (name, folder, result) in enumerate(_named(folders)):
-        ledger = ledger_of(folder)
+        ledger = ledger_of(folder, paid)
         with _shown_or_refused(str(folder)):
             problems = problems_of(result, folder, ledger)
             if problems:
@@ -140,7 +147,7 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plain": _plain, "power": _power}
+    environment.filters |= {"plain": _plain, "power": _power, "clauses": _clauses}
     with _shown_or_refused(", ".join(str(folder) for folder in folders)):
         return environment.get_template("page.html.j2").render(
             runs=runs,
@@ -153,6 +160,15 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
             version=__version__,
             date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
         )
+
+
+def _clauses(text: str) -> list[str]:
+    """A threat model in the parts it was made of, each with its heading.
+
+    >>> _clauses("setting: three servers, noise inside; nobody knows it; on restart: new keys")
+    ['setting: three servers, noise inside; nobody knows it', 'on restart: new keys']
+    """
+    return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
 
 
 def _compared(runs: Sequence[Run]) -> list[str]:

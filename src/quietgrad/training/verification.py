@@ -159,8 +159,12 @@ def unpaid(
     return []
 
 
-def ledger_of(folder: Path) -> Path:
-    """The ledger a saved run was paid from: the one its options name, else the folder's own."""
+def ledger_of(folder: Path, given: Path | None = None) -> Path:
+    """The ledger a saved run was paid from: the ``given`` one, else that of its options, else the folder's own."""
+    if given is not None:
+        if not given.is_file():
+            raise DataError(f"{given}: no such ledger.")
+        return given
     try:
         named = read_json(folder / "run.json")["ledger"]
     except (OSError, ValueError, KeyError, TypeError):
