@@ -33,6 +33,8 @@ from quietgrad.estimators import (
     private_score,
     to_run,
 )
+from quietgrad.objectives.tables.ranges import HIGHEST, LOWEST
+from quietgrad.objectives.tables.windows import read_magnitudes
 
 
 def table(n: int, seed: int = 0) -> tuple[Any, Any]:
@@ -71,6 +73,23 @@ def test_declared_bounds_help_a_small_table_and_what_is_missing_is_said_once() -
             warnings.simplefilter("error")
             scores.append(model.fit(X, y).score(X, y))
     assert np.median(scores) > 0.88
+
+
+def test_a_feature_that_noise_hides_takes_the_usual_limit_and_no_looser_one() -> None:
+    """Indicators of rare categories beside frequent ones: scaled half as far they would hardly be learnt."""
+    counts = np.zeros((3, 2, HIGHEST - LOWEST + 1))
+    counts[:2, 0, -LOWEST] = 900.0  # ones; the third feature's are below the noise
+    found = read_magnitudes(counts, 20.0)
+    assert found.seen.tolist() == [True, True, False]
+    assert found.reach.tolist() == [2.0, 2.0, 1.0]  # those that are seen may have a tail that is not
+
+
+def test_one_limit_for_sparse_counts_follows_the_words_that_come_often() -> None:
+    counts = np.zeros((1, 2, HIGHEST - LOWEST + 1))
+    counts[0, 0, [-LOWEST, 1 - LOWEST, 2 - LOWEST, 3 - LOWEST]] = 9000.0, 500.0, 300.0, 200.0
+    counts[0, 0, 20 - LOWEST] = 250.0  # a column of millions: it must not set the scale of the words
+    assert read_magnitudes(counts, 1.0).reach.tolist() == [2.0]
+    assert read_magnitudes(counts, 1.0, sparse=True).reach.tolist() == [8.0]
 
 
 def test_wide_sparse_text_costs_what_is_stored() -> None:
