@@ -308,6 +308,18 @@ def test_transformers_pay_for_what_they_look_at(tmp_path: Path) -> None:
     assert hot.get_feature_names_out().tolist() == ["n", "c=v", "c=w"]
 
 
+def test_indicators_of_a_public_vocabulary_are_not_looked_for() -> None:
+    """What PublicOneHot makes lies in [0, 1] by its vocabulary: nothing is paid to find that."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": rng.integers(18, 90, 900), "city": rng.choice(["B", "H"], 900)})
+    encoder = PublicOneHot({"city": ["B", "H"]}).set_output(transform="pandas")
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], feature_bounds={"age": (18, 90)})
+    pipe = make_pipeline(encoder, model).fit(frame, (frame.age > 50).to_numpy(int))
+    assert "ranges" not in pipe[-1].privacy_.releases
+    assert encoder.transform(frame).dtypes.astype(str).tolist() == ["float64", "bool", "bool"]
+    assert encoder.transform(frame).index.equals(frame.index)
+
+
 def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tmp_path: Path) -> None:
     X, y = table(5000)
     frame = pd.DataFrame(X, columns=list("abcdef"))
