@@ -279,6 +279,13 @@ def test_additive_models_learn_shapes_with_error_bands() -> None:
     assert model.predict(odd).shape == (3,)
 
 
+@pytest.mark.parametrize(("features", "epsilon", "bins"), [(2, 0.1, 4), (2, 1.0, 8), (2, 60.0, 32), (30, 60.0, 16)])
+def test_bins_are_as_fine_as_the_budget_can_fill(features: int, epsilon: float, bins: int) -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (3000, features))
+    model = PrivateAdditiveClassifier(epsilon=epsilon, feature_bounds=[(-1, 1)] * features)
+    assert len(model.fit(X, X[:, 0] > 0).shape_functions_["x0"][1]) == bins
+
+
 def test_additive_regression_and_pairs() -> None:
     rng = np.random.default_rng(8)
     X = rng.uniform(-1, 1, (20_000, 2))
