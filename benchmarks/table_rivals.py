@@ -1,7 +1,8 @@
 """Private rivals of the defaults, on features scaled by declared bounds: DP-GD, DP-SGD and DP-Newton.
 
 Their settings are searched on held-out rows (a fifth of the training rows), and the search is not charged, which
-favours them. DP-GD and DP-Newton promise under replace-one, DP-SGD under add-remove, the easier one.
+favours them. DP-GD and DP-Newton promise under replace-one or, where their name says so, under add-remove, which is
+DP-SGD's relation and the easier one.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Newton(Algorithm):
 def settings(kind: str, problem: Problem) -> list[dict[str, Any]]:
     """The grid of a rival; empty if it cannot take the table."""
     n, d = problem.X.shape
+    kind = kind.partition(",")[0]
     if kind == "dp-gd":
         rates = (0.5, 2.0) if problem.task == "regression" else (2.0, 16.0, 64.0)
         lengths = (8, 32) if n * d > _LONG else (8, 32, 128)
@@ -99,9 +101,10 @@ class Rival:
     """One rival with one setting, in the shape of an estimator."""
 
     def __init__(self, kind: str, problem: Problem, epsilon: float, setting: dict[str, Any]) -> None:
-        relation = Relation.ADD_REMOVE if kind == "dp-sgd" else Relation.REPLACE_ONE
+        method, _, eased = kind.partition(", ")
+        relation = Relation.ADD_REMOVE if eased or method == "dp-sgd" else Relation.REPLACE_ONE
         self.budget = qg.Budget(epsilon, DELTA, relation)
-        self.method = _METHODS[kind](**setting)
+        self.method = _METHODS[method](**setting)
         bounds = problem.bounds or [(-1.0, 1.0)] * problem.X.shape[1]
         low, high = np.array(bounds, dtype=float).T
         regression = problem.task == "regression"

@@ -134,7 +134,7 @@ def test_a_model_whose_answers_depend_on_the_company_is_refused_before_it_is_cha
     with pytest.raises(DataError, match="depends on the other records"):
         private_score(Line(), far, y, epsilon=0.4, ledger=path, target_bounds=bounds)
     assert not path.exists()
-    assert private_score(Line(), X, y, epsilon=0.4, target_bounds=bounds).r2 is not None
+    assert private_score(Line(), X, y, epsilon=0.4, target_bounds=bounds).rmse is not None
 
 
 @pytest.mark.parametrize("relation", list(Relation))
@@ -155,3 +155,19 @@ def test_no_person_moves_the_table_further_than_planned(relation: Relation, grou
             assert np.linalg.norm(one) <= query.bound * (1 + 1e-9)
         for other in vectors[:i]:
             assert np.linalg.norm(one - other) <= 2.0 * query.bound * (1 + 1e-9)
+
+
+def test_r2_is_not_told_where_the_variance_of_the_targets_is_noise() -> None:
+    """800 people in an interval five times as wide as their targets: R² was 0.85 ± 3·10⁹."""
+    rng = np.random.default_rng(5)
+    y = 2000.0 + 300.0 * rng.standard_normal(800)
+
+    class Same:
+        def predict(self, X: Any) -> Any:
+            return X[:, 0]
+
+    score = private_score(Same(), y[:, None], y, epsilon=0.3, target_bounds=(0.0, 6000.0))
+    assert score.r2 is None
+    assert score.rmse is not None
+    assert "R² cannot be told" in score.notes[0]
+    assert "r2" not in str(score)

@@ -97,6 +97,22 @@ def test_bad_tables(tmp_path: Path, kind: str, what: str) -> None:
     model = {**CLASSIFIERS, **TRANSFORMERS}[kind]
     said = refused(tmp_path, model, X, np.arange(len(X)) % 2, with_y=kind in CLASSIFIERS)
     assert 10 < len(said) < 500
+    assert "\n" not in said
+    if what in ("a list in a cell", "no columns"):
+        assert said.startswith("X:")
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_refusals_say_what_is_wrong_and_not_what_failed(tmp_path: Path, kind: str) -> None:
+    X, y = rows(), np.arange(N) % 2
+    assert "table" in refused(tmp_path, CLASSIFIERS[kind], None, y)
+    assert "one kind" in refused(tmp_path, CLASSIFIERS[kind], X, np.array([0, 1, SECRET] * (N // 3), dtype=object))
+    assert "NaN" in refused(tmp_path, CLASSIFIERS[kind], X, np.array([0, 1, None] * (N // 3), dtype=object))
+    if kind == "additive":
+        assert "whole number" in refused(tmp_path, clone(CLASSIFIERS[kind]).set_params(bins="many"), X, y)
+        assert "not one twice" in refused(
+            tmp_path, clone(CLASSIFIERS[kind]).set_params(pairs=[("age", "age")]), X, y
+        )
 
 
 @pytest.mark.parametrize(

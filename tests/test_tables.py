@@ -33,6 +33,8 @@ from quietgrad.estimators import (
     private_score,
     to_run,
 )
+from quietgrad.objectives.tables.ranges import HIGHEST, LOWEST
+from quietgrad.objectives.tables.windows import read_magnitudes
 
 
 def table(n: int, seed: int = 0) -> tuple[Any, Any]:
@@ -71,6 +73,23 @@ def test_declared_bounds_help_a_small_table_and_what_is_missing_is_said_once() -
             warnings.simplefilter("error")
             scores.append(model.fit(X, y).score(X, y))
     assert np.median(scores) > 0.88
+
+
+def test_a_feature_that_noise_hides_takes_the_usual_limit_and_no_looser_one() -> None:
+    """Indicators of rare categories beside frequent ones: scaled half as far they would hardly be learnt."""
+    counts = np.zeros((3, 2, HIGHEST - LOWEST + 1))
+    counts[:2, 0, -LOWEST] = 900.0  # ones; the third feature's are below the noise
+    found = read_magnitudes(counts, 20.0)
+    assert found.seen.tolist() == [True, True, False]
+    assert found.reach.tolist() == [2.0, 2.0, 1.0]  # those that are seen may have a tail that is not
+
+
+def test_one_limit_for_sparse_counts_follows_the_words_that_come_often() -> None:
+    counts = np.zeros((1, 2, HIGHEST - LOWEST + 1))
+    counts[0, 0, [-LOWEST, 1 - LOWEST, 2 - LOWEST, 3 - LOWEST]] = 9000.0, 500.0, 300.0, 200.0
+    counts[0, 0, 20 - LOWEST] = 250.0  # a column of millions: it must not set the scale of the words
+    assert read_magnitudes(counts, 1.0).reach.tolist() == [2.0]
+    assert read_magnitudes(counts, 1.0, sparse=True).reach.tolist() == [8.0]
 
 
 def test_wide_sparse_text_costs_what_is_stored() -> None:
@@ -260,6 +279,13 @@ def test_additive_models_learn_shapes_with_error_bands() -> None:
     assert model.predict(odd).shape == (3,)
 
 
+@pytest.mark.parametrize(("features", "epsilon", "bins"), [(2, 0.1, 4), (2, 1.0, 8), (2, 60.0, 32), (30, 60.0, 16)])
+def test_bins_are_as_fine_as_the_budget_can_fill(features: int, epsilon: float, bins: int) -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (3000, features))
+    model = PrivateAdditiveClassifier(epsilon=epsilon, feature_bounds=[(-1, 1)] * features)
+    assert len(model.fit(X, X[:, 0] > 0).shape_functions_["x0"][1]) == bins
+
+
 def test_additive_regression_and_pairs() -> None:
     rng = np.random.default_rng(8)
     X = rng.uniform(-1, 1, (20_000, 2))
@@ -287,6 +313,18 @@ def test_transformers_pay_for_what_they_look_at(tmp_path: Path) -> None:
     hot = PublicOneHot({"c": ["v", "w"]}).fit(frame)
     assert hot.transform(frame).tolist() == [[1.0, 0.0, 0.0], [2.0, 1.0, 0.0]]
     assert hot.get_feature_names_out().tolist() == ["n", "c=v", "c=w"]
+
+
+def test_indicators_of_a_public_vocabulary_are_not_looked_for() -> None:
+    """What PublicOneHot makes lies in [0, 1] by its vocabulary: nothing is paid to find that."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": rng.integers(18, 90, 900), "city": rng.choice(["B", "H"], 900)})
+    encoder = PublicOneHot({"city": ["B", "H"]}).set_output(transform="pandas")
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], feature_bounds={"age": (18, 90)})
+    pipe = make_pipeline(encoder, model).fit(frame, (frame.age > 50).to_numpy(int))
+    assert "ranges" not in pipe[-1].privacy_.releases
+    assert encoder.transform(frame).dtypes.astype(str).tolist() == ["float64", "bool", "bool"]
+    assert encoder.transform(frame).index.equals(frame.index)
 
 
 def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def _found_ranges(
     """Fill in the limits of the ``unknown`` features; also how many could not be told from noise."""
     query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
     counts = query.counts(door.release("ranges", query))
-    found = read_magnitudes(counts, noise_of(door, "ranges", query.bound), whole=look.whole)
+    noise = noise_of(door, "ranges", query.bound)
+    found = read_magnitudes(counts, noise, whole=look.whole, sparse=look.sparse)
     reach, hidden = found.reach, int((~found.seen).sum())
     if look.refine:  # what does not stand out keeps its declared range
         reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)

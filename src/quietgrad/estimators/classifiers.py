@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtri
 from sklearn.base import ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
-from quietgrad.estimators.columns import say, taken_as_public
+from quietgrad.estimators.columns import check_labels, say, taken_as_public
 from quietgrad.estimators.scans import coder, is_scan, scan_if_one, with_labels
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine
@@ -111,7 +110,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
                 raise DataError("y: Complex data not supported; give labels.")
             X, y = self._validated(X, y)
-            check_classification_targets(y)
+            check_labels(y)
             declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
         if declared is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from scipy import sparse
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 from quietgrad.errors import DataError, DeclaredWarning
@@ -124,6 +125,8 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     shape = X.shape if hasattr(X, "shape") else np.shape(np.asarray(X, dtype=object))
     if len(shape) == 1:
         raise DataError("X: Expected 2D array, got 1D array instead. Reshape your data to (records, features).")
+    if not shape or (names is not None and not shape[1]):
+        raise DataError("X: must be a table of records and at least one feature.")
     checked = validate_data(estimator, X, *targets, ensure_all_finite=False, **options)
     rows = checked[0] if targets else checked
     if not np.isfinite(rows if isinstance(rows, np.ndarray) else rows.data).all():
@@ -131,6 +134,15 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     if targets and not _all_finite(checked[1]):
         raise DataError("y: contains NaN or infinity. Remove such records first.")
     return checked
+
+
+def check_labels(y: Any) -> None:
+    """Refuse labels that no classifier takes: some text and some not, gaps, or numbers without end."""
+    if not _all_finite(y):
+        raise DataError("y: contains NaN or infinity. Remove such records first.")
+    if y.dtype.kind == "O" and len({isinstance(label, str) for label in y.tolist()}) > 1:
+        raise DataError("y: some labels are text and some are not. Make them all of one kind.")
+    check_classification_targets(y)
 
 
 def _all_finite(y: Any) -> bool:

@@ -423,16 +423,30 @@ def _regression(
     released = publish(partial(_error_places, model, low, high), len(_SUMS), len(_SUMS))
     n = released.n if released.n is not None else float(people)
 
+    def spread(counts: Floats) -> float:
+        return float(counts[3] / n - (counts[2] / n) ** 2)
+
     def read(counts: Floats) -> Floats:
-        mean = counts / n
-        square, spread = max(mean[0], 0.0), max(mean[3] - mean[2] ** 2, 1e-12)
-        return np.array([1.0 - mean[0] / spread, math.sqrt(square) * width, max(mean[1], 0.0) * width])
+        square = counts[0] / n
+        error, off = math.sqrt(max(square, 0.0)) * width, max(counts[1] / n, 0.0) * width
+        return np.array([1.0 - square / max(spread(counts), 1e-12), error, off])
 
     rng = np.random.default_rng(0)
-    # Each mean lies in [0, 1], so a person's share of its variance is at most mean·(1 − mean).
-    mean = np.clip(released.counts / n, 0.0, 1.0)
-    deviation = np.sqrt(released.noise**2 + n * mean * (1.0 - mean))
-    draws = np.array([read(released.counts + deviation * rng.standard_normal(4)) for _ in range(_REDRAWS)])
+    # Each value lies in [0, 1], so one person's variance is at most mean·(1 − mean); a target's is the spread v,
+    # and that of its square about the mean a is at most v, beside the part 2a that goes with the target itself.
+    mean, own = np.clip(released.counts / n, 0.0, 1.0), min(max(spread(released.counts), 0.0), 0.25)
+    deviation = np.sqrt(n * np.array([*(mean[:2] * (1.0 - mean[:2])), own, own]))
+    fresh = []
+    for noise, sampling in zip(*rng.standard_normal((2, _REDRAWS, 4)), strict=True):
+        moved = deviation * sampling
+        moved[3] += 2.0 * mean[2] * moved[2]
+        fresh.append(released.counts + released.noise * noise + moved)
+    draws = np.array([read(counts) for counts in fresh])
     value, errors = read(released.counts), draws.std(axis=0)
     r2, rmse, mae = ((float(v), float(e)) for v, e in zip(value, errors, strict=True))
+    # R² divides by the targets' variance: where noise may have made that out of nothing, no number is one.
+    if min(spread(counts) for counts in [released.counts, *fresh]) < 0.25 * max(spread(released.counts), 1e-12):
+        hidden = "the variance of the targets does not stand out of the noise, so R² cannot be told"
+        notes = (f"{hidden}: evaluate with a larger ε, on more people, or with narrower target_bounds",)
+        return PrivateScore(released.privacy, rmse=rmse, mae=mae, notes=notes)
     return PrivateScore(released.privacy, r2=r2, rmse=rmse, mae=mae, notes=tuple(_warnings(errors[0])))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from sklearn import get_config
 from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
@@ -234,6 +235,9 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             theirs, and a warning says so of the former: ``astype("category")`` reads them from the records. Other
             columns pass through. A value outside its vocabulary becomes zeros.
 
+    With ``set_output(transform="pandas")`` the columns of categories are boolean, so that an estimator behind it
+    need not pay to find that they lie in [0, 1].
+
     >>> PublicOneHot({0: ["a", "b"]}).fit_transform(np.array([["b"], ["z"]], dtype=object)).tolist()
     [[0.0, 1.0], [0.0, 0.0]]
     """
@@ -258,8 +262,20 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 blocks.append(column[:, None])
                 continue
             codes = column.astype(int)
-            blocks.append(np.eye(len(vocabulary))[np.maximum(codes, 0)] * (codes >= 0)[:, None])
-        return np.hstack(blocks)
+            blocks.append(np.eye(len(vocabulary), dtype=bool)[np.maximum(codes, 0)] & (codes >= 0)[:, None])
+        if self._gives_frames():
+            import pandas
+
+            columns = [column for block in blocks for column in block.T]
+            names = self.get_feature_names_out()
+            if len(set(names)) == len(names):  # else the estimator behind it refuses them by name
+                return pandas.DataFrame(dict(zip(names, columns, strict=True)), index=getattr(X, "index", None))
+        return np.hstack([block.astype(np.float64) for block in blocks])
+
+    def _gives_frames(self) -> bool:
+        """Whether scikit-learn was told to put what this transforms into pandas frames."""
+        own: Mapping[str, str] = getattr(self, "_sklearn_output_config", {})
+        return bool(own.get("transform", get_config()["transform_output"]) == "pandas")
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:
         """``name`` of a number, ``name=value`` of a category."""

@@ -64,7 +64,7 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
 
 
 def refuse_text(values: Any, what: str) -> None:
-    """Raise DataError as :func:`numbers_of` does if a cell is text; other libraries' checks would quote it."""
+    """Raise DataError as :func:`numbers_of` does if a cell is text or a list; other checks would quote it."""
     from scipy import sparse
 
     if sparse.issparse(values):
@@ -77,7 +77,7 @@ def refuse_text(values: Any, what: str) -> None:
     if array.dtype.kind == "c":  # scikit-learn would print the array
         raise DataError(f"{what}: Complex data not supported; give real numbers.")
     if cells.dtype.kind not in "buif":
-        _refuse(values, cells, _are((str, bytes), cells), what)
+        _refuse(values, cells, _are((str, bytes, list, tuple, set, np.ndarray), cells), what)
 
 
 def _are(kind: Any, cells: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

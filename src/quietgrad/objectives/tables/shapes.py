@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quietgrad.objectives.tables.table import Floats
 
-ROUGHNESS = 3.0
+ROUGHNESS = 10.0
 """λ, in units of the roughness of a tenth of a wave per range."""
 _PAIR_BINS = 4  # of each numeric feature of a pair
 

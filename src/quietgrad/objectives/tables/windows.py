@@ -19,6 +19,9 @@ _TAIL = 0.05  # of a feature's non-zero values may lie beyond its limit: a few f
 _POOLED_TAIL = (
     0.1  # of all values, where all features share one limit: a few large features must not drown the rest
 )
+_BEYOND = (
+    2  # octaves that a limit for all stored values goes on where values go on: few of them are large, and they tell
+)
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
 _COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
 _ONE_SIDED = 1.5  # deviations within which a sign counts as absent
@@ -89,12 +92,13 @@ class Found:
     high: Floats
 
 
-def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False) -> Found:
+def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False, sparse: bool = False) -> Found:
     """Upper limits from counts (features, sign, octave) with noise ``sigma``.
 
-    A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added
-    when a tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit. With
-    ``whole`` no value that was seen may lie beyond its limit.
+    A feature in whose histogram nothing stands out takes the limit of a usual feature. To the others one octave is
+    added when a tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit. With
+    ``whole`` no value that was seen may lie beyond its limit. One limit for all values of ``sparse`` rows goes on
+    with the values for two octaves: most words come once in a text, and those that come more often tell the most.
 
     >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 11 - LOWEST] = 900.0
     >>> found = read_magnitudes(counts, 1.0)
@@ -110,7 +114,10 @@ def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False) -> Fou
     mass = np.array([row[a : b + 1].sum() for row, a, b in zip(both, mine.first, mine.last, strict=True)])
     mass = np.where(mine.found, mass, 0.0)
     most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
+    if sparse and len(both) == 1:
+        top = _prolonged(both, noise, top)
     pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
+    added = np.where(mine.found, pad, int(whole))  # nothing shows a tail of what does not show itself
     narrow = mine.found & (mass >= 0.6 * most) & (mine.last - mine.first < 3)
     by_sign = _within(counts, mine)
     # As far as the noise lets one see: the empty side of a window of k octaves has a deviation of √k times σ.
@@ -121,7 +128,15 @@ def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False) -> Fou
     sign = np.where(by_sign[0] >= by_sign[1], 1.0, -1.0)[offsets]
     near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
     low, high = np.where(sign > 0, near, -far), np.where(sign > 0, far, -near)
-    return Found(np.exp2(np.minimum(top + LOWEST + pad, HIGHEST + 1.0)), mine.found, offsets, low, high)
+    return Found(np.exp2(np.minimum(top + LOWEST + added, HIGHEST + 1.0)), mine.found, offsets, low, high)
+
+
+def _prolonged(both: Floats, noise: float, top: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The limit of all features, up to two octaves further while the next one is seen to hold values."""
+    for _ in range(_BEYOND):
+        following = np.minimum(top + 1, both.shape[1] - 1)
+        top = np.where(both[0, following] > _GROW * noise, following, top)
+    return top
 
 
 def _usual(both: Floats, mine: Windows, shared: Windows, tail: float) -> int:
