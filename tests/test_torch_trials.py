@@ -14,18 +14,18 @@ from quietgrad.objectives.networks.ways import Way
 
 
 class Jumping(nn.Module):
-    """A network whose gradient, for about one example in thirty, depends on the last digits of an activation.
+    """A network whose gradient, for one example in ten, depends on the last digit of an activation.
 
-    They are not the same alone and in a batch: sums of three hundred products in another order.
+    It is not the same alone and in a batch: sums of three hundred products in another order.
     """
 
-    def __init__(self, rare: float = 1.85) -> None:
+    def __init__(self, rare: float = 1.3) -> None:
         super().__init__()
         self.first, self.second, self.rare = nn.Linear(300, 16), nn.Linear(16, 1), rare
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.first(x)
-        digits = (z.detach() * 2**22).round() % 2
+        digits = (z.detach() * 2**24).round() % 2
         jumping = z.detach() + (z - z.detach()) * digits  # z, with a slope of nought or one
         out: Tensor = self.second(torch.where(x[:, :1] > self.rare, jumping, z).tanh())
         return out
