@@ -68,10 +68,10 @@ def _tokens(count: int, length: int) -> tuple[Tensor, Tensor]:
     return tokens, (torch.arange(length) < lengths).long()
 
 
-def _image(build: Callable[[int], nn.Module], least: int = 32) -> Callable[[int, int], Case]:
+def _image(build: Callable[[int], nn.Module]) -> Callable[[int, int], Case]:
     def case(count: int, scale: int) -> Case:
         vision()
-        return Case(build(scale), *_images(max(least, _side(scale)), count), classified)
+        return Case(build(scale), *_images(_side(scale), count), classified)
 
     return case
 
@@ -313,7 +313,7 @@ CASES: dict[str, Callable[[int, int], Case]] = {
     "torchvision ViT": _image(_vit),
     "torchvision Swin": _image(_swin),
     "torchvision ConvNeXt": _image(_convnext),
-    "torchvision MobileNetV2, GroupNorm": _image(_mobilenet, 64),
+    "torchvision MobileNetV2, GroupNorm": _image(_mobilenet),
     "timm ViT, layer scale": _image(_timm_vit),
     "BERT": _text("bert"),
     "DistilBERT": _text("distilbert"),
@@ -333,14 +333,13 @@ CASES: dict[str, Callable[[int, int], Case]] = {
 }
 
 # Adapters where peft can put them: not into a recurrent layer, nor into weights that a model multiplies with itself
-# (torchvision's Swin reads `qkv.weight`, past any adapter; the experts are bare parameters). Not MobileNet: with
-# adapters, or at 32×32, one made-up example lies so close to a corner of ReLU6 that float32 rounds it to the other
-# side in another batch; its gradient is then another one, and the model is taken by vmap.
+# (torchvision's Swin reads `qkv.weight`, past any adapter; the experts are bare parameters).
 _ADAPTED = {
     "torchvision ResNet-18, GroupNorm": r".*layer\d\.\d\.conv\d",
     "torchvision ViT": r".*mlp\.[03]",
     "torchvision Swin": r".*mlp\.[03]",
     "torchvision ConvNeXt": r".*block\.[35]",
+    "torchvision MobileNetV2, GroupNorm": r".*features\.([2-9]|1\d)\.conv\.2",
     "timm ViT, layer scale": r".*attn\.(qkv|proj)",
     "LSTM language model": r"embed|head",
     "mixture of experts": r"router|head",

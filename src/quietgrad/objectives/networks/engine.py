@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
+from quietgrad.objectives.networks.choosing import choose_way
 from quietgrad.objectives.networks.collector import Network, Piece
 from quietgrad.objectives.networks.contributions import (
     Combination,
@@ -35,7 +36,7 @@ from quietgrad.objectives.networks.held_generators import refuse_held_generators
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
-from quietgrad.objectives.networks.ways import Recorded, Way, choose_way
+from quietgrad.objectives.networks.ways import Recorded, Way
 
 __all__ = ["PerExampleEngine", "Strategy", "clip_weights", "positive"]
 

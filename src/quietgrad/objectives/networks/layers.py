@@ -29,7 +29,7 @@ from quietgrad.objectives.networks.contributions import (
     Written,
 )
 from quietgrad.objectives.networks.maps import Convolution, LinearMap
-from quietgrad.objectives.networks.outer import OuterLayer, OuterProducts, write_gradients
+from quietgrad.objectives.networks.outer import OuterLayer, OuterProducts, few_positions, write_gradients
 
 __all__ = ["Kernel", "embedding_kernel", "kernel_for", "layer_norm_kernel", "linear_kernel"]
 
@@ -115,8 +115,9 @@ class _OuterKernel:
         return Record(record.output_grad, record.input) if self.swapped else record
 
     def _room(self, record: Record, mix: Combination, space: Workspace) -> Tensor | None:
-        """Memory for all examples' vectors; with one position the factors are smaller, and none is taken."""
-        if record.output_grad[0].numel() == self.layer.shape[0]:
+        """Memory for all examples' vectors; with few positions the factors are faster, and none is taken."""
+        positions = record.output_grad[0].numel() // self.layer.shape[0]
+        if positions == 1 or few_positions(self.layer, positions):
             return None
         return space.take(mix.families, len(record.input), *self.layer.shape)
 

@@ -18,7 +18,7 @@ from quietgrad.objectives.networks.contributions import Combination, PersonGroup
 from quietgrad.objectives.networks.maps import SeveralRecords
 from quietgrad.objectives.networks.persons import Alike, Persons
 
-__all__ = ["UNIT", "OuterLayer", "OuterProducts", "same_input", "write_gradients"]
+__all__ = ["UNIT", "OuterLayer", "OuterProducts", "few_positions", "same_input", "write_gradients"]
 
 _CHUNK = 1 << 20  # numbers of float64 worked on at a time
 UNIT = 2.0**-53  # rounding of float64
@@ -226,6 +226,18 @@ class OuterProducts:
             common = torch.empty_like(values[0])
             self.layer.products(self.lefts[1][part], self.rights[1][part], common)
             values += common
+
+
+def few_positions(layer: OuterLayer, positions: int) -> bool:
+    """Whether factors are faster than vectors written out once, were there room for all of these.
+
+    Writing W = outputs·fan-in numbers and reading them twice takes as long as about 20 positions' share of a weight
+    gradient in float64; beside that Gram matrices take P products per position and side, and their copies as much
+    as 50. (Measured on one core.) Deep layers on small images have W in the millions and few positions.
+    """
+    outputs, fan_in = layer.shape
+    numbers, sides = outputs * fan_in, outputs + layer.groups * fan_in
+    return positions * (numbers + 2 * (positions + 50) * sides) < 20 * numbers
 
 
 def same_input(now: Record, before: Record) -> bool:

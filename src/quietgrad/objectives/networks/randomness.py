@@ -313,8 +313,8 @@ def example_axes(shapes: Sequence[torch.Size], one: Sequence[torch.Size]) -> tup
     """The axis of each draw along which the records may lie, from its shapes with two examples and with one.
 
     On an axis of k·B rows it is not known whether a record's rows follow each other (B, k) or not (heads first,
-    k, B): they are drawn as if they did, and :func:`quietgrad.objectives.networks.ways.choose_way` tries whether
-    that is so, with masks that differ between records.
+    k, B): they are drawn as if they did, and :mod:`quietgrad.objectives.networks.trials` look whether that is so,
+    with masks that differ between records.
     """
     axes: list[int] = []
     if len(shapes) != len(one):

@@ -1,0 +1,136 @@
+"""Whether `memory_budget` holds: peak memory of clipped sums ÷ what the pass itself takes, in a process of its own.
+
+    OMP_NUM_THREADS=1 python benchmarks/memory_budget.py
+
+Models whose per-example gradients would take a gigabyte: an LSTM with a kernel, one without (projections), a table
+of tokens tied to the output layer, and a convolution. Growth of the peak resident memory (VmHWM) over what is there
+before the first sum, of plain SGD's forward and backward pass, and of sums with a budget of 64 MB and without one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from quietgrad.objectives.networks.engine import PerExampleEngine
+
+BATCH, LENGTH, WIDTH, WORDS, BUDGET = 256, 24, 256, 2000, 64e6
+
+
+class Tokens(nn.Module):
+    """Tokens, a recurrent layer, the next token."""
+
+    def __init__(self, cell: nn.RNNBase, out: int, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(WORDS, WIDTH), cell
+        self.head = nn.Linear(out, WORDS if tied else 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.cell(self.embed(x))[0])
+        return hidden
+
+
+class Images(nn.Module):
+    """Tokens as an image, and convolutions with many channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 128, 3, padding=1)
+        self.second = nn.Conv2d(128, WIDTH, 3, padding=1, stride=2)
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.relu(self.second(F.relu(self.first(x.view(len(x), 1, 4, -1) / WORDS))))
+        out: Tensor = self.head(z.mean((2, 3)))
+        return out[:, None].expand(-1, LENGTH, -1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: Tokens(nn.LSTM(WIDTH, WIDTH, batch_first=True), WIDTH),
+    "LSTM with projections": lambda: Tokens(nn.LSTM(WIDTH, WIDTH, batch_first=True, proj_size=64), 64),
+    "LSTM, tied table": lambda: Tokens(nn.LSTM(WIDTH, WIDTH, batch_first=True), WIDTH, tied=True),
+    "convolutions": Images,
+}
+
+
+def loss(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.transpose(1, 2), y, reduction="none").mean(1)
+
+
+def growth(name: str, budget: float | None) -> tuple[float, float]:
+    """Megabytes that a step adds to this process, and those of its examples' gradients; budget None: plain SGD."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = MODELS[name]()
+    size = sum(p.numel() for p in model.parameters())
+    x, y = torch.randint(WORDS, (BATCH, LENGTH)), torch.randint(50, (BATCH, LENGTH))
+    few = slice(0, 4)
+    if budget is None:
+        loss(model(x[few]), y[few]).mean().backward()
+        before = _status("VmRSS")
+        loss(model(x), y).mean().backward()
+    else:
+        engine = PerExampleEngine(model, loss, memory_budget=budget)
+        theta = engine.flatten(dict(model.named_parameters()))
+        out = torch.zeros_like(theta, dtype=torch.float64)
+        engine.add_clipped_gradients(theta, x[few], y[few], 1.0, out)
+        _forget_peak()
+        before = _status("VmRSS")
+        engine.add_clipped_gradients(theta, x, y, 1.0, out)
+    return _status("VmHWM") - before, 4e-6 * size * BATCH
+
+
+def _forget_peak() -> None:
+    """The peak is then the present size: trials of made-up examples came before."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return float(line.split()[1]) / 1000
+    raise LookupError(field)
+
+
+def measured(name: str, budget: float | None) -> tuple[float, float]:
+    """The same, in a process of its own."""
+    command = [sys.executable, __file__, "--of", name, "none" if budget is None else str(budget)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    mb, whole = json.loads(done.stdout.splitlines()[-1])
+    return mb, whole
+
+
+def main() -> None:
+    """Measure and write."""
+    if sys.argv[1:2] == ["--of"]:
+        name, budget = sys.argv[2:]
+        print(json.dumps(growth(name, None if budget == "none" else float(budget))))
+        return
+    from benchmarks.record import save
+
+    table = {}
+    for name in MODELS:
+        plain, whole = measured(name, None)
+        table[name] = {
+            "per_example_gradients_mb": round(whole),
+            "plain_sgd_mb": round(plain),
+            "budget_64_mb": round(measured(name, BUDGET)[0]),
+            "budget_512_mb": round(measured(name, 512e6)[0]),
+        }
+        print(name, table[name], flush=True)
+    what = "growth of peak resident memory over one sum of 256 examples' clipped gradients"
+    save(Path(__file__).parent / "results" / "memory_budget.json", {"what": what, "batch": BATCH, "models": table})
+
+
+if __name__ == "__main__":
+    main()

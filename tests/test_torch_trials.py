@@ -1,0 +1,72 @@
+"""Trials on made-up examples: a gradient that jumps excuses its own example, and no wrong kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quietgrad.objectives.networks import collector
+from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.ways import Way
+
+
+class Jumping(nn.Module):
+    """A network whose gradient, for one example in ten, depends on the last digit of an activation.
+
+    It is not the same alone and in a batch: sums of three hundred products in another order.
+    """
+
+    def __init__(self, rare: float = 1.3) -> None:
+        super().__init__()
+        self.first, self.second, self.rare = nn.Linear(300, 16), nn.Linear(16, 1), rare
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        digits = (z.detach() * 2**24).round() % 2
+        jumping = z.detach() + (z - z.detach()) * digits  # z, with a slope of nought or one
+        out: Tensor = self.second(torch.where(x[:, :1] > self.rare, jumping, z).tanh())
+        return out
+
+
+def chosen(model: nn.Module) -> Way:
+    engine = PerExampleEngine(model, lambda out, y: (out.squeeze(1) - y).square())
+    return engine.way(torch.zeros(4, 300), torch.zeros(4))
+
+
+def test_an_example_whose_gradient_jumps_says_nothing_about_the_kernels() -> None:
+    torch.manual_seed(0)
+    way = chosen(Jumping())
+    assert way.plan is not None, way.why
+
+
+def test_if_most_gradients_jump_nothing_is_sure() -> None:
+    torch.manual_seed(0)
+    assert chosen(Jumping(rare=-0.5)).plan is None
+
+
+class Off:
+    """A contribution with other norms: a little less of all, or nothing of one example."""
+
+    def __init__(self, inner: Any, row: int | None) -> None:
+        self.inner, self.row = inner, row
+
+    def squared_norms(self) -> Tensor:
+        squares: Tensor = self.inner.squared_norms().clone()
+        squares[slice(None) if self.row is None else self.row] *= 0.98 if self.row is None else 0.0
+        return squares
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("row", [None, 0, -1])
+def test_a_wrong_kernel_is_caught_beside_gradients_that_jump(
+    row: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = collector.Collector._put
+    monkeypatch.setattr(collector.Collector, "_put", lambda self, slot, piece: put(self, slot, Off(piece, row)))
+    torch.manual_seed(0)
+    assert chosen(Jumping()).plan is None
