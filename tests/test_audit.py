@@ -438,7 +438,8 @@ def test_rounds_that_are_priced_in_groups_are_no_violation() -> None:
 
 
 def test_audit_tells_how_far_it_is() -> None:
-    attack, shares = attacks_on("whitened-gd")[0], []
+    attack = attacks_on("whitened-gd")[0]
+    shares: list[float] = []
     run(attack.algorithm, budget=attack.budget, n=attack.n, runs=250, seed=1, progress=shares.append)
     assert len(shares) > 50
     assert shares == sorted(shares)
