@@ -77,7 +77,7 @@ def tables(known: dict[str, list[Row]]) -> list[Table]:
     rows: list[list[Any]] = []
     for epsilon, kind, secure, noise in CELLS:
         key = {"epsilon": epsilon, "how": kind, "secure": secure, "noise": noise}
-        key["settings"] = settings(kind, epsilon, noise)  # runs of settings that a wider search gave up are not shown
+        key["settings"] = settings(kind, epsilon, noise)  # not runs of settings that a wider search gave up
         found = [row for row in known["fits"] if all(row[k] == v for k, v in key.items())]
         if len(found) > 1:
             losses = [row["test_loss"] for row in found]

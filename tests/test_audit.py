@@ -438,7 +438,8 @@ def test_rounds_that_are_priced_in_groups_are_no_violation() -> None:
 
 
 def test_audit_tells_how_far_it_is() -> None:
-    attack, shares = attacks_on("whitened-gd")[0], []
+    attack = attacks_on("whitened-gd")[0]
+    shares: list[float] = []
     run(attack.algorithm, budget=attack.budget, n=attack.n, runs=250, seed=1, progress=shares.append)
     assert len(shares) > 50
     assert shares == sorted(shares)
@@ -463,3 +464,16 @@ def test_folder_is_audited_with_as_many_runs_as_its_claim_needs(
     assert "power: 95% of such audits accuse a Gaussian mechanism whose true ε is" in told.out
     assert main(["audit", str(tmp_path), "--quiet"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_releases_that_are_not_attacked_are_named(tmp_path: Path) -> None:
+    """The ranges of an additive model are released before its algorithm runs."""
+    from quietgrad.cli.audit import audit_folder
+    from quietgrad.estimators import PrivateAdditiveClassifier
+    from quietgrad.estimators.runs import to_run
+
+    X = np.random.default_rng(0).normal(size=(2000, 2))
+    model = PrivateAdditiveClassifier(epsilon=3.0, delta=1e-5, classes=[0, 1]).fit(X, (X[:, 0] > 0).astype(int))
+    report = audit_folder(to_run(model, tmp_path), 200)
+    assert report.epsilon_claimed < 2.99
+    assert any(note.startswith("not attacked: ranges") for note in report.notes), report.notes

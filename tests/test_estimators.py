@@ -83,7 +83,7 @@ def separable(n: int = 4000, d: int = 4, seed: int = 0) -> tuple[Any, Any]:
 
 def test_every_look_is_inside_the_budget() -> None:
     X, y = separable()
-    model = PrivateLogisticRegression(epsilon=1.0, delta=1e-6).fit(X, y)
+    model: Any = PrivateLogisticRegression(epsilon=1.0, delta=1e-6).fit(X, y)
     assert model.privacy_.epsilon is not None
     assert 0.99 < model.privacy_.epsilon <= 1.0
     whole = qg.account(model.privacy_.events, delta=1e-6, relation="replace-one")

@@ -130,13 +130,13 @@ def test_booleans_and_categoricals_count_as_declared() -> None:
     frame = pd.DataFrame(X, columns=list("abcdef")).assign(g=y > 0)
     names = pd.Series(pd.Categorical(np.array(["no", "yes"])[y], categories=["no", "yes"]))
     with pytest.warns(DeclaredWarning, match=r"the categories of y are taken as public.*give classes=\[...\]"):
-        model = PrivateLogisticRegression(epsilon=2.0).fit(frame, names)
+        model: Any = PrivateLogisticRegression(epsilon=2.0).fit(frame, names)
     assert "labels" not in model.privacy_.releases
     assert any("categories of y are taken as public" in note for note in model.privacy_.notes)
     assert model.score(frame, names) > 0.9
     assert (model.feature_range_[0][6], model.feature_range_[1][6]) == (0.0, 1.0)
     said = PrivateLogisticRegression(epsilon=2.0, feature_bounds={"a": (-4, 4)}, classes=["no", "yes"])
-    bounded = said.fit(frame, names)
+    bounded: Any = said.fit(frame, names)
     assert bounded.feature_range_[1][0] <= 4.0
     with pytest.raises(ValueError, match="order"):
         model.predict(frame[["b", "a", "c", "d", "e", "f", "g"]])

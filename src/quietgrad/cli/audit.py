@@ -170,6 +170,8 @@ def audit_folder(
     Without ``runs``, as many as show half the noise missing, but no more than half a minute allows: fixed before
     anything is seen, and the report says what they could show.
     """
+    from dataclasses import replace
+
     from quietgrad.audit.people import with_people
     from quietgrad.audit.running import affordable_runs, enough_runs, run
     from quietgrad.errors import DataError
@@ -190,13 +192,18 @@ def audit_folder(
     # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
     n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public
     budget = Budget(privacy.epsilon, privacy.delta, privacy.relation)
+    claimed = plan(algorithm, n=n, budget=budget, noise_multiplier=privacy.noise_multiplier)
     if runs is None:
-        claimed = plan(algorithm, n=n, budget=budget, noise_multiplier=privacy.noise_multiplier)
         wanted = min(_MANY, enough_runs(claimed) or _MANY, affordable_runs(algorithm, claimed, _SECONDS))
         runs = max(_FEW, round(wanted))
     report = run(
         algorithm, budget=budget, n=n, runs=runs, noise_multiplier=privacy.noise_multiplier, progress=progress
     )
+    attacked = {slot.name for slot in claimed.schedule.slots}
+    # An additive model finds its ranges before the algorithm runs, by a plan that its settings do not hold.
+    if left := [slot["name"] for slot in result.details.get("slots", ()) if slot["name"] not in attacked]:
+        why = f"not attacked: {', '.join(left)}, with which the run claims ε={privacy.epsilon:.4g}"
+        report = replace(report, notes=(*report.notes, why))
     return with_people(report, privacy.noise_multiplier) if privacy.unit is Unit.PERSON else report
 
 

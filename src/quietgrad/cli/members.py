@@ -109,11 +109,12 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path], engine: str
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
+    from quietgrad.federation.explain import multiplicity
     from quietgrad.privacy.budget import Unit
 
     if not plan.is_private:
         return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
-    people = [("people", plan.multiplicity())] if plan.unit is Unit.PERSON else []
+    people = [("people", multiplicity(plan))] if plan.unit is Unit.PERSON else []
     if plan.trust == "secure":
         from quietgrad.secure.threat_model import threats
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,8 @@ from quietgrad.estimators.classifiers import (
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
 from quietgrad.estimators.columns import Columns, check_labels, read_table, say
 from quietgrad.estimators.regressors import PrivateLinearRegression
-from quietgrad.estimators.scans import as_numbers, coder, is_scan, scan_if_one, with_labels
-from quietgrad.estimators.whom import Whom, named, without
-from quietgrad.objectives.people import Combine
+from quietgrad.estimators.scans import as_numbers, coder, is_scan, with_labels
+from quietgrad.estimators.whom import Whom, without
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
@@ -78,10 +76,11 @@ class _Additive(PrivateLinearModel):
         return self.shapes_.expand(read_table(self, X, self.categories, reset=False))
 
     def _bins(self, n: int) -> int:
-        if self.bins is not None:
-            if isinstance(self.bins, bool) or not isinstance(self.bins, Integral) or not 2 <= self.bins <= 256:
-                raise ValueError(f"bins={self.bins!r}: must be a whole number from 2 to 256, or None.")
-            return int(self.bins)
+        given: Any = self.bins
+        if given is not None:
+            if isinstance(given, bool) or not isinstance(given, int | np.integer) or not 2 <= given <= 256:
+                raise ValueError(f"bins={given!r}: must be a whole number from 2 to 256, or None.")
+            return int(given)
         signal = self._signal(n)
         numeric = [name for name in self._columns.names if name not in self._columns.vocabularies]
         # The finest bins only where their columns' whole matrix of second moments is bought.
@@ -135,7 +134,9 @@ class _Additive(PrivateLinearModel):
                 features.append(Feature(name, float(frame.low[j]), float(frame.high[j]), cut))
         return Shapes(tuple(features), self._pairs())
 
-    def _fit_shapes(self, Z: Any, y: Any, *, whom: Whom, labels: tuple[Slot, ...], classes: int, start: Any) -> Any:
+    def _fit_shapes(
+        self, Z: Any, y: Any, *, whom: Whom, labels: tuple[Slot, ...], classes: int, start: Any
+    ) -> None:
         """Plan everything, look, expand, fit. ``start(session)`` gives the loss and the targets after its look."""
         n, budget, given = whom.count(Z.shape[0]), self._budget(), self._given()
         bins = self._bins(n)
@@ -184,9 +185,8 @@ class _Additive(PrivateLinearModel):
         hidden, advice = what_was_missed(found, look.config())
         self.privacy_ = noted(self.privacy_, hidden)
         if advice:
-            warnings.warn(advice, TooNoisyWarning, stacklevel=3)
+            warnings.warn(advice, TooNoisyWarning, stacklevel=5)
         self._keep(weights, bias, frame)
-        return self
 
     def _look_shape(self) -> dict[str, Any]:
         return {}
@@ -352,23 +352,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
 
     _look = PrivateLogisticRegression._look
 
-    def fit(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        person: Any = None,
-        combine: Combine = "mean",
-        records_per_person: int | None = None,
-        records_public: int | None = None,
-    ) -> PrivateAdditiveClassifier:
-        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing.
-
-        ``person``, ``combine``, ``records_per_person`` and ``records_public`` are those of
-        :class:`~quietgrad.estimators.PrivateLogisticRegression`.
-        """
-        X, y = scan_if_one(X, y)
-        X, ids = named(X, person)
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
         typed = typed_labels(self.classes, y)
         if is_scan(X):
             public = self.classes if self.classes is not None else X.classes
@@ -379,7 +363,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
             check_labels(y)
         say(typed)
         declared = None if public is None else declared_classes(public, () if is_scan(Z) else y)
-        whom = Whom.of(ids, len(Z), combine, records_per_person, records_public)
+        whom = whose(len(Z))
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
             notes = typed
@@ -399,8 +383,6 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         data: Any = y if declared is None else coder(Z, declared, known_codes)
         data = data(y) if declared is not None and not is_scan(Z) else data
         self._fit_shapes(Z, data, whom=whom, labels=labels, classes=known, start=start)
-        self.person_column_ = person if isinstance(person, str) else None
-        return self
 
     def decision_function(self, X: Any) -> Any:
         """Scores: one per record for two classes, else one per record and class."""
@@ -459,26 +441,10 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
 
     _target_bounds = PrivateLinearRegression._target_bounds
 
-    def fit(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        person: Any = None,
-        combine: Combine = "mean",
-        records_per_person: int | None = None,
-        records_public: int | None = None,
-    ) -> PrivateAdditiveRegressor:
-        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
-
-        ``person``, ``combine``, ``records_per_person`` and ``records_public`` are those of
-        :class:`~quietgrad.estimators.PrivateLogisticRegression`.
-        """
-        X, y = scan_if_one(X, y)
-        X, ids = named(X, person)
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
         Z, y = self._check_inputs(X, y, numeric=True)
         y = as_numbers if is_scan(Z) else np.asarray(y, dtype=np.float64)
-        whom = Whom.of(ids, len(Z), combine, records_per_person, records_public)
+        whom = whose(len(Z))
         self._bounds_of_targets = self._target_bounds(whom.count(len(Z)))
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
@@ -486,8 +452,6 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
             return Squared(intercept=True), y, found
 
         self._fit_shapes(Z, y, whom=whom, labels=(), classes=2, start=start)
-        self.person_column_ = person if isinstance(person, str) else None
-        return self
 
     def _look_shape(self) -> dict[str, Any]:
         return {"regression": True, "target_bounds": self._bounds_of_targets}

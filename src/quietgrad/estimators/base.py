@@ -12,9 +12,9 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
@@ -31,6 +31,7 @@ from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
+from quietgrad.objectives.people import Combine
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.layout import refuse_text
@@ -150,7 +151,7 @@ class PrivateLinearModel(Charged):
             return None
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise ValueError(f"random_state={seed!r}: must be a whole number (for tests; not private) or None.")
-        warnings.warn(f"random_state={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
+        warnings.warn(f"random_state={seed}: seeded noise is not private; use it for tests only.", stacklevel=5)
         return int(seed)
 
     # --- the plan ---------------------------------------------------------------------------------------------
@@ -216,6 +217,44 @@ class PrivateLinearModel(Charged):
 
     # --- the fit ----------------------------------------------------------------------------------------------
 
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        *,
+        person: Any = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        records_public: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Fit on records ``X`` and labels or targets ``y``; a refusal of what is given spends nothing.
+
+        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
+        frame with the name of the target column as ``y``.
+
+        Args:
+            person: whom each record is about: one id per record, or the name of a column of a data frame, which is
+                then no feature. The promise is to people with all their records; without it, to single records.
+            combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
+            records_per_person: the most of a person's records that one release looks at.
+            records_public: how many records people have together, if that is public; never shown otherwise.
+        """
+        refuse_weights(options)
+        X, y = scan_if_one(X, y)
+        X, ids = named(X, person)
+
+        def whose(rows: int) -> Whom:
+            return Whom.of(ids, rows, combine, records_per_person, records_public)
+
+        self._fit(X, y, whose)
+        self.person_column_ = person if isinstance(person, str) else None
+        return self
+
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
+        """Check what is given, then ask ``whose`` its rows are, plan, and train."""
+        raise NotImplementedError
+
     def _open(self, objective: Any, data: Any, plan: Plan) -> CentralSession:
         """Charge the whole fit before anything is released, and open its door."""
         curator = CentralCurator(
@@ -231,10 +270,10 @@ class PrivateLinearModel(Charged):
             notes = (*notes, "no ledger: only fits of this process are added up (estimators.spent)")
         if _inside_a_search():
             notes = (*notes, _SEARCHED)
-            warnings.warn(_SEARCHED, TooNoisyWarning, stacklevel=3)
+            warnings.warn(_SEARCHED, TooNoisyWarning, stacklevel=4)
         if others := _steps_about_others(session.plan.unit):
             notes = (*notes, others)
-            warnings.warn(others, LedgerWarning, stacklevel=3)
+            warnings.warn(others, LedgerWarning, stacklevel=4)
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
         except Exception as error:
@@ -244,7 +283,7 @@ class PrivateLinearModel(Charged):
         self.result_ = result
         self.privacy_: Privacy = noted(result.privacy, found)
         if missed:
-            warnings.warn(missed, TooNoisyWarning, stacklevel=3)
+            warnings.warn(missed, TooNoisyWarning, stacklevel=4)
         self.n_iter_ = max(1, sum(result.privacy.releases.values()))
         limits = result.details.get("feature_range")
         self.feature_range_ = None if limits is None else (np.array(limits[0]), np.array(limits[1]))

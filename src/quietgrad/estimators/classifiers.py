@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,10 @@ from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, TooNoisyError
-from quietgrad.estimators.base import PrivateLinearModel, look_noise, refuse_weights
+from quietgrad.estimators.base import PrivateLinearModel, look_noise
 from quietgrad.estimators.columns import check_labels, say, taken_as_public
-from quietgrad.estimators.scans import coder, is_scan, scan_if_one, with_labels
-from quietgrad.estimators.whom import Whom, named
-from quietgrad.objectives.people import Combine
+from quietgrad.estimators.scans import coder, is_scan, with_labels
+from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
@@ -37,36 +36,11 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
     classes: Sequence[Any] | None
     class_weight: Mapping[Any, float] | None
 
-    def fit(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        person: Any = None,
-        combine: Combine = "mean",
-        records_per_person: int | None = None,
-        records_public: int | None = None,
-        **options: Any,
-    ) -> Any:
-        """Fit on records ``X`` and labels ``y``; a refusal of what is given spends nothing.
-
-        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
-        frame with the name of the target column as ``y``.
-
-        Args:
-            person: whom each record is about: one id per record, or the name of a column of a data frame, which is
-                then no feature. The promise is to people with all their records; without it, to single records.
-            combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
-            records_per_person: the most of a person's records that one release looks at.
-            records_public: how many records people have together, if that is public; never shown otherwise.
-        """
-        refuse_weights(options)
-        X, y = scan_if_one(X, y)
-        table, ids = named(X, person)
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
         typed = typed_labels(self.classes, y)
-        X, y, declared = self._accept(table, y)
+        X, y, declared = self._accept(X, y)
         say(typed)
-        whom = Whom.of(ids, X.shape[0], combine, records_per_person, records_public)
+        whom = whose(X.shape[0])
         n, features = whom.count(X.shape[0]), X.shape[1]
         looks = () if declared is not None else (self._look(n),)
         method = self._method(n, features, whom)
@@ -96,8 +70,6 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         weights, bias = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
         self.intercept_ = bias
-        self.person_column_ = person if isinstance(person, str) else None
-        return self
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""

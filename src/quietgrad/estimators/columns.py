@@ -107,7 +107,7 @@ def taken_as_public(what: str, instead: str) -> str:
 def say(notes: tuple[str, ...]) -> None:
     """Say in one warning what is taken as public by its type."""
     if notes:
-        warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=4)
+        warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=5)
 
 
 def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:

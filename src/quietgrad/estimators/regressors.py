@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,9 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
-from quietgrad.estimators.base import PrivateLinearModel, refuse_weights
-from quietgrad.estimators.scans import is_scan, scan_if_one, with_labels
-from quietgrad.estimators.whom import Whom, named
-from quietgrad.objectives.people import Combine
+from quietgrad.estimators.base import PrivateLinearModel
+from quietgrad.estimators.scans import is_scan, with_labels
+from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Huber, Squared
 from quietgrad.privacy.budget import Budget
@@ -27,34 +27,9 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     target_bounds: tuple[float, float] | None
     _regression = True
 
-    def fit(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        person: Any = None,
-        combine: Combine = "mean",
-        records_per_person: int | None = None,
-        records_public: int | None = None,
-        **options: Any,
-    ) -> Any:
-        """Fit on records ``X`` and targets ``y``; a refusal of what is given spends nothing.
-
-        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
-        frame with the name of the target column as ``y``.
-
-        Args:
-            person: whom each record is about: one id per record, or the name of a column of a data frame, which is
-                then no feature. The promise is to people with all their records; without it, to single records.
-            combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
-            records_per_person: the most of a person's records that one release looks at.
-            records_public: how many records people have together, if that is public; never shown otherwise.
-        """
-        refuse_weights(options)
-        X, y = scan_if_one(X, y)
-        table, ids = named(X, person)
-        X, y, bounds = self._accept(table, y)
-        whom = Whom.of(ids, X.shape[0], combine, records_per_person, records_public)
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
+        X, y, bounds = self._accept(X, y)
+        whom = whose(X.shape[0])
         n, features = whom.count(X.shape[0]), X.shape[1]
         bounds = self._target_bounds(n)
         method = self._method(n, features, whom)
@@ -77,8 +52,6 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         limits = self.result_.details.get("target_range") or bounds
         assert limits is not None
         self.target_range_ = (float(limits[0]), float(limits[1]))
-        self.person_column_ = person if isinstance(person, str) else None
-        return self
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""

@@ -130,7 +130,7 @@ class FederatedPlan(Plan):
         if self.trust == "secure":
             if self.is_private and not all(slot.mechanism.in_secure_sums for slot in self.schedule.slots):
                 raise ValueError("mechanism: secure sums have Gaussian noise only; choose mechanism='gaussian'.")
-            if self._correlated is not None and len(set(self.dims.values())) > 1:
+            if self.correlated is not None and len(set(self.dims.values())) > 1:
                 raise ValueError("correlated noise is over vectors of one length; the queries have several.")
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
@@ -242,11 +242,12 @@ class FederatedPlan(Plan):
             colluders=self.colluders if masks else 1,
             servers=None if masks else len(self.servers),
             quorum=None if masks else self.quorum,
-            correlated=self._correlated if self.is_private else None,
+            correlated=self.correlated if self.is_private else None,
         )
 
     @cached_property
-    def _correlated(self) -> Correlated | None:
+    def correlated(self) -> Correlated | None:
+        """The noise of a whole run, if its releases are correlated."""
         found = [slot.mechanism for slot in self.schedule.slots if isinstance(slot.mechanism, Correlated)]
         return found[0] if found else None
 
@@ -261,8 +262,8 @@ class FederatedPlan(Plan):
             )
         if multiplier == 0.0:
             return bound
-        if self._correlated is not None:
-            multiplier *= self._correlated.factor
+        if self.correlated is not None:
+            multiplier *= self.correlated.factor
         share = multiplier * math.sqrt(dimension) / self.terms(dimension).noise_units
         if share >= 0.5:
             raise ValueError(f"noise multiplier {multiplier:g} in {dimension} dimensions: the grid is too coarse.")
@@ -364,75 +365,9 @@ class FederatedPlan(Plan):
 
     def explain(self) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
-        shown = [f"{name} ({size})" for name, size in zip(self.names, self.sizes, strict=True)]
-        people = ", ".join(shown if len(shown) <= 20 else [*shown[:10], f"… {len(shown)} in all"])
-        lines = [super().explain(), f"parties: {people}; a round needs {self.quorum} of them"]
-        if self.cohort:
-            lines.append(
-                f"cohorts: {self.cohort} of {len(self.names)}, drawn anew in every round, in the open: nothing is "
-                f"claimed for it; a mean has {len(self.names) / self.cohort:.4g} times the noise of everybody's"
-            )
-        if self.secure == "masks":
-            lines.append(f"masks: {self.neighbourhood()}")
-        if self._correlated is not None and self.quorum < self.invited:
-            lines.append(
-                "absences: every round keeps enough noise whoever is missing; a missing share is never taken back, "
-                "so the sums of later rounds have more noise"
-            )
-        lines += [f"retries: {self.spare} spare rounds of each kind are in the cost"] if self.spare else []
-        lines += [f"batches: {text}" for text in [self.local_batches()] if text]
-        if self.unit is Unit.PERSON:
-            lines.append(f"people: {self.multiplicity()}")
-        if self.largest_factor != 1.0:
-            lines.append(
-                f"weights: one record counts up to {self.largest_factor:.4g}·C, and the noise is as much louder"
-            )
-        who = {"curator": "the coordinator, who sees exact sums", "local": "nobody", "secure": "nobody alone"}[
-            self.trust
-        ]
-        noise = (
-            f"; variance of the noise {self.variance_factor:.4g} times that of one table" if self.is_private else ""
-        )
-        return "\n".join([*lines, f"trusted: {who}{'' if self.secure is None else f' ({self.secure})'}{noise}"])
+        from quietgrad.federation.explain import explain
 
-    def multiplicity(self) -> str:
-        """In how many parties a person may be, and what that costs, in words."""
-        times = self.parties_per_person
-        if self.matched:
-            return (
-                f"{MATCHED}, and whoever is known to several is kept by one of them, so parties' people are "
-                "disjoint; the parties have each other's lists"
-            )
-        if times == 1:
-            return "each is known to one party only, as all of them declare, so parties' people are disjoint"
-        not_matched = f"one may be known to {times} parties, as all of them declare; ids are not matched"
-        if self.trust == "local":
-            return f"{not_matched}: each party has its own noise, and all {times} are in the price"
-        return f"{not_matched}: in a sum they count up to {times}·C, and the noise is as loud"
-
-    def neighbourhood(self) -> str:
-        """Among whom secrets are shared, with the probabilities that rest on it."""
-        terms = self.terms(1)
-        graph = terms.graph
-        deviate = "may deviate" if terms.server_may_deviate else "must be honest about who dropped"
-        if graph.complete:
-            return (
-                f"everybody holds shares of everybody, {graph.threshold} open a secret; the coordinator {deviate}"
-            )
-        return (
-            f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret) and "
-            f"masks with {graph.partners} of them; privacy fails with probability "
-            f"2^{math.log2(graph.failure):.1f} per drawing (in δ), a round is lost for lack of holders with "
-            f"2^{math.log2(graph.lost):.1f}; the coordinator {deviate}"
-        )
-
-    def local_batches(self) -> str:
-        """Fixed local batches in words; empty if every party samples at the one public rate."""
-        fixed = [slot.sampling for slot in self.schedule.slots if isinstance(slot.sampling, FixedSize)]
-        if not fixed:
-            return ""
-        pairs = zip(self.batch_sizes(fixed[-1].batch_size), self.sizes, strict=True)
-        return f"fixed local batches, {', '.join(f'{b} of {n}' for b, n in pairs)}; ε is the most sampled party's"
+        return explain(self)
 
     # --- agreement --------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.weighted_average import WeightedAverage
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, adversary
 from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.explain import local_batches, multiplicity
 from quietgrad.federation.journal import forget
 from quietgrad.federation.matching import Matching, new_key, read_key
 from quietgrad.federation.members import SumMember
@@ -302,9 +303,9 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
             *notes,
         )
     if plan.unit is Unit.PERSON:
-        notes = (f"people: {plan.multiplicity()}", *notes, *how_people_count(plan.asks(session.objective)))
-    if plan.local_batches():
-        notes = (plan.local_batches(), *notes)
+        notes = (f"people: {multiplicity(plan)}", *notes, *how_people_count(plan.asks(session.objective)))
+    if local_batches(plan):
+        notes = (local_batches(plan), *notes)
     if plan.trust == "curator":
         notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
     details = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -147,7 +147,8 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plain": _plain, "power": _power, "clauses": _clauses}
+    shows: dict[str, Callable[..., Any]] = {"plain": _plain, "power": _power, "clauses": _clauses}
+    environment.filters |= shows
     with _shown_or_refused(", ".join(str(folder) for folder in folders)):
         return environment.get_template("page.html.j2").render(
             runs=runs,
