@@ -605,9 +605,9 @@ def test_batch_norms_become_group_norms() -> None:
     tracking = nn.Sequential(nn.InstanceNorm2d(6, track_running_stats=True))
     model: Any = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), tracking, nn.Flatten(), nn.Linear(24, 2))
     nn.init.constant_(model[1].weight, 0.3)
-    errors = qt.ModuleValidator.validate(model)
-    assert len(errors) == 1
-    assert "BatchNorm2d" in str(errors[0])
+    first, second = qt.ModuleValidator.validate(model)
+    assert "'1' (BatchNorm2d)" in str(first)
+    assert "'2.0' (InstanceNorm2d)" in str(second)
     with pytest.raises(ValueError, match="BatchNorm2d"):
         qt.ModuleValidator.validate(model, strict=True)
     assert not qt.PrivacyEngine.is_compatible(module=model)
@@ -618,3 +618,12 @@ def test_batch_norms_become_group_norms() -> None:
     assert float(fixed[1].weight.detach()[0]) == pytest.approx(0.3)
     made = private(model=fixed.train(), data=TensorDataset(torch.randn(30, 1, 4, 4), torch.randint(0, 2, (30,))))
     assert train(made, 1) == 1
+
+
+@pytest.mark.parametrize("optimizer", [None, 0.1])
+def test_an_optimizer_that_is_none_is_refused_with_a_sentence(optimizer: Any) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(30, 4), torch.randint(0, 2, (30,))), batch_size=5)
+    with pytest.raises(TypeError, match="optimizer: must be a torch optimizer"):
+        qt.make_private(
+            module=nn.Linear(4, 2), optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )

@@ -70,3 +70,20 @@ def test_a_wrong_kernel_is_caught_beside_gradients_that_jump(
     monkeypatch.setattr(collector.Collector, "_put", lambda self, slot, piece: put(self, slot, Off(piece, row)))
     torch.manual_seed(0)
     assert chosen(Jumping()).plan is None
+
+
+def test_a_float32_module_may_have_float64_targets_or_layers() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(300, 16), nn.Linear(16, 1).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.first(x).tanh().double())
+            return out
+
+    torch.manual_seed(0)
+    for model in (nn.Sequential(nn.Linear(300, 16), nn.Tanh(), nn.Linear(16, 1)), Mixed()):
+        engine = PerExampleEngine(model, lambda out, y: (out.squeeze(1) - y).square())
+        way = engine.way(torch.zeros(4, 300), torch.zeros(4, dtype=torch.float64))
+        assert way.plan is not None, way.why

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.memory_budget import measured
 from torch import Tensor, nn
 
 import quietgrad.torch as qt
@@ -297,6 +299,14 @@ def test_memory_budget_holds_without_kernels(
     engine.add_clipped_gradients(theta, x, y, 1.0, torch.zeros_like(theta))
     assert len(held) > 1
     assert max(held) <= budget
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_a_budget_of_64_megabytes_holds_for_an_lstm() -> None:
+    """In a process of its own, trials included: its examples' gradients are a gigabyte, its pass takes 120 MB."""
+    grown, whole = measured("LSTM", 64e6)
+    assert whole > 1000
+    assert grown < 400
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

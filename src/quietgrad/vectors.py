@@ -42,7 +42,7 @@ def wide_zeros(a: Vector) -> Vector:
 
     In float32 adding a record changes how all later ones are rounded; at 10⁶ records that is as much as C.
     """
-    return np.zeros(a.shape, np.float64) if isinstance(a, np.ndarray) else a.new_zeros(1).double().repeat(len(a))
+    return np.zeros(a.shape, np.float64) if isinstance(a, np.ndarray) else a.new_zeros(0).double().new_zeros(len(a))
 
 
 def copy(a: Vector) -> Vector:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from quietgrad.objectives.networks.checks import refuse_mixing_layers, refuse_unusable_modules
+from quietgrad.objectives.networks.checks import mixing_layers, refuse_unusable_modules
 from quietgrad.objectives.networks.held_generators import refuse_held_generators
 
 __all__ = ["ModuleValidator"]
@@ -30,12 +30,8 @@ class ModuleValidator:
 
         What is seen on made-up examples only (mixing in a forward pass) comes with the first batch.
         """
-        errors: list[Exception] = []
-        for check in (
-            refuse_unusable_modules,
-            _refuse_training_statistics,
-            lambda each: refuse_held_generators(each, "the model"),
-        ):
+        errors: list[Exception] = _training_statistics(module)
+        for check in (refuse_unusable_modules, lambda each: refuse_held_generators(each, "the model")):
             try:
                 check(module)
             except ValueError as error:
@@ -73,13 +69,13 @@ class ModuleValidator:
         return fixed
 
 
-def _refuse_training_statistics(module: nn.Module) -> None:
-    """``refuse_mixing_layers``, in the mode that the module will be trained in."""
+def _training_statistics(module: nn.Module) -> list[Exception]:
+    """All layers that mix examples in the mode that the module will be trained in."""
     modes = {layer: layer.training for layer in module.modules()}
     try:
         if not module.training:
             module.train()
-        refuse_mixing_layers(module)
+        return list(mixing_layers(module))
     finally:
         for layer, mode in modes.items():
             layer.training = mode

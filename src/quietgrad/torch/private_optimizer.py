@@ -152,6 +152,11 @@ def refuse_stepped(optimizer: Optimizer) -> None:
 
 def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
     """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer: must be a torch optimizer of the module's parameters, not {type(optimizer).__name__}, "
+            "e.g. torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
     if isinstance(optimizer, SparseAdam):
         raise ValueError("SparseAdam takes sparse gradients only, and a noisy one is dense: use Adam instead.")
     own = {id(param) for param in params}

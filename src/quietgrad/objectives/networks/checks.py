@@ -37,8 +37,10 @@ from quietgrad.objectives.networks.tape import (
 __all__ = [
     "MadeUp",
     "alone",
+    "coarsest",
     "examples_that_fit",
     "made_up",
+    "mixing_layers",
     "refuse_crowd",
     "refuse_autocast",
     "refuse_changed_buffers",
@@ -125,37 +127,43 @@ def refuse_other_types(module: nn.Module, args: tuple[Tensor, ...], error: Excep
 
 def refuse_mixing_layers(module: nn.Module) -> None:
     """Raise ValueError for a layer whose output for one example depends on the others."""
+    for error in mixing_layers(module):
+        raise error
+
+
+def mixing_layers(module: nn.Module) -> Iterator[ValueError]:
+    """What is to be said of each layer whose output for one example depends on the others."""
     for name, layer in module.named_modules():
         where = f"layer {name!r} ({type(layer).__name__})"
         power_iteration = isinstance(layer, _SpectralNorm) or any(
             isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()
         )
         if power_iteration and layer.training:
-            raise ValueError(
+            yield ValueError(
                 f"{where} is or has a spectral_norm, whose buffers follow the weights: every pass in training mode "
                 "is a step of its power iteration, so that what an example contributes would depend on how many "
                 "passes there were before. Put the layer into evaluation mode after model.train(), which keeps "
                 "its singular vectors as they are, or use weight_norm."
             )
         if isinstance(layer, _InstanceNorm) and layer.track_running_stats and layer.training:
-            raise ValueError(
+            yield ValueError(
                 f"{where} stores statistics of the data in its buffers, unprotected. "
                 "Build it with track_running_stats=False."
             )
         # In evaluation mode it is a fixed affine map of each example: a frozen backbone may keep it.
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
-            raise ValueError(
+            yield ValueError(
                 f"{where} mixes the examples of a batch, so no example has a gradient of its own. "
                 f"Use torch.nn.GroupNorm(num_groups, {layer.num_features}) or LayerNorm instead; with fixed "
                 "statistics put this layer into evaluation mode after model.train()."
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
-            raise ValueError(
+            yield ValueError(
                 f"{where} scales gradients by how often a token occurs in the whole batch, which mixes "
                 "examples. Build it with scale_grad_by_freq=False."
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
-            raise ValueError(
+            yield ValueError(
                 f"{where} rescales its weights during the forward pass (max_norm). Build it with "
                 "max_norm=None and bound the rows in your optimiser if you need to."
             )
@@ -335,12 +343,11 @@ def alone(
     x: Batch,
     y: Batch,
     drawing: Callable[[int], AbstractContextManager[Any]],
-) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Losses and gradients, one example at a time by plain autograd: the definition.
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """The loss and the gradient of one example after the other, by plain autograd: the definition.
 
     ``drawing(i)`` is the context in which example i draws its random numbers.
     """
-    losses, gradients = [], []
     for i in range(batch_length(x)):
         leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
         part = slice(i, i + 1)
@@ -351,12 +358,11 @@ def alone(
                 torch.autograd.backward(loss.sum())  # not autograd.grad: a re-entrant checkpoint does not stand it
             if isinstance(draws, RecordDraws) and draws.number != made:
                 raise UnplannedDraw("a checkpointed layer draws again on the way back.")
-        losses.append(loss.detach())
         # Dense, whatever nn.Embedding(sparse=True) makes of it: noise is.
-        gradients.append(
-            {k: torch.zeros_like(v) if v.grad is None else v.grad.to_dense() for k, v in leaves.items()}
+        yield (
+            loss.detach(),
+            {k: torch.zeros_like(v) if v.grad is None else v.grad.to_dense() for k, v in leaves.items()},
         )
-    return torch.cat(losses), gradients
 
 
 def refuse_mixing(
@@ -406,7 +412,7 @@ def refuse_mixing(
                 )
 
 
-def refuse_crowd(losses: Callable[[Batch, Batch], Tensor], make: MadeUp, fit: int) -> None:
+def refuse_crowd(losses: Callable[[Batch, Batch], Tensor], make: MadeUp, fit: int, precision: torch.dtype) -> None:
     """Raise ValueError if losses in a batch of several hundred are not those in small batches, in another order."""
     count = min(_CROWD, fit)
     if count <= _EXAMPLES:
@@ -420,12 +426,16 @@ def refuse_crowd(losses: Callable[[Batch, Batch], Tensor], make: MadeUp, fit: in
     for kind in ("uniform", "normal"):
         found = make.taken(7, count, kind, both)
         if found is not None:
-            refuse_other_losses(*found)
+            refuse_other_losses(found[0], found[1], precision)
 
 
-def refuse_other_losses(together: Tensor, apart: Tensor) -> None:
-    """Raise ValueError unless losses in a batch are those of the examples in another."""
-    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(together.dtype, 5e-2)
+def refuse_other_losses(together: Tensor, apart: Tensor, precision: torch.dtype) -> None:
+    """Raise ValueError unless losses in a batch are those of the examples in another.
+
+    ``precision`` is that of the module: targets in float64 do not make the losses of one in float32 more precise.
+    """
+    rough = together.dtype == torch.float64 and precision != torch.float64
+    tolerance = 1e-3 if rough else {torch.float64: 1e-8, torch.float32: 1e-3}.get(together.dtype, 5e-2)
     together, apart = together.double(), apart.double()
     finite = together.isfinite() & apart.isfinite()
     gap = (together - apart)[finite].norm()
@@ -435,6 +445,15 @@ def refuse_other_losses(together: Tensor, apart: Tensor) -> None:
             "examples (batch statistics, a division by the batch size, a comparison between examples), so no "
             "example has a gradient of its own. Make each example's loss depend on that example alone."
         )
+
+
+def coarsest(*tensors: Tensor) -> torch.dtype:
+    """The lowest precision among them.
+
+    >>> coarsest(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
+    torch.float32
+    """
+    return max((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _one_of(

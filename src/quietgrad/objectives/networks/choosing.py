@@ -93,8 +93,9 @@ def choose_way(
                 "draws from a generator of its own. Draw from torch's default generator; it is seeded per record."
             )
         if slow.draws == "none":
-            checks.refuse_other_losses(forward(network, params, x, y), expected[0])
-            checks.refuse_crowd(lambda xs, ys: forward(network, params, xs, ys), make, fit)
+            precision = checks.coarsest(*params.values(), *module.parameters())
+            checks.refuse_other_losses(forward(network, params, x, y), expected[0], precision)
+            checks.refuse_crowd(lambda xs, ys: forward(network, params, xs, ys), make, fit, precision)
         if _loss_uses_parameters(network, slots, params, x, y):
             by_layers, why = (
                 False,

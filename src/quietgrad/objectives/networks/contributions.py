@@ -119,6 +119,7 @@ class Workspace:
 
     def __init__(self, limit: float, like: Tensor) -> None:
         self.dtype = like.dtype
+        self.limit = limit
         self._like = like
         self._capacity = limit / like.element_size()
         self._slabs: list[Tensor] = []

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from quietgrad.objectives.networks import checks
 from quietgrad.objectives.networks.collector import Network
-from quietgrad.objectives.networks.contributions import Combination
+from quietgrad.objectives.networks.contributions import Combination, Workspace
 from quietgrad.objectives.networks.randomness import RecordKeys, even_odds
 from quietgrad.objectives.networks.tape import Batch, per_example_losses, select, with_parameters
-from quietgrad.objectives.networks.ways import Way
+from quietgrad.objectives.networks.ways import Way, theta_device
 
 __all__ = ["EXAMPLES", "Trial", "definition", "differing", "forward", "more_trials", "steady_in_a_crowd"]
 
@@ -46,7 +46,8 @@ def more_trials(slow: Way, params: dict[str, Tensor], make: checks.MadeUp, fit: 
     that are equal in what they are sorted by do not show. With fair coins no two records' masks are equal, so that
     a mask that went to another record shows too.
     """
-    count = min(EXAMPLES, fit)
+    size = sum(value.numel() for value in params.values())
+    count = min(EXAMPLES, affordable(slow.space, size, fit))
     keys = RecordKeys(bytes(32), np.arange(count))
     trials = []
     for seed in (11, 12):
@@ -67,6 +68,8 @@ def steady_in_a_crowd(way: Way, slow: Way, theta: Tensor, make: checks.MadeUp, f
     count = min(_CROWD, fit)
     if way.plan is None or count <= EXAMPLES:
         return True
+    if written := 2 * way.plan.written_out(1):
+        count = min(count, max(2 * EXAMPLES, affordable(way.space, written, fit)))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     keys = RecordKeys(bytes(32), np.arange(count))
     even = way.draws == "rows"
@@ -96,10 +99,18 @@ def steady_in_a_crowd(way: Way, slow: Way, theta: Tensor, make: checks.MadeUp, f
 def definition(
     way: Way, params: dict[str, Tensor], x: Batch, y: Batch, keys: RecordKeys
 ) -> tuple[Tensor, list[Tensor]]:
+    """Losses, and each example's gradient as one vector, by plain autograd on that example alone."""
     module, loss_fn = way.network.module, way.network.loss_fn
-    device = next(iter(params.values())).device
-    losses, gradients = checks.alone(module, loss_fn, params, x, y, way.one(keys, device))
-    return losses, [torch.cat([g.flatten().double() for g in one.values()]) for one in gradients]
+    losses, gradients = [], []
+    for loss, found in checks.alone(module, loss_fn, params, x, y, way.one(keys, theta_device(params))):
+        losses.append(loss)
+        gradients.append(torch.cat([g.flatten() for g in found.values()]))
+    return torch.cat(losses), gradients
+
+
+def affordable(space: Workspace, size: int, fit: int) -> int:
+    """How many examples' gradients of that size a trial keeps: as the memory budget says, but eight in any case."""
+    return min(fit, max(8, int(space.limit // (8 * max(1, size)))))
 
 
 def differing(way: Way, slow: Way, theta: Tensor, trial: Trial) -> list[str]:
@@ -130,21 +141,25 @@ def _compared(
     with even_odds(trial.even):
         pieces = way._pieces(theta.detach(), None, *part, mix, keys.rows(np.array(good)))
     found = {where.start: piece.squared_norms()[:, 0].double().sqrt() for where, piece in pieces}
-    expected = torch.stack([trial.expected[i] for i in good])
     # A parameter that no piece holds must have no gradient.
     parts = [where for where, _ in pieces]
     parts += [where for where in way.network.slices.values() if not any(_within(where, p) for p in parts)]
-    nothing = theta.new_zeros(len(good), dtype=torch.float64)
-    wanted = {where.start: expected[:, where].norm(dim=1) for where in parts}
-    off = _far(way, theta, {where: found.get(where, nothing) for where in wanted}, wanted)
-    far = set(off)
     # Distinct weights, so that no two errors cancel.
     weights = [_WEIGHTS[i % len(_WEIGHTS)] * (1 + i // len(_WEIGHTS)) for i in good]
-    total = torch.zeros_like(theta, dtype=torch.float64)
+    gap = torch.zeros_like(theta, dtype=torch.float64)
+    wanted = {where.start: theta.new_zeros(len(good), dtype=torch.float64) for where in parts}
+    lengths = 0.0
+    for place, (i, weight) in enumerate(zip(good, weights, strict=True)):  # one at a time: they are long
+        row = trial.expected[i].double()
+        lengths += float(row.norm())
+        gap.sub_(row, alpha=weight)
+        for where in parts:
+            wanted[where.start][place] = row[where].norm()
+    off = _far(way, theta, {where: found.get(where, torch.zeros_like(wanted[where])) for where in wanted}, wanted)
+    far = set(off)
     for where, piece in pieces:
-        piece.add_weighted(theta.new_tensor(weights)[:, None], total[where])
-    gap = total - expected.T @ expected.new_tensor(weights)
-    bound = _tolerance(way, theta) * max(map(abs, weights)) * float(expected.norm(dim=1).sum())
+        piece.add_weighted(theta.new_tensor(weights)[:, None], gap[where])
+    bound = _tolerance(way, theta) * max(map(abs, weights)) * lengths
     if float(gap.norm()) > bound:
         far |= {where.start for where in parts if float(gap[where].norm()) > bound / len(parts)}
     names = [name for name, where in way.network.slices.items() if where.start in far]
@@ -165,14 +180,14 @@ def _wavers(slow: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys, row:
             params = slow.network.unflatten(point)
             return definition(slow, params, select(x, one), select(y, one), keys.rows(np.array([row])))[1][0]
 
-    here = at(theta)
+    here = at(theta).double()
     for _ in range(_NUDGES):
         signs = torch.randint(0, 2, theta.shape, generator=coins).to(theta) * 2 - 1
         there = at(theta * (1 + 4 * torch.finfo(theta.dtype).eps * signs))
         bound = _tolerance(slow, theta)
         largest = float(here.norm())
         for where in slow.network.slices.values():
-            if float((here - there)[where].norm()) > bound * max(float(here[where].norm()), largest / 100):
+            if float((here[where] - there[where]).norm()) > bound * max(float(here[where].norm()), largest / 100):
                 return True
     return False
 
@@ -212,8 +227,7 @@ def _any_layer(far: dict[int, Tensor]) -> list[int]:
 
 
 def _tolerance(way: Way, theta: Tensor) -> float:
-    low = any(p.dtype not in _CLOSE for p in way.network.module.parameters())
-    return 5e-2 if low else _CLOSE[theta.dtype]
+    return _CLOSE.get(checks.coarsest(theta, *way.network.module.parameters()), 5e-2)
 
 
 def forward(network: Network, params: dict[str, Tensor], x: Batch, y: Batch) -> Tensor:

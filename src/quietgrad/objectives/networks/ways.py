@@ -140,8 +140,8 @@ class Way:
             with self._drawing(keys, point.device)():
                 rows = model_gradients(module, loss_fn, unflatten, point, x, y)
             return rows
-        _, gradients = checks.alone(module, loss_fn, unflatten(point.detach()), x, y, self.one(keys, point.device))
-        return torch.stack([torch.cat([g.flatten().to(point.dtype) for g in one.values()]) for one in gradients])
+        found = checks.alone(module, loss_fn, unflatten(point.detach()), x, y, self.one(keys, point.device))
+        return torch.stack([torch.cat([g.flatten().to(point.dtype) for g in one.values()]) for _, one in found])
 
     def one(self, keys: RecordKeys, device: torch.device) -> Callable[[int], AbstractContextManager[Any]]:
         """The context in which row i alone draws."""
