@@ -87,6 +87,15 @@ def test_a_frontier_of_public_data_has_the_line_without_privacy(
     assert not (tmp_path / "f" / "ledger.jsonl").exists()
 
 
+def test_a_frontier_takes_labels_that_are_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    X, y = rows(300)
+    lines = ["a,b,ill", *(f"{a:.4f},{b:.4f},{'yes' if t else 'no'}" for (a, b), t in zip(X[:, :2], y, strict=True))]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    args = ["frontier", str(tmp_path / "t.csv"), "--label", "ill", "--public", "--repeats", "1", "--epsilons", "4"]
+    assert main([*args, "--classes", "no,yes", "--out", str(tmp_path / "f"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["points"]) == 1
+
+
 def test_a_frontier_of_people_is_charged_and_has_no_such_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

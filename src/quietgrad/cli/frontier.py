@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Delta, Json, RelationName, say, show_json, usage
+from quietgrad.cli.options import Delta, Json, RelationName, class_labels, say, show_json, usage
 
 if TYPE_CHECKING:
     from quietgrad.charts import Lines
@@ -56,6 +56,7 @@ def frontier(
     test: Annotated[Path | None, typer.Option(help="Held-out records; else a fifth of the rows.")] = None,
     schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
     label: Annotated[str | None, typer.Option(help="Label column; else the last.")] = None,
+    classes: Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")] = None,
     task: Annotated[str | None, typer.Option(help="binary, multiclass or regression.")] = None,
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it to this .svg, .png or .pdf.")] = None,
@@ -72,7 +73,7 @@ def frontier(
             Budget(level, delta, Relation.parse(relation))
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: must be ≥ 1.")
-    given = {"test": test, "schema": schema, "label": label, "task": task}
+    given = {"test": test, "schema": schema, "label": label, "task": task, "classes": class_labels(classes)}
     table = _load(data, given)
     if not public:
         table.refuse_uncounted(Budget(levels[0], delta, Relation.parse(relation)))

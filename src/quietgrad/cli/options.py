@@ -67,6 +67,21 @@ def budget(epsilon: float | None, delta: float, relation: str) -> Budget:
         return Budget(epsilon, delta, Relation.parse(relation))
 
 
+def class_labels(text: str | None) -> list[object] | None:
+    """Labels as ``--classes`` lists them: numbers if all of them are.
+
+    >>> class_labels("no, yes"), class_labels("1,2")
+    (['no', 'yes'], [1, 2])
+    """
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    try:
+        return [int(word) for word in words]
+    except ValueError:
+        return list(words)
+
+
 def say(text: object, *, err: bool = False, nl: bool = True) -> None:
     """Print for people: lines that are laid out here, with nothing in them that a terminal obeys."""
     typer.echo(shown_lines(text), err=err, nl=nl)

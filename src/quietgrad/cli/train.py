@@ -21,6 +21,7 @@ from quietgrad.cli.options import (
     Sampling,
     Settings,
     Steps,
+    class_labels,
     say,
     show_json,
     show_rows,
@@ -127,7 +128,7 @@ def train(
     reading = {
         "schema": None if schema is None else str(schema.resolve()),
         "label": label,
-        "classes": _classes(classes),
+        "classes": class_labels(classes),
         "task": task,
         "n_features": n_features,
         "person": person,
@@ -296,13 +297,3 @@ def _check_folder(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out} holds an interrupted run: `quietgrad resume {out}`, or choose another --out.")
     if (out / "result.json").exists() and not overwrite:
         raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
-
-
-def _classes(text: str | None) -> list[object] | None:
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        return list(words)
