@@ -339,8 +339,8 @@ def additive_beside(ours: dict[str, Any], peers: dict[str, Any]) -> tuple[list[s
                     found["not behind"] += behind <= 0
                     if behind > 0:
                         found["behind"].append((round(behind, 3), f"{name} {epsilon:g}"))
-            both = [" / ".join(short(c[k]) for k in ("mean", "auc") if c.get(k)) for c in (*trio, peer)]
-            row.append(" – ".join(both))
+            told = [" / ".join(short(c[k]) for k in ("mean", "auc") if c.get(k)) for c in (*trio, peer)]
+            row.append(" – ".join(cell or "not run" for cell in told))
         lines.append(f"| {name} | " + " | ".join(row) + " |")
     return lines, score
 

@@ -75,11 +75,12 @@ def test_declared_bounds_help_a_small_table_and_what_is_missing_is_said_once() -
     assert np.median(scores) > 0.88
 
 
-def test_a_feature_that_noise_hides_takes_the_usual_limit_and_no_looser_one() -> None:
+def test_a_feature_of_a_regression_that_noise_hides_takes_no_looser_limit_than_usual() -> None:
     """Indicators of rare categories beside frequent ones: scaled half as far they would hardly be learnt."""
     counts = np.zeros((3, 2, HIGHEST - LOWEST + 1))
     counts[:2, 0, -LOWEST] = 900.0  # ones; the third feature's are below the noise
-    found = read_magnitudes(counts, 20.0)
+    assert read_magnitudes(counts, 20.0).reach.tolist() == [2.0, 2.0, 2.0]
+    found = read_magnitudes(counts, 20.0, tight=True)
     assert found.seen.tolist() == [True, True, False]
     assert found.reach.tolist() == [2.0, 2.0, 1.0]  # those that are seen may have a tail that is not
 

@@ -172,7 +172,9 @@ def _found_ranges(
     query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
     counts = query.counts(door.release("ranges", query))
     noise = noise_of(door, "ranges", query.bound)
-    found = read_magnitudes(counts, noise, whole=look.whole, sparse=look.sparse)
+    # A regression is seldom whitened by a whole matrix: what is scaled too small in it stays so.
+    regression = look.target is not None or look.target_share > 0.0
+    found = read_magnitudes(counts, noise, whole=look.whole, sparse=look.sparse, tight=regression)
     reach, hidden = found.reach, int((~found.seen).sum())
     if look.refine:  # what does not stand out keeps its declared range
         reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)

@@ -92,13 +92,16 @@ class Found:
     high: Floats
 
 
-def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False, sparse: bool = False) -> Found:
+def read_magnitudes(
+    counts: Floats, sigma: float, *, whole: bool = False, sparse: bool = False, tight: bool = False
+) -> Found:
     """Upper limits from counts (features, sign, octave) with noise ``sigma``.
 
-    A feature in whose histogram nothing stands out takes the limit of a usual feature. To the others one octave is
-    added when a tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit. With
-    ``whole`` no value that was seen may lie beyond its limit. One limit for all values of ``sparse`` rows goes on
-    with the values for two octaves: most words come once in a text, and those that come more often tell the most.
+    A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added when a
+    tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit; with ``tight``
+    not where the feature itself is hidden. With ``whole`` no value that was seen may lie beyond its limit. One
+    limit for all values of ``sparse`` rows goes on with the values for two octaves: most words come once in a text,
+    and those that come more often tell the most.
 
     >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 11 - LOWEST] = 900.0
     >>> found = read_magnitudes(counts, 1.0)
@@ -117,7 +120,7 @@ def read_magnitudes(counts: Floats, sigma: float, *, whole: bool = False, sparse
     if sparse and len(both) == 1:
         top = _prolonged(both, noise, top)
     pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
-    added = np.where(mine.found, pad, int(whole))  # nothing shows a tail of what does not show itself
+    added = np.where(mine.found | (not tight), pad, int(whole))
     narrow = mine.found & (mass >= 0.6 * most) & (mine.last - mine.first < 3)
     by_sign = _within(counts, mine)
     # As far as the noise lets one see: the empty side of a window of k octaves has a deviation of √k times σ.
