@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quietgrad.objectives.networks import collector
+from quietgrad.objectives.networks.contributions import Combination
 from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.outer import OuterProducts
+from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.ways import Way
 
 
@@ -87,3 +91,41 @@ def test_a_float32_module_may_have_float64_targets_or_layers() -> None:
         engine = PerExampleEngine(model, lambda out, y: (out.squeeze(1) - y).square())
         way = engine.way(torch.zeros(4, 300), torch.zeros(4, dtype=torch.float64))
         assert way.plan is not None, way.why
+
+
+class Deep(nn.Module):
+    """The last layers of a network for images: many channels on four positions, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(64, 64, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.second(self.second(self.first(x).tanh()).tanh())
+        out: Tensor = self.head(z.mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("apart", [1e-1, 1e-5])
+def test_few_positions_are_clipped_from_factors(apart: float) -> None:
+    torch.manual_seed(0)
+    model, x, y = Deep(), 3 * torch.randn(5, 64, 2, 2), 5 * torch.randn(5)
+    fast, slow = (
+        PerExampleEngine(model, lambda out, y: (out.squeeze(1) - y).square(), strategy=strategy)
+        for strategy in ("auto", "functional")
+    )
+    theta = fast.flatten(dict(model.named_parameters()))
+    previous = theta + apart * torch.randn_like(theta)
+    sums = [torch.zeros_like(theta, dtype=torch.float64) for _ in range(2)]
+    norms = [
+        engine.add_recursive_momentum(theta, previous, x, y, 0.3, 1.0, 0.1 * apart, out)
+        for engine, out in zip((fast, slow), sums, strict=True)
+    ]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-7)
+    assert float((sums[0] - sums[1]).norm()) <= 1e-5 * float(sums[1].norm())
+    mix = Combination(gradient=True, change=False)
+    pieces = fast.way(x, y).pieces(theta, None, x, y, mix, RecordKeys(bytes(32), np.arange(5)))
+    first = next(piece for where, piece in pieces if where.start == 0)
+    assert isinstance(first, OuterProducts)
+    assert first.by_gram
