@@ -25,6 +25,7 @@ from quietgrad.audit.replicas import central, collect
 from quietgrad.audit.rounds import probe_rounds
 from quietgrad.audit.running import enough_runs, run
 from quietgrad.cli import main
+from quietgrad.errors import DataError
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.gaussian import gaussian_epsilon
 from tests.broken import Broken
@@ -477,3 +478,36 @@ def test_releases_that_are_not_attacked_are_named(tmp_path: Path) -> None:
     report = audit_folder(to_run(model, tmp_path), 200)
     assert report.epsilon_claimed < 2.99
     assert any(note.startswith("not attacked: ranges") for note in report.notes), report.notes
+
+
+def test_a_run_whose_statement_does_not_hold_is_not_attacked(tmp_path: Path) -> None:
+    """With its noise untouched and a smaller ε written over it, or with a known seed, every attack would fail."""
+    from quietgrad.cli.audit import audit_folder
+    from tests.common import problem
+
+    data, method, budget = problem(300), qg.DPGD(steps=10), qg.Budget(4.0, 1e-5)
+    qg.minimize(qg.objectives.Logistic(), data, method, budget=budget, folder=tmp_path / "seeded", seed=1)
+    with pytest.raises(DataError, match="seed"):
+        audit_folder(tmp_path / "seeded", 400)
+    qg.minimize(qg.objectives.Logistic(), data, method, budget=budget).save(tmp_path / "run")
+    assert audit_folder(tmp_path / "run", 400).epsilon_claimed == pytest.approx(4.0, abs=0.01)
+    file = tmp_path / "run" / "result.json"
+    stated = json.loads(file.read_text())
+    stated["privacy"]["epsilon"] = 0.5
+    file.write_text(json.dumps(stated))
+    with pytest.raises(DataError, match=r"ε = 0.5 is stated"):
+        audit_folder(tmp_path / "run", 400)
+
+
+def test_power_is_stated_only_where_the_canary_is_in_every_release() -> None:
+    """In turns it is not: with half the noise such an audit would still pass, so it shows nothing."""
+    method = qg.DPSGD(steps=32, sampling="turns", cohorts=8)
+    plan = qg.plan(method, n=64, budget=qg.Budget(1.0, 1e-5))
+    report = run(
+        method, budget=qg.Budget(1.0, 1e-5), n=64, runs=1800, noise_multiplier=plan.noise_multiplier, seed=3
+    )
+    assert report.vacuous
+    assert not report.power
+    everybody = run(qg.DPGD(steps=4), budget=qg.Budget(1.0, 1e-5), n=4, runs=1800, seed=3)
+    assert everybody.passed
+    assert everybody.power

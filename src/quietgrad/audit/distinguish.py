@@ -99,6 +99,13 @@ class Claim:
         event = self.plan.event
         return event.rho if isinstance(event, ZCDP) else None
 
+    @property
+    def everybody(self) -> bool:
+        """Whether the canary is in every release: only then is the attack as strong as its yardstick."""
+        return all(
+            _rate(s.sampling) == 1.0 and s.sampling.participation(1) is None for s in self.plan.schedule.slots
+        )
+
     @cached_property
     def profile(self) -> dict[float, float]:
         """δ(ε) as the accountant proves it, at a few ε."""
@@ -124,10 +131,11 @@ def attack_dprime(
     direction = discriminant(a[:teach], b[:teach])
     _, low = dprime_lower(a[teach:] @ direction, b[teach:] @ direction, alpha)
     trials = len(a) - teach
-    seen = dprime_found(mu, 2.0 * mu, trials, alpha)
+    # A canary that waits for its turn meets less than the claim allows: with half the noise it shows twice as much.
+    seen = dprime_found(mu, 2.0 * mu, trials, alpha) and (claim.everybody or 2.0 * low > mu)
     verdict: Verdict = "violation" if low > mu else "pass" if seen else "vacuous"
     shown = gaussian_epsilon(low, claim.delta_budget) if low else 0.0
-    refutes = _epsilon(dprime_refuted(mu, trials, alpha), claim)
+    refutes = _epsilon(dprime_refuted(mu, trials, alpha), claim) if claim.everybody else math.inf
     return Finding("L1", what, "μ", mu, low, verdict, shown, refutes=refutes)
 
 
@@ -150,7 +158,7 @@ def attack_profile(scores: tuple[Floats, Floats], claim: Claim, what: str, alpha
         verdict = "violation"
     elif profile_blind(claim.profile, trials, alpha):
         verdict = "vacuous"
-    refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim)
+    refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim) if claim.everybody else math.inf
     return Finding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low, refutes=refutes)
 
 

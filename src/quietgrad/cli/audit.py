@@ -177,12 +177,19 @@ def audit_folder(
     from quietgrad.errors import DataError
     from quietgrad.privacy.budget import Budget, Unit
     from quietgrad.training import plan
-    from quietgrad.training.result import load
+    from quietgrad.training.result import SEEDED, load
+    from quietgrad.training.verification import problems_of
 
     result = load(folder)
     privacy = result.privacy
     if privacy.epsilon is None or privacy.delta is None or privacy.relation is None:
         raise DataError(f"{folder}: this run is not private and claims nothing, so there is nothing to audit.")
+    if problems := problems_of(result, folder, None):
+        raise DataError(
+            f"{folder}: {problems[0]}; what a run states is attacked only if its own files bear it out."
+        )
+    if SEEDED in privacy.notes:
+        raise DataError(f"{folder}: {SEEDED}; whoever knows the seed subtracts the noise, so nothing is to audit.")
     config = dict(result.config)
     if config.get("look"):  # the auditor's columns and targets are others than those that were declared or found
         look = config["look"]
@@ -203,6 +210,9 @@ def audit_folder(
     # An additive model finds its ranges before the algorithm runs, by a plan that its settings do not hold.
     if left := [slot["name"] for slot in result.details.get("slots", ()) if slot["name"] not in attacked]:
         why = f"not attacked: {', '.join(left)}, with which the run claims ε={privacy.epsilon:.4g}"
+        report = replace(report, notes=(*report.notes, why))
+    elif privacy.epsilon > 1.001 * report.epsilon_claimed:
+        why = f"the plan was charged more than once: with all of it the run claims ε={privacy.epsilon:.4g}"
         report = replace(report, notes=(*report.notes, why))
     return with_people(report, privacy.noise_multiplier) if privacy.unit is Unit.PERSON else report
 

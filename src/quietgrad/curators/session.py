@@ -372,9 +372,12 @@ class CentralSession:
         pins = {_PLAN: log.mac_of([json.dumps(stated, sort_keys=True).encode()])}
         if self._by_place:
             pins[_PLACES] = log.mac_of(self._records.contents())
-        moved = {what: mac for what, mac in pins.items() if (log.known(what, 0) or (0, b""))[1] != mac}
+        known = {what: log.known(what, 0) or (0, b"") for what in pins}
+        moved = {what: mac for what, mac in pins.items() if known[what][1] != mac}
         if moved and (any(self._used.values()) or log.released_besides(_PLAN, _PLACES)):
             self._enter(log.epoch + 1)
+        elif known[_PLAN][0] > self._epoch:  # releases of epochs before this plan had other noise: none is replayed
+            self._enter(known[_PLAN][0])
         for what, mac in moved.items():
             log.record(what, 0, mac)
 
