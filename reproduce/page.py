@@ -190,7 +190,8 @@ def stagewise() -> Picture | None:
         return None
     panel.set(xlabel="steps of 512 images", ylabel="test error, %", yscale="log")
     panel.legend(fontsize=8)
-    return figure, "Test error against steps, mean with one standard error; at the end " + ", ".join(told) + "."
+    words = "Test error against steps, mean of the runs whose curve was kept, with one standard error; at the end "
+    return figure, f"{words}{', '.join(told)}."
 
 
 def parties() -> Picture | None:
@@ -352,7 +353,7 @@ def svg(figure: Figure, told: str, name: str) -> str:
     text = out.getvalue().partition("<svg")[2].replace(INK, "currentColor")
     text = re.sub(r'(id="|url\(#|xlink:href="#|href="#)', rf"\g<1>{name}-", "<svg" + text)
     title, inches = f"<title>{html.escape(told)}</title>", figure.get_figwidth()
-    size = f"max-width: {130 * inches:.0f}px; min-width: {55 * inches:.0f}px"  # on a phone panels scroll, and are read
+    size = f"max-width: {130 * inches:.0f}px; min-width: {55 * inches:.0f}px"  # on a phone many panels scroll
     named = f'<svg role="img" aria-label="{html.escape(told, quote=True)}" style="{size}" '
     text = text.replace("<svg ", named, 1)
     text = re.sub(r"(<svg[^>]*>)", lambda found: found[1] + title, text, count=1)
