@@ -167,7 +167,7 @@ def cifar() -> Picture | None:
                 label=f"{method}, paper",
             )
         panel.set(xlabel="ε (δ = 1e-5)", ylabel="test error, %", ylim=(0, 100))
-        panel.legend(fontsize=8, loc="lower left")
+        panel.legend(fontsize=8)
     return figure, "CIFAR-10 test error against ε, ours after few epochs and the paper's."
 
 
@@ -190,7 +190,8 @@ def stagewise() -> Picture | None:
         return None
     panel.set(xlabel="steps of 512 images", ylabel="test error, %", yscale="log")
     panel.legend(fontsize=8)
-    return figure, "Test error against steps, mean with one standard error; at the end " + ", ".join(told) + "."
+    words = "Test error against steps, mean of the runs whose curve was kept, with one standard error; at the end "
+    return figure, f"{words}{', '.join(told)}."
 
 
 def parties() -> Picture | None:
@@ -351,11 +352,12 @@ def svg(figure: Figure, told: str, name: str) -> str:
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue().partition("<svg")[2].replace(INK, "currentColor")
     text = re.sub(r'(id="|url\(#|xlink:href="#|href="#)', rf"\g<1>{name}-", "<svg" + text)
-    title, widest = f"<title>{html.escape(told)}</title>", round(130 * figure.get_figwidth())
-    named = f'<svg role="img" aria-label="{html.escape(told, quote=True)}" style="max-width: {widest}px" '
+    title, inches = f"<title>{html.escape(told)}</title>", figure.get_figwidth()
+    size = f"max-width: {130 * inches:.0f}px; min-width: {55 * inches:.0f}px"  # on a phone many panels scroll
+    named = f'<svg role="img" aria-label="{html.escape(told, quote=True)}" style="{size}" '
     text = text.replace("<svg ", named, 1)
     text = re.sub(r"(<svg[^>]*>)", lambda found: found[1] + title, text, count=1)
-    return f"<figure>{text}<figcaption>{html.escape(told)}</figcaption></figure>"
+    return f'<figure><div class="scroll">{text}</div><figcaption>{html.escape(told)}</figcaption></figure>'
 
 
 def page() -> str:
@@ -365,7 +367,7 @@ def page() -> str:
     source = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
     body = MarkdownIt("commonmark").enable("table").render(source)
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r'href="([\w-]+)\.md', r'href="\1.html', body)
+    body = re.sub(r'href="([\w-]+)\.md', r'href="\1.html', body).replace(" ± ", "&nbsp;±&nbsp;")
 
     def drawn(found: re.Match[str]) -> str:
         picture = PICTURES[found[1]]()

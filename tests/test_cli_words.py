@@ -54,6 +54,27 @@ def test_a_mistake_is_told_in_flags_and_nothing_is_spent(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("command", [["train"], ["frontier"], ["federate", "simulate"]], ids=" ".join)
+@pytest.mark.parametrize("wrong", [["--task", "foo"], ["--classes", "no"], ["--classes", "1,1"]], ids=" ".join)
+def test_a_task_or_classes_that_cannot_be_is_bad_usage(
+    table: str, command: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = [] if command == ["frontier"] else ["--epsilon", "1"]
+    assert main([*command, table, *budget, *wrong]) == 2
+    assert f"{' '.join(wrong)}: must be" in capsys.readouterr().err
+
+
+def test_a_rehearsal_is_told_label_and_classes_as_a_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    rows = "".join(f"{'yes' if k % 3 else 'no'},{k % 7 / 7},{k % 5 / 5}\n" for k in range(90))
+    (tmp_path / "yes.csv").write_text(f"ill,a,b\n{rows}")
+    asked = ["federate", "simulate", str(tmp_path / "yes.csv"), "--parties", "3", "--epsilon", "1", "--quiet"]
+    asked += ["--algorithm", "dp-gd", "--steps", "2", "--out", str(tmp_path / "run")]
+    assert main([*asked, "--label", "ill", "--classes", "no,yes"]) == 0, capsys.readouterr().err
+
+
 def test_names_that_are_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "dp-srn"]) == 2
     assert "Did you mean 'dp-srm'?" in capsys.readouterr().err

@@ -27,6 +27,7 @@ class DPSRM(FirstOrder):
     Args:
         steps: T updates; one release ``first`` and T − 1 releases ``next``.
         batch_size, first_batch_size: b and b₀ (default b).
+        first_noise: noise multiplier of the first release relative to the others.
         learning_rate: a number or schedule (practical mode).
         gamma: γ, the weight of the fresh gradient.
         clip: C1, the bound on one record's gradient.
@@ -36,6 +37,7 @@ class DPSRM(FirstOrder):
         smoothness: C2 follows the public step, smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
         sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`.
         mode: ``"practical"``, or ``"theory"`` with η_t = min{ζ/(L‖v_t‖), 1/(2L)}; see :meth:`theory`.
+        zeta: ζ, of the theory mode alone.
         returns: ``"last"``, ``"average"``, ``"ema"`` or ``"random"`` (the paper's output rule).
 
     >>> [(s.name, s.count) for s in DPSRM(steps=1500, batch_size=100).schedule(32561).slots]

@@ -9,16 +9,20 @@ import typer
 
 from quietgrad.cli.options import (
     BatchSize,
+    Classes,
     Clip,
     Delta,
     Epsilon,
     Gamma,
     Json,
+    Label,
     LearningRate,
     RelationName,
     Sampling,
     Settings,
     Steps,
+    TaskName,
+    class_labels,
     say,
     show_json,
     show_rows,
@@ -77,6 +81,9 @@ def simulate(
     regularizer: Annotated[str | None, typer.Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None,
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
     rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
+    label: Label = None,
+    classes: Classes = None,
+    task: TaskName = None,
     non_private: Annotated[bool, typer.Option("--non-private", help="Without noise: NOT PRIVATE.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     as_json: Json = False,
@@ -85,8 +92,10 @@ def simulate(
     from quietgrad.cli.runs import RunSpec
     from quietgrad.cli.train import show
 
+    reading = {"label": label, "classes": class_labels(classes), "task": task}
     spec = RunSpec(
         data=data,
+        reading={key: value for key, value in reading.items() if value is not None},
         objective=objective,
         regularizer=regularizer,
         row_bound=row_bound,

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Delta, Json, RelationName, class_labels, say, show_json, usage
+from quietgrad.cli.options import (
+    Classes,
+    Delta,
+    Json,
+    Label,
+    RelationName,
+    TaskName,
+    class_labels,
+    say,
+    show_json,
+    usage,
+)
 
 if TYPE_CHECKING:
     from quietgrad.charts import Lines
@@ -55,9 +66,9 @@ def frontier(
     ] = None,
     test: Annotated[Path | None, typer.Option(help="Held-out records; else a fifth of the rows.")] = None,
     schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
-    label: Annotated[str | None, typer.Option(help="Label column; else the last.")] = None,
-    classes: Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")] = None,
-    task: Annotated[str | None, typer.Option(help="binary, multiclass or regression.")] = None,
+    label: Label = None,
+    classes: Classes = None,
+    task: TaskName = None,
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it to this .svg, .png or .pdf.")] = None,
     as_json: Json = False,

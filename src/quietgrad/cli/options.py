@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +38,25 @@ Sampling = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any other setting of the algorithm, as KEY=VALUE; may be repeated."),
+]
+
+
+def known_task(text: str | None) -> str | None:
+    """``text``, if there is such a task; anything else is a mistake on the command line."""
+    from quietgrad.data.dataset import check_task
+    from quietgrad.errors import DataError
+
+    try:
+        check_task(text)
+    except DataError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
+
+Label = Annotated[str | None, typer.Option("--label", "--target", help="Label column; else the last.")]
+Classes = Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")]
+TaskName = Annotated[
+    str | None, typer.Option("--task", help="binary, multiclass or regression.", callback=known_task)
 ]
 
 
@@ -76,10 +95,12 @@ def class_labels(text: str | None) -> list[object] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        return list(words)
+    labels: list[object] = list(words)
+    with suppress(ValueError):
+        labels = [int(word) for word in words]
+    if len(labels) < 2 or len(set(labels)) != len(labels):
+        raise typer.BadParameter(f"--classes {text}: must be two or more different labels.")
+    return labels
 
 
 def say(text: object, *, err: bool = False, nl: bool = True) -> None:

@@ -11,16 +11,19 @@ import typer
 from quietgrad.cli.keys import reminder
 from quietgrad.cli.options import (
     BatchSize,
+    Classes,
     Clip,
     Delta,
     Epsilon,
     Gamma,
     Json,
+    Label,
     LearningRate,
     RelationName,
     Sampling,
     Settings,
     Steps,
+    TaskName,
     class_labels,
     say,
     show_json,
@@ -85,9 +88,9 @@ def train(
     rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
     test: Annotated[Path | None, typer.Option(help="Held-out records in a file of the same kind.")] = None,
     schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
-    label: Annotated[str | None, typer.Option("--label", "--target", help="Label column; else the last.")] = None,
-    classes: Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")] = None,
-    task: Annotated[str | None, typer.Option(help="binary, multiclass or regression.")] = None,
+    label: Label = None,
+    classes: Classes = None,
+    task: TaskName = None,
     n_features: Annotated[int | None, typer.Option(help="Public number of features (LIBSVM).")] = None,
     n_public: Annotated[
         int | None, typer.Option(help="Public number of records; else the file's, or 10⁶ of a landscape.")

@@ -53,7 +53,8 @@ _ASSUMPTIONS = (
 NOT_COVERED = (
     "Hyper-parameter search: runs tried on the same people before this one spend privacy too; "
     "they count only if they are in the ledger under the same account.",
-    "Scores on this page: they were computed from records without noise. Held-out people are people.",
+    "Scores marked “private records” or “held out”: they were computed without noise, and held-out people are "
+    "people. What stands under “On held-out people, privately” has a statement of its own.",
     "Side channels: running time, memory, crash messages and log files of the training machine.",
     "What the model reveals about groups or the population: learning that is its purpose.",
 )

@@ -147,7 +147,12 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shows: dict[str, Callable[..., Any]] = {"plain": _plain, "power": _power, "clauses": _clauses}
+    shows: dict[str, Callable[..., Any]] = {
+        "plain": _plain,
+        "power": _power,
+        "clauses": _clauses,
+        "samplers": _samplers,
+    }
     environment.filters |= shows
     with _shown_or_refused(", ".join(str(folder) for folder in folders)):
         return environment.get_template("page.html.j2").render(
@@ -170,6 +175,21 @@ def _clauses(text: str) -> list[str]:
     ['setting: three servers, noise inside; nobody knows it', 'on restart: new keys']
     """
     return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
+
+
+def _samplers(text: str) -> str:
+    """Releases that are sampled alike, said once.
+
+    >>> _samplers("mean: full batch; gradient: full batch; length: Poisson samples")
+    'mean, gradient: full batch; length: Poisson samples'
+    """
+    alike: dict[str, list[str]] = {}
+    for part in text.split("; "):
+        name, colon, how = part.partition(": ")
+        if not colon:
+            return text  # a description with a semicolon of its own
+        alike.setdefault(how, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {how}" for how, names in alike.items())
 
 
 def _compared(runs: Sequence[Run]) -> list[str]:

@@ -145,13 +145,18 @@ def _calibration(rows: Sequence[Sequence[float]]) -> str:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{ends[0]:.1f}" y2="{ends[1]:.1f}" stroke="currentColor"/>'
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="currentColor"/>'
         )
-    parts.append(_text(_WIDTH - 8, _HEIGHT - 12, "end", "predicted probability"))
+    parts += [
+        _text(across(0), _HEIGHT - 12, "start", "0"),
+        _text(across(0.5), _HEIGHT - 12, "middle", "predicted"),
+        _text(across(1), _HEIGHT - 12, "end", "1"),
+        _text(across(0) + 4, down(1) + 8, "start", "observed"),
+    ]
     return _svg(parts, f"Calibration: observed frequency over predicted probability in {len(rows)} bins")
 
 
 def _svg(parts: Sequence[str], label: str) -> str:
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}" '
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" style="max-width: 24rem" role="img" aria-label="{escape(label)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )
 
