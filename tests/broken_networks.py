@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quietgrad.objectives.networks import checks, collector, engine, examples, module, tape, ways
+from quietgrad.objectives.networks import checks, choosing, collector, engine, examples, module, tape
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.people import People, PeopleRecords
@@ -90,7 +90,7 @@ def counted_twice(patch: Patch) -> None:
         self.pieces += [(slot, piece)] * min(2, self.uses[slot.start])
 
     patch.setattr(collector.Collector, "_put", put)
-    patch.setattr(ways, "_differing", lambda *_: [])
+    patch.setattr(choosing, "differing", lambda *_: [])
 
 
 def checkpoints_at_the_start(patch: Patch) -> None:
@@ -111,7 +111,7 @@ def checkpoints_at_the_start(patch: Patch) -> None:
 
     patch.setattr(tape.Recording, "__init__", begin)
     patch.setattr(tape.Recording, "backward", backward)
-    patch.setattr(ways, "_differing", lambda *_: [])
+    patch.setattr(choosing, "differing", lambda *_: [])
 
 
 def mixing_accepted(patch: Patch) -> None:

@@ -209,7 +209,7 @@ def _count(mechanism: Mechanism) -> int:
 
 
 def probe_charges(
-    curator: Any, mechanisms: Iterable[Mechanism] = MECHANISMS, *, releases: int = 40
+    curator: Any, mechanisms: Iterable[Mechanism] = MECHANISMS, *, releases: int = 41
 ) -> list[Finding]:
     """What is in the ledger after a session was closed early, against the price of what was heard.
 
