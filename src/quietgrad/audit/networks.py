@@ -131,8 +131,8 @@ def probe_gradients(name: str, tolerance: float = 1e-3) -> Finding:
     way = objective.engine.way(x, y)
     draws = "record" if way.draws == "rows" else way.draws
     one = type(way)(way.network, way.space, draws=draws).one(keys, theta.device)
-    _, rows = alone(objective.module, loss, objective.engine.unflatten(theta), x, y, one)
-    wanted = sum(torch.cat([g.flatten().double() for g in row.values()]) for row in rows)
+    found = alone(objective.module, loss, objective.engine.unflatten(theta), x, y, one)
+    wanted = sum(torch.cat([g.flatten().double() for g in row.values()]) for _, row in found)
     assert isinstance(wanted, Tensor)
     made = _sum(objective, records, None, (theta,), Rule.gradient(1e9), 1)
     off = float((made - wanted).norm() / wanted.norm())
