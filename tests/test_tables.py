@@ -385,6 +385,7 @@ def test_an_additive_model_and_its_evaluation_are_on_the_page(tmp_path: Path) ->
     assert str(again.shape_functions_) == str(model.shape_functions_)
     private_score(again, frame[4000:], y[4000:], epsilon=1.0).save(tmp_path)
     text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert "computed from records without noise" not in text  # of scores that have noise, that would be false
     for words in ("What each feature adds", "&lt;b&gt;", "On held-out people", "Calibration", "may be published"):
         assert words in text
     told = json.loads((tmp_path / "evaluation.json").read_text())

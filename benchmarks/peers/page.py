@@ -10,8 +10,8 @@ HEAD = """# Peers side by side
 
 Opacus, JAX Privacy, diffprivlib and Flower, each in an environment of its own, asked the same things as quietgrad.
 `python benchmarks/peers/run.py` makes the environments, measures, and writes
-`benchmarks/results/peers.json` and this page. One thread, CPU time (the machine is shared), small measures: they
-rank, they do not crown. Longer ones stand beside the [README](../README.md)'s numbers.
+`benchmarks/results/peers.json` and this page. One thread, CPU time (the machine is shared). These are small
+measures: read them as an order, not as exact factors. Longer ones are in the repository's README.
 
 Measured {date} on {machine}; {versions}.
 """
@@ -196,7 +196,7 @@ def checks(peers: dict[str, Any]) -> str:
             failed = ", ".join(f"`{check}`" for check in cell["failed"]) or "none"
             rows.append([name, f"`{estimator}`", f"{cell['passed']} of {cell['of']}", failed])
     said = peers.get("diffprivlib", {}).get("newer_scikit_learn", [])
-    older = f"diffprivlib does not bear newer ones ({'; '.join(said)}).\n" if said else ""
+    older = f"diffprivlib does not work with newer ones ({'; '.join(said)}).\n" if said else ""
     text = f"""## scikit-learn's estimator checks
 
 `check_estimator` at ε = 10⁴ (the checks fit a few dozen rows), each under the newest scikit-learn that it works

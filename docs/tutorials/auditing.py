@@ -46,13 +46,16 @@ for line in verdict.not_shown[:2]:
     print("not shown:", line)
 
 # %% [markdown]
-# An editor who halves the ε, or swaps the releases for cheaper ones, is told apart:
+# An ε that somebody halved afterwards is told without any key: the releases do not prove it. With the signer's public
+# key every other edit is told, too, for the signature is over all of the document.
 
 # %%
 import copy
 
-forged = copy.deepcopy(document.body)
-forged["claim"]["epsilon"] /= 2
 from quietgrad.certificates import Document
 
-print([finding.what for finding in check(Document(forged)).findings if finding.ok is False])
+halved, looser = copy.deepcopy(document.body), copy.deepcopy(document.body)
+halved["claim"]["epsilon"] /= 2
+looser["claim"]["delta"] *= 2
+for forged, key in ((Document(halved), None), (Document(looser, document.signature), public_key("signer.key.pub"))):
+    print([finding.what for finding in check(forged, public_key=key).findings if finding.ok is False])

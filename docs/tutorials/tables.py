@@ -6,11 +6,12 @@
 
 # %%
 import numpy as np
+import pandas as pd
 
 rng = np.random.default_rng(7)
 n = 20_000
 age, income = rng.uniform(18, 90, n), rng.lognormal(10, 0.5, n).clip(0, 200_000)
-X = np.column_stack([age, income])
+X = pd.DataFrame({"age": age, "income": income})
 y = (rng.random(n) < 1 / (1 + np.exp(-(0.06 * (age - 50) + income / 60_000 - 0.4)))).astype(int)
 
 # %% [markdown]
@@ -26,7 +27,7 @@ model = PrivateLogisticRegression(
     epsilon=1.0,
     delta=1e-6,
     classes=[0, 1],
-    feature_bounds=[(18, 90), (0, 200_000)],
+    feature_bounds={"age": (18, 90), "income": (0, 200_000)},
     inference=True,
     ledger="ledger.jsonl",
     account="patients",
