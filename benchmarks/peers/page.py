@@ -196,7 +196,8 @@ def checks(peers: dict[str, Any]) -> str:
             failed = ", ".join(f"`{check}`" for check in cell["failed"]) or "none"
             rows.append([name, f"`{estimator}`", f"{cell['passed']} of {cell['of']}", failed])
     said = peers.get("diffprivlib", {}).get("newer_scikit_learn", [])
-    older = f"diffprivlib does not work with newer ones ({'; '.join(said)}).\n" if said else ""
+    told = "; ".join(said).replace("_", r"\_")  # __init__ is no emphasis
+    older = f"diffprivlib does not work with newer ones ({told}).\n" if said else ""
     text = f"""## scikit-learn's estimator checks
 
 `check_estimator` at ε = 10⁴ (the checks fit a few dozen rows), each under the newest scikit-learn that it works
