@@ -26,7 +26,8 @@ __all__ = ["EXAMPLES", "Trial", "definition", "differing", "forward", "more_tria
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-3}
 _WEIGHTS = (1.0, -2.0, 0.5, 3.0)  # of the made-up examples, so that no two errors cancel
 EXAMPLES, _CROWD = 16, 300
-_FEW, _NUDGES = 8, 8  # one example in so many may be left out, if its gradient jumps at one of so many nudges
+_FEW = 8  # one example in so many may be left out, if its gradient jumps at one of the nudges
+_NUDGES = (4, 4, 4, 16, 16, 16, 64, 64, 64)  # in roundings: those of a deep network add up
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def differing(way: Way, slow: Way, theta: Tensor, trial: Trial) -> list[str]:
     """Parameters whose norms, or a weighted sum, are not those of the definition."""
     keys = RecordKeys(bytes(32), np.arange(len(trial.expected)))
     rows = [i for i, g in enumerate(trial.expected) if bool(g.isfinite().all())]
-    most, left_out = len(rows) // _FEW, 0
+    most, left_out = -(-len(rows) // _FEW), 0
     while rows:  # else there is nothing to compare: such an example counts as zero
         names, off = _compared(way, theta, trial, keys, rows)
         left_out += len(off)
@@ -181,9 +182,9 @@ def _wavers(slow: Way, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys, row:
             return definition(slow, params, select(x, one), select(y, one), keys.rows(np.array([row])))[1][0]
 
     here = at(theta).double()
-    for _ in range(_NUDGES):
+    for size in _NUDGES:
         signs = torch.randint(0, 2, theta.shape, generator=coins).to(theta) * 2 - 1
-        there = at(theta * (1 + 4 * torch.finfo(theta.dtype).eps * signs))
+        there = at(theta * (1 + size * torch.finfo(theta.dtype).eps * signs))
         bound = _tolerance(slow, theta)
         largest = float(here.norm())
         for where in slow.network.slices.values():
