@@ -381,6 +381,11 @@ class PrivateLoop:
     def refusal(self) -> str:
         """Why there is no further sample."""
         spent = f"ε = {self.epsilon():.4g} is spent" if self.is_private else "the loop, seeded, is not private"
+        if not self.total:
+            return (
+                f"no step is left of what was promised: {spent}. Samples that were handed out before an "
+                "interruption are not given back. Use the model as it is, or plan a longer loop from the start."
+            )
         return (
             f"the {self.total} steps that were planned are made, and {spent}. Stop here, or plan a longer loop "
             "from the start."
