@@ -222,3 +222,57 @@ def test_a_trainer_moves_the_adapters_and_nothing_else() -> None:
     )
     assert 2.98 < told["epsilon"] <= 3.0
     assert told["moved"] == 16
+
+
+def gpt2() -> Any:
+    """Its table of tokens is its output layer too."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=30, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def limited(folder: Path, epochs: int, model: Any, save_steps: int = 2) -> Any:
+    from quietgrad.torch.hugging_face import DPTrainer
+
+    args = transformers.TrainingArguments(
+        str(folder), num_train_epochs=epochs, per_device_train_batch_size=12, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="steps", save_steps=save_steps,
+    )  # fmt: skip
+    return DPTrainer(
+        model=model, args=args, train_dataset=Words(), data_collator=encoded,
+        privacy={"target_epsilon": 8.0, "target_delta": 1e-5, "max_grad_norm": 1.0},
+    )  # fmt: skip
+
+
+def test_tied_weights_are_saved_resumed_and_read_back_with_what_they_cost(tmp_path: Path) -> None:
+    first = limited(tmp_path, 1, gpt2())
+    first.train()
+    saved = tmp_path / "checkpoint-2"
+    assert (saved / "config.json").is_file()
+    read = transformers.GPT2LMHeadModel.from_pretrained(saved)
+    torch.testing.assert_close(read.lm_head.weight, first.model.lm_head.weight)
+    engine = qt.PrivacyEngine()
+    engine.make_private(
+        module=read, optimizer=torch.optim.SGD(read.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(Words(), batch_size=6, collate_fn=encoded),
+    )  # fmt: skip
+    assert engine.get_epsilon(1e-5) == pytest.approx(first.epsilon(1e-5))  # an own loop knows it too
+
+
+def test_steps_that_an_interruption_lost_end_the_training_with_a_warning(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    first = limited(tmp_path, 2, gpt2())
+    first.add_callback(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    second = limited(tmp_path, 2, gpt2())
+    with pytest.warns(UserWarning, match="are not given back"):
+        second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 3  # one of the four is lost
+    assert second.epsilon(1e-5) <= 8.0

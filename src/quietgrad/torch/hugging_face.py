@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from quietgrad.errors import BudgetError
-from quietgrad.files import read_json, write_atomically
+from quietgrad.files import write_atomically
 from quietgrad.torch.loop_processes import several
 from quietgrad.torch.losses import causal_lm_loss
 from quietgrad.torch.privacy_engine import PrivacyEngine
 from quietgrad.torch.private_module import PrivateModule
-from quietgrad.torch.provenance import loading
+from quietgrad.torch.provenance import IN_FOLDERS, loading, record_in
 from quietgrad.torch.rows import plain
 
 __all__ = ["DPTrainer"]
 
 LossOfOutputs = Callable[[Any, Tensor], Tensor]
-_RECORD = "quietgrad.json"  # in a checkpoint's folder: what it cost
 _EXACT = ("loss", "train_loss")
 
 
@@ -42,6 +42,23 @@ def _loss_of(model: Any) -> LossOfOutputs:
         f"DPTrainer: {name} has no loss that is known to take its examples one by one; give loss=lambda outputs, "
         "labels: …, the mean of one loss per example."
     )
+
+
+class _EndOfBudget(TrainerCallback):  # type: ignore[misc]
+    """Ends training with its last sample: an interrupted run may have used some that are in no checkpoint."""
+
+    def __init__(self, private: PrivateModule) -> None:
+        self._loop = private._loop
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._loop.handed_out >= self._loop.total and state.global_step < state.max_steps:
+            warnings.warn(
+                f"DPTrainer: training ends after step {state.global_step} of {state.max_steps}: no further step is "
+                "left of what was promised. Steps that were made before an interruption and are in no checkpoint "
+                "are not given back; save more often to lose fewer (save_strategy='steps').",
+                stacklevel=2,
+            )
+            control.should_training_stop = True
 
 
 class DPTrainer(Trainer):  # type: ignore[misc]
@@ -111,9 +128,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         resumed = args[0] if args else kwargs.get("resume_from_checkpoint")
         folder = get_last_checkpoint(settings.output_dir) if resumed is True else resumed
         if folder:
-            _record_in(folder)  # before anything is reserved
-        origin = str(getattr(module, "name_or_path", None) or "")
-        before = _record_in(origin) if origin and (Path(origin) / _RECORD).is_file() else None
+            record_in(folder)  # before anything is reserved
         self._set_signature_columns_if_needed()
         records: Any = self.train_dataset
         loader: DataLoader[Any] = DataLoader(
@@ -131,14 +146,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         private, self.optimizer, self._loader = make(
             module=module, optimizer=self.create_optimizer(), data_loader=loader, epochs=epochs, **self._privacy
         )
-        if before is not None:  # from_pretrained read what a DPTrainer had saved
-            private._loop.load_history(before)
         self._private = private
+        end = _EndOfBudget(private)
+        self.add_callback(end)
         try:
             self.model = self.model_wrapped = private
             done: Any = super().train(*args, **kwargs)
         finally:
             self.model = self.model_wrapped = module
+            self.remove_callback(end)
         return done._replace(
             training_loss=done.training_loss if self._log_losses else math.nan, metrics=self._marked(done.metrics)
         )
@@ -179,29 +195,29 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if self._private is not None:  # before the weights: what they say they cost is never too little
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / _RECORD, json.dumps(self._private._loop.state()).encode())
-        super()._save(output_dir, state_dict)
+            write_atomically(folder / IN_FOLDERS, json.dumps(self._private._loop.state()).encode())
+        with self._as_given():
+            super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with loading(self.model, _record_in(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with loading(self.model, record_in(resume_from_checkpoint)), self._as_given():
+            super()._load_from_checkpoint(resume_from_checkpoint, self.model)
 
     def _load_best_model(self) -> None:
-        with loading(self.model, _record_in(str(self.state.best_model_checkpoint))):
+        with loading(self.model, record_in(str(self.state.best_model_checkpoint))), self._as_given():
             super()._load_best_model()
+
+    @contextmanager
+    def _as_given(self) -> Iterator[None]:
+        """The model as it was given: its own class writes its configuration, and tied weights once."""
+        before = self.model
+        if isinstance(before, PrivateModule):
+            self.model = before.module
+        try:
+            yield
+        finally:
+            self.model = before
 
     def epsilon(self, delta: float) -> float:
         """What training has cost so far."""
         return self._engine.get_epsilon(delta)
-
-
-def _record_in(folder: str) -> Any:
-    """What the checkpoint in a folder cost."""
-    try:
-        return read_json(Path(folder) / _RECORD)
-    except (OSError, ValueError):
-        raise BudgetError(
-            f"{folder}: this checkpoint does not say what it cost ({_RECORD} is not there or cannot be read). "
-            "Resume from one that DPTrainer saved; if its weights are public, or of other people, load them into "
-            "the model before it is given to DPTrainer. Nothing was trained."
-        ) from None

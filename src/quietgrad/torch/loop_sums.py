@@ -30,6 +30,7 @@ from quietgrad.objectives.networks.tape import mapped, select, tensors_of
 from quietgrad.objectives.networks.ways import Recorded, joined
 from quietgrad.torch.call_layout import CallLayout
 from quietgrad.torch.clip_rules import FlatClip
+from quietgrad.torch.loss_replay import Given
 from quietgrad.torch.rows import Owners, plain
 
 if TYPE_CHECKING:
@@ -52,12 +53,16 @@ class Piece:
     """One forward pass: inputs, output leaves, whose rows they are, and the secrets its dropout masks came from."""
 
     args: tuple[Tensor, ...]
-    leaves: list[Tensor]
+    outputs: list[Given]
     owners: Owners
     keys: RecordKeys
     layout: CallLayout
     recorded: Recorded | None = None
     state: tuple[int, ...] = ()  # of the parameters: a change in place makes the recording another function's
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [output.value for output in self.outputs]
 
     @property
     def has_gradient(self) -> bool:

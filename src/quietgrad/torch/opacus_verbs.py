@@ -65,7 +65,7 @@ def make_private_with_epsilon(
     relation: str | Relation = Relation.ADD_REMOVE,
     noise_schedule: Callable[[int], float] | None = None,
     batch_schedule: Callable[[int], int] | None = None,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     poisson_sampling: bool = True,
     micro_batch: int | None = None,
     memory_budget: float = 256e6,
@@ -94,7 +94,9 @@ def make_private_with_epsilon(
             ``clipping="flat"`` and in one process only.
         noise_schedule: noise of epoch e relative to the calibrated one, such as ``lambda e: 0.95**e``.
         batch_schedule: expected sample size of epoch e, instead of the loader's.
-        loss_reduction: ``"mean"`` if the loss averages over the batch (undone here), ``"sum"`` if it adds up.
+        loss_reduction: ``"mean"`` if the loss averages over the batch (undone here), ``"sum"`` if it adds up. It
+            is tried in every step on records alone, and a loss that is the other one is refused: the size of a
+            sample is secret. Not given, it is a mean, and a loss that cannot be tried is refused too.
         poisson_sampling: ``False`` puts every record into exactly one batch of each epoch, as shuffling does. That
             has no amplification that is proved: it is accounted without, and costs much more.
         micro_batch: examples per backward pass.
@@ -102,7 +104,7 @@ def make_private_with_epsilon(
         history: other loops on the same people, such as those of a :class:`PrivacyEngine`.
 
     Call the returned model once per batch, ``loss.backward()``, ``optimizer.step()``. A loss must treat examples
-    apart: a mean with class weights divides by the weights of the whole batch, which mixes them.
+    apart: a mean with class weights divides by the weights of the whole batch, and is refused.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randint(0, 2, (100,)))
@@ -144,7 +146,7 @@ def make_private(
     relation: str | Relation = Relation.ADD_REMOVE,
     noise_schedule: Callable[[int], float] | None = None,
     batch_schedule: Callable[[int], int] | None = None,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     poisson_sampling: bool = True,
     micro_batch: int | None = None,
     memory_budget: float = 256e6,
@@ -198,7 +200,7 @@ def _private(
     budget: Budget,
     noise_multiplier: float | None,
     clipping: tuple[float | Sequence[float], str, dict[str, float]],
-    loss_reduction: str,
+    loss_reduction: str | None,
     poisson_sampling: bool,
     micro_batch: int | None,
     memory_budget: float,
@@ -208,7 +210,7 @@ def _private(
     seed: int | None,
     history: History | None,
 ) -> Private:
-    if loss_reduction not in ("mean", "sum"):
+    if loss_reduction not in ("mean", "sum", None):
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
     if isinstance(module, PrivateModule):
         module = module.module
@@ -253,7 +255,7 @@ def _private(
     if not leads():
         ledger = cap = None  # one process pays
     curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, seed=seed, key=key)
-    loop = PrivateLoop(plan, curator, engine, rule, loss_reduction == "mean", history, shards, name)
+    loop = PrivateLoop(plan, curator, engine, rule, loss_reduction, history, shards, name)
     for record in before:
         loop.load_history(record)
     provenance = Provenance(loop)

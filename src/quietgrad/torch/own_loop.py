@@ -41,6 +41,8 @@ from quietgrad.torch.clip_rules import ClipRule, FlatClip
 from quietgrad.torch.history import History, LoopCost, epsilon_of, origins
 from quietgrad.torch.loop_processes import SharedSession, several
 from quietgrad.torch.loop_sums import FromOutputs, Piece, not_by_rows, outputs_of, try_calls, versions_of
+from quietgrad.torch.loss_replay import Given
+from quietgrad.torch.loss_weights import LossWeights
 from quietgrad.torch.rows import Owners, Rows, Sample
 from quietgrad.torch.shards import Shards
 
@@ -100,7 +102,7 @@ class PrivateLoop:
         curator: CentralCurator,
         engine: PerExampleEngine,
         rule: ClipRule,
-        mean_reduced: bool,
+        loss_reduction: str | None,
         history: History | None = None,
         shards: Shards | None = None,
         name: str = "",
@@ -108,7 +110,8 @@ class PrivateLoop:
         self.plan = plan
         self.engine = engine
         self.rule = rule
-        self.mean_reduced = mean_reduced
+        self.weights = LossWeights(loss_reduction)
+        self.mean_reduced = self.weights.mean
         self.is_private = not curator.seeded
         self.handed_out = 0  # samples that the loop has seen
         self.total = plan.schedule.releases  # samples it may see
@@ -224,6 +227,7 @@ class PrivateLoop:
         # Told first and looked at again: of two loops that hand out at once at least one sees the other.
         self._refuse_after_others(self.history.told)
         self._now = self._ahead.popleft()
+        self.sample.forget()
         self.sample, self.waiting = Sample(), False
         self.handed_out += 1
         # A forward pass nobody differentiated was an evaluation.
@@ -238,9 +242,12 @@ class PrivateLoop:
                 raise BudgetError(self.refusal())
 
     def clear(self) -> None:
-        """Forget the outputs: ``zero_grad()``. Those of a sample's earlier pieces wait for its step."""
+        """Forget the gradients at outputs: ``zero_grad()``. Those of a sample's earlier pieces wait for its step.
+
+        Outputs whose loss is yet to be differentiated stay: many loops call ``zero_grad()`` just before.
+        """
         if not self.waiting:
-            self._pieces = []
+            self._pieces = [piece for piece in self._pieces if not piece.has_gradient]
 
     def _engine(self, layout: CallLayout) -> PerExampleEngine:
         """The engine of calls of this kind: each is tried on made-up examples for itself."""
@@ -282,19 +289,19 @@ class PrivateLoop:
             recorded = self._recorded(engine, args, keys)
             with torch.no_grad():
                 output = outputs_of(engine, args, keys) if recorded is None else recorded.output
-        leaves: list[Tensor] = []
+        given: list[Given] = []
 
         def leaf(value: Tensor) -> Tensor:
             if not value.is_floating_point():
                 return value
             if value.dim() < 1 or len(value) != len(keys.indices):
                 raise ValueError(not_by_rows(value))
-            leaves.append(value.detach().clone().requires_grad_())
-            return Rows.of(leaves[-1], owners, self.sample, told=True)
+            given.append(Given(value.detach().clone().requires_grad_(), owners.places, leaf=True))
+            return Rows.of(given[-1].value, owners, self.sample, given[-1])
 
         wrapped = mapped(output, leaf)
         state = versions_of(self._params().values())
-        self._pieces.append(Piece(args, leaves, owners, keys, layout, recorded, state))
+        self._pieces.append(Piece(args, given, owners, keys, layout, recorded, state))
         return wrapped
 
     def _recorded(self, engine: PerExampleEngine, args: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
@@ -374,6 +381,11 @@ class PrivateLoop:
     def refusal(self) -> str:
         """Why there is no further sample."""
         spent = f"ε = {self.epsilon():.4g} is spent" if self.is_private else "the loop, seeded, is not private"
+        if not self.total:
+            return (
+                f"no step is left of what was promised: {spent}. Samples that were handed out before an "
+                "interruption are not given back. Use the model as it is, or plan a longer loop from the start."
+            )
         return (
             f"the {self.total} steps that were planned are made, and {spent}. Stop here, or plan a longer loop "
             "from the start."
@@ -397,10 +409,14 @@ class PrivateLoop:
                 "optimizer.step(): a record went through the model twice since the last step and would contribute "
                 "twice. Call the model once per example and step."
             )
+        for piece in pieces:
+            for output in piece.outputs:
+                if output.value.grad is not None:
+                    self.weights.check(output)
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         for name, param in self._stepped().items():
-            if param.grad is not None:
+            if param.grad is not None and bool(param.grad.any()):  # zeros are those of set_to_none=False
                 known = self._released.get(param)
                 if known is None or known[0] is not param.grad or known[1] != param.grad._version:
                     raise BudgetError(

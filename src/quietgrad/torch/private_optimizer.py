@@ -52,7 +52,7 @@ class PrivateOptimizer(Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients and recorded outputs; between the pieces of a sample nothing is forgotten."""
+        """Forget gradients, at outputs too; between the pieces of a sample nothing is forgotten."""
         self._loop.clear()
         super().zero_grad(set_to_none)
 

@@ -12,19 +12,23 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import BudgetError, DataError
+from quietgrad.files import read_json
 from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.torch.history import LoopCost, origins
 
 if TYPE_CHECKING:
     from quietgrad.torch.own_loop import PrivateLoop
 
-__all__ = ["Provenance", "earlier", "loading"]
+__all__ = ["IN_FOLDERS", "Provenance", "earlier", "loading", "record_in"]
+
+IN_FOLDERS = "quietgrad.json"  # in a folder of weights: what they cost
 
 _SPENT, _TENSORS = "quietgrad", "quietgrad tensors"  # in the metadata of a state
 _SAYS_NOTHING = (
@@ -162,8 +166,7 @@ def _found(module: nn.Module) -> Iterable[Provenance]:
 def earlier(module: nn.Module, relation: Relation, unit: Unit) -> list[Any]:
     """Records of the loops that a module has been through, for the next one on it."""
     records = []
-    for found in _found(module):
-        record = json.loads(found.record)
+    for record in [*(json.loads(found.record) for found in _found(module)), *_read_from(module)]:
         costs = [LoopCost.from_json(cost) for cost in record["loops"] if cost["loop"] in origins(record)]
         if all(cost.relation is relation and cost.unit is unit for cost in costs):
             records.append(record)
@@ -174,6 +177,24 @@ def earlier(module: nn.Module, relation: Relation, unit: Unit) -> list[Any]:
                 "module if they are of other people. Nothing was spent."
             )
     return records
+
+
+def record_in(folder: str) -> Any:
+    """What the weights in a folder cost."""
+    try:
+        return read_json(Path(folder) / IN_FOLDERS)
+    except (OSError, ValueError):
+        raise BudgetError(
+            f"{folder}: this checkpoint does not say what it cost ({IN_FOLDERS} is not there or cannot be read). "
+            "Resume from one that DPTrainer saved; if its weights are public, or of other people, load them into "
+            "the model before it is given to DPTrainer. Nothing was trained."
+        ) from None
+
+
+def _read_from(module: nn.Module) -> list[Any]:
+    """What the folders cost that ``from_pretrained`` read a module, or parts of it, from."""
+    folders = {str(getattr(part, "name_or_path", None) or "") for part in module.modules()} - {""}
+    return [record_in(folder) for folder in sorted(folders) if (Path(folder) / IN_FOLDERS).is_file()]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quietgrad.errors import BudgetError
 from quietgrad.objectives.networks.tape import mapped
+from quietgrad.torch.loss_replay import Given, Held, Made, backward, held, lost
 
 __all__ = ["Owners", "Rows", "Sample", "owners_of", "plain"]
 
@@ -36,10 +37,20 @@ class Owners(NamedTuple):
 
 
 class Sample:
-    """Whether numbers were made of a sample's records: those cannot be followed any further."""
+    """Whether numbers were made of a sample's records: those cannot be followed any further.
+
+    ``made`` are the calls that losses are made again by.
+    """
 
     def __init__(self) -> None:
         self.read = False
+        self.made: list[Made] = []
+
+    def forget(self) -> None:
+        """Its steps are made: sums of losses that outlive it keep nothing of it."""
+        for made in self.made:
+            made.forget()
+        self.made.clear()
 
 
 class Rows(Tensor):
@@ -52,6 +63,7 @@ class Rows(Tensor):
     owners: Owners | None = None
     samples: tuple[Sample, ...] = ()
     told: bool = False
+    made: Held | None = None  # how, unless it is rows of the batch as they are
     seen: int = -1  # the tensor's version when it was marked: writing through another view of its memory changes it
 
     @staticmethod
@@ -64,11 +76,12 @@ class Rows(Tensor):
         return marked
 
     @staticmethod
-    def of(tensor: Tensor, owners: Owners, sample: Sample, told: bool = False) -> Tensor:
-        """Rows of a sample, or the model's outputs for them."""
+    def of(tensor: Tensor, owners: Owners, sample: Sample, output: Given | None = None) -> Tensor:
+        """Rows of a sample, or an output of the model for them."""
         marked = Rows.mark(tensor, owners)
         assert isinstance(marked, Rows)
-        marked.samples, marked.told = (sample,), told
+        marked.samples, marked.told = (sample,), output is not None
+        marked.made = None if output is None else Held(output)
         return marked
 
     @classmethod
@@ -82,6 +95,7 @@ class Rows(Tensor):
             for value in given:
                 if _version(value) != value.seen:
                     Rows.mark(value, None)
+                    value.made = lost()
             strangers = [value for value in _tensors((args, kwargs)) if not isinstance(value, Rows)]
             if torch.is_grad_enabled() and any(value.is_leaf and value.requires_grad for value in strangers):
                 raise BudgetError(
@@ -90,6 +104,10 @@ class Rows(Tensor):
                     "given to make_private; if it is not trained, set requires_grad_(False) or use torch.no_grad()."
                 )
             others = [(value, _version(value)) for value in strangers]
+            if name == "backward" and isinstance(args[0], Rows) and args[0].made is not None:
+                weights = held(args[1] if len(args) > 1 else kwargs.get("gradient"), _origin)
+                return backward(args[0].made, weights, lambda: func(*args, **kwargs))
+            made = Made(func, held(args, _origin), held(kwargs, _origin), torch.is_grad_enabled())
             result = func(*(plain(args) if name == "__deepcopy__" else args), **kwargs)
             samples = tuple({id(sample): sample for value in given for sample in value.samples}.values())
             told = any(value.told for value in given)
@@ -101,16 +119,30 @@ class Rows(Tensor):
                 if isinstance(args[0], Rows):
                     Rows.mark(args[0], None if inner else args[0].owners)
                     args[0].samples, args[0].told = samples, told
+                    args[0].made = Held(made)
+                    for sample in samples:
+                        sample.made.append(made)
                 return result
             if name == "__set__" and func.__self__.__name__ not in _HARMLESS:
                 args[0].owners = None
             if not any(True for _ in _tensors(result)):
                 return result
             result = _marked(name, func, args, kwargs, given, result)
-            for each in _tensors(result):
+            for number, each in enumerate(_tensors(result)):
                 if isinstance(each, Rows):
-                    each.samples, each.told = samples, told
+                    each.samples, each.told, each.made = samples, told, Held(made, number)
+            for sample in samples:
+                sample.made.append(made)
             return result
+
+
+def _origin(value: Tensor) -> Held | None:
+    """Where rows come from; ``None`` of a tensor of nobody."""
+    if not isinstance(value, Rows):
+        return None
+    if value.owners is not None and not value.told:
+        return Held(Given(value.as_subclass(Tensor), value.owners.places))
+    return lost() if value.made is None else value.made
 
 
 def _words(text: str) -> frozenset[str]:

@@ -1,0 +1,60 @@
+"""What a loop was told about its loss, held against what its losses turn out to be."""
+
+from __future__ import annotations
+
+from quietgrad.errors import BudgetError
+from quietgrad.torch.loss_replay import Given, Weighing
+
+__all__ = ["LossWeights"]
+
+_WHY = (
+    "The size of a sample is secret and would be in every record's gradient before it is clipped. Nothing was "
+    "released."
+)
+
+
+class LossWeights:
+    """Whether losses are means or sums, as declared; ``None`` is a mean that nobody vouches for."""
+
+    def __init__(self, declared: str | None) -> None:
+        self.mean = declared != "sum"
+        self._declared = declared is not None
+        self._numbers: dict[int, tuple[float, ...]] = {}  # factors that may be sizes, by the size of the batch
+
+    def check(self, output: Given) -> None:
+        """Raise BudgetError unless the losses that sent gradients to an output weigh its examples as declared."""
+        size = len(output.places)
+        for found in output.found or [Weighing("" if size > 1 else "any")]:
+            kind = found.kind if not found.numbers else self._by_numbers(found.numbers, size)
+            if kind == "mixed":
+                raise BudgetError(
+                    "the weight of an example in the loss depends on the other examples of the batch: it is "
+                    "neither the mean nor the sum of one loss per example (a mean with class weights or "
+                    "ignore_index, a division by a count of labels or masks, examples compared with each other). "
+                    "Use reduction='sum' and loss_reduction='sum', or qt.causal_lm_loss for language models. "
+                    "Nothing was released."
+                )
+            if kind == "" and not self._declared:
+                raise BudgetError(
+                    "whether the loss is a mean or a sum over the batch cannot be told: make it of the model's "
+                    "outputs by torch functions of the whole batch and call loss.backward(), or say which it is, "
+                    "make_private(loss_reduction='mean') or 'sum', and answer for it. Nothing was released."
+                )
+            if kind == "sum" and self.mean:
+                raise BudgetError(
+                    "the loss is a sum over the batch, and loss_reduction is 'mean': give make_private "
+                    f"loss_reduction='sum', or the loss reduction='mean'. {_WHY}"
+                )
+            if kind == "mean" and not self.mean:
+                raise BudgetError(
+                    "the loss is a mean over the batch, and loss_reduction is 'sum': leave loss_reduction out, or "
+                    f"give the loss reduction='sum'. {_WHY}"
+                )
+
+    def _by_numbers(self, numbers: tuple[float, ...], size: int) -> str:
+        """A sum that was divided by a number: its size, or a constant that looks like it in this batch."""
+        others = [known for other, known in self._numbers.items() if other != size]
+        self._numbers[size] = numbers
+        if numbers in others:
+            return "sum"  # by a constant
+        return "mean" if others or self.mean else "any"
