@@ -23,7 +23,7 @@ from torch import Tensor
 from quietgrad.objectives.networks.randomness import preserved
 from quietgrad.objectives.networks.tape import tensors_of
 
-__all__ = ["Given", "Held", "Made", "Weighing", "backward", "held", "lost"]
+__all__ = ["Given", "Held", "Made", "Weighing", "backward", "guessed", "held", "lost"]
 
 _SCALING = frozenset(
     [
@@ -182,6 +182,18 @@ def backward(loss: Held, weights: Any, run: Any) -> Any:
         if now is not None:
             output.found.append(_weighing(loss, weights, output, now if earlier is None else now - earlier))
     return result
+
+
+def guessed(losses: list[Held], output: Given) -> Weighing:
+    """The same of a loss that was differentiated unseen (``torch.autograd.backward``): the last that fits."""
+    gradient = output.value.grad
+    assert gradient is not None
+    for loss in reversed(losses):
+        if any(each is output for each in _outputs(loss)):
+            found = _weighing(loss, None, output, gradient)
+            if found.kind in ("mean", "sum", "any"):
+                return found
+    return Weighing("" if len(output.places) > 1 else "any")
 
 
 def _outputs(loss: Held) -> list[Given]:

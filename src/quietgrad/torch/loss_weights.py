@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quietgrad.errors import BudgetError
-from quietgrad.torch.loss_replay import Given, Weighing
+from quietgrad.torch.loss_replay import Given, Held, guessed
 
 __all__ = ["LossWeights"]
 
@@ -21,10 +21,10 @@ class LossWeights:
         self._declared = declared is not None
         self._numbers: dict[int, tuple[float, ...]] = {}  # factors that may be sizes, by the size of the batch
 
-    def check(self, output: Given) -> None:
+    def check(self, output: Given, losses: list[Held]) -> None:
         """Raise BudgetError unless the losses that sent gradients to an output weigh its examples as declared."""
         size = len(output.places)
-        for found in output.found or [Weighing("" if size > 1 else "any")]:
+        for found in output.found or [guessed(losses, output)]:
             kind = found.kind if not found.numbers else self._by_numbers(found.numbers, size)
             if kind == "mixed":
                 raise BudgetError(
