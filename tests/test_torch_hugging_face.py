@@ -262,13 +262,13 @@ def test_tied_weights_are_saved_resumed_and_read_back_with_what_they_cost(tmp_pa
 
 
 def test_steps_that_an_interruption_lost_end_the_training_with_a_warning(tmp_path: Path) -> None:
-    class Stop(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
-                raise KeyboardInterrupt
+    def interrupted(_: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
 
+    stop: Any = type("Stop", (transformers.TrainerCallback,), {"on_step_end": interrupted})
     first = limited(tmp_path, 2, gpt2())
-    first.add_callback(Stop())
+    first.add_callback(stop())
     with pytest.raises(KeyboardInterrupt):
         first.train()
     second = limited(tmp_path, 2, gpt2())

@@ -169,6 +169,33 @@ def test_backward_with_weights_and_two_losses() -> None:
         steps(loss, loss_reduction="sum")
 
 
+@pytest.mark.parametrize("power", [1, -1])
+def test_sizes_that_come_in_again_are_refused(power: int) -> None:
+    def loss(output: Tensor, y: Tensor) -> Any:
+        scaled = F.cross_entropy(output, y)
+        return scaled * float(len(y)) ** power
+
+    with pytest.raises(BudgetError, match=r"is a sum|depends on the other"):
+        steps(loss)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_is_differentiated_unseen_is_tried_too(reduction: str) -> None:
+    class Unseen:
+        def __init__(self, loss: Tensor) -> None:
+            self.loss = loss
+
+        def backward(self) -> None:
+            torch.autograd.backward(self.loss)
+
+    def loss(output: Tensor, y: Tensor) -> Any:
+        return Unseen(F.cross_entropy(output, y, reduction=reduction))
+
+    steps(loss, loss_reduction=None if reduction == "mean" else "sum")
+    with pytest.raises(BudgetError, match=f"the loss is a {reduction}"):
+        steps(loss, loss_reduction="sum" if reduction == "mean" else None)
+
+
 def test_losses_that_are_kept_hold_nothing_of_their_samples() -> None:
     kept: list[Any] = []
 

@@ -7,8 +7,8 @@ therefore tried. Every torch function that meets the model's outputs is noted (:
 differentiated it is made again of one record's rows, and that record's gradient b′ is compared with b in the batch
 of m: b′ = m·b is a mean, b′ = b a sum, and anything else a loss in which examples weigh each other.
 
-Numbers that left torch are not followed: ``loss.sum() / len(x)`` looks like a sum. So where b′ = b, what a factor
-or a divisor holds of m is tried again as 1.
+Numbers that left torch are not followed: ``loss.sum() / len(x)`` looks like a sum. So what a factor or a divisor
+holds of m is tried again as 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from quietgrad.objectives.networks.randomness import preserved
 from quietgrad.objectives.networks.tape import tensors_of
 
-__all__ = ["Given", "Held", "Made", "Weighing", "backward", "held", "lost"]
+__all__ = ["Given", "Held", "Made", "Weighing", "backward", "guessed", "held", "lost"]
 
 _SCALING = frozenset(
     [
@@ -41,7 +41,8 @@ class Weighing:
     """What was found of one loss: ``"mean"``, ``"sum"``, ``"mixed"``, ``"any"``, or ``""``: it cannot be told."""
 
     kind: str
-    numbers: tuple[float, ...] = ()  # the factors that hold the size, if a mean was made by them
+    numbers: tuple[float, ...] = ()  # factors that may hold the size of the batch
+    by_size: str = ""  # what it is if they do
 
 
 @dataclass(eq=False)
@@ -184,6 +185,18 @@ def backward(loss: Held, weights: Any, run: Any) -> Any:
     return result
 
 
+def guessed(losses: list[Held], output: Given) -> Weighing:
+    """The same of a loss that was differentiated unseen (``torch.autograd.backward``): the last that fits."""
+    gradient = output.value.grad
+    assert gradient is not None
+    for loss in reversed(losses):
+        if any(each is output for each in _outputs(loss)):
+            found = _weighing(loss, None, output, gradient)
+            if found.kind in ("mean", "sum", "any"):
+                return found
+    return Weighing("" if len(output.places) > 1 else "any")
+
+
 def _outputs(loss: Held) -> list[Given]:
     """The model's outputs that a loss was made of."""
     seen: dict[int, Any] = {}
@@ -245,13 +258,11 @@ def _row(loss: Held, weights: Any, output: Given, gradient: Tensor, row: int) ->
         told = told or not replay.random
         if bool((own - size * here).norm() <= near * own.norm()):
             return "mean", tuple(replay.numbers)
-        return "sum" if bool((own - here).norm() <= near * here.norm()) else "", ()
+        return "sum" if bool((own - here).norm() <= near * here.norm()) else "", tuple(replay.numbers)
 
     for others in (False, True):
         kind, _ = alone(False, others)
-        if kind == "sum":  # or one that was divided by the size
-            known, numbers = alone(True, others)
-            return Weighing("mean", numbers) if known == "mean" else Weighing("sum")
-        if kind == "mean":
-            return Weighing("mean")
+        if kind:
+            by_size, numbers = alone(True, others)
+            return Weighing(kind, numbers, by_size or "mixed") if numbers else Weighing(kind)
     return Weighing("mixed" if told else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quietgrad.errors import BudgetError
-from quietgrad.torch.loss_replay import Given, Weighing
+from quietgrad.torch.loss_replay import Given, Held, Weighing, guessed
 
 __all__ = ["LossWeights"]
 
@@ -11,6 +11,7 @@ _WHY = (
     "The size of a sample is secret and would be in every record's gradient before it is clipped. Nothing was "
     "released."
 )
+_SMALL = 8  # in a batch so small any constant may be a multiple of its size
 
 
 class LossWeights:
@@ -21,11 +22,11 @@ class LossWeights:
         self._declared = declared is not None
         self._numbers: dict[int, tuple[float, ...]] = {}  # factors that may be sizes, by the size of the batch
 
-    def check(self, output: Given) -> None:
+    def check(self, output: Given, losses: list[Held]) -> None:
         """Raise BudgetError unless the losses that sent gradients to an output weigh its examples as declared."""
         size = len(output.places)
-        for found in output.found or [Weighing("" if size > 1 else "any")]:
-            kind = found.kind if not found.numbers else self._by_numbers(found.numbers, size)
+        for found in output.found or [guessed(losses, output)]:
+            kind = self._kind(found, size)
             if kind == "mixed":
                 raise BudgetError(
                     "the weight of an example in the loss depends on the other examples of the batch: it is "
@@ -51,10 +52,15 @@ class LossWeights:
                     f"give the loss reduction='sum'. {_WHY}"
                 )
 
-    def _by_numbers(self, numbers: tuple[float, ...], size: int) -> str:
-        """A sum that was divided by a number: its size, or a constant that looks like it in this batch."""
+    def _kind(self, found: Weighing, size: int) -> str:
+        """A factor that is the size in this batch is one if it follows the size, and a constant if it stays."""
+        if not found.numbers:
+            return found.kind
         others = [known for other, known in self._numbers.items() if other != size]
-        self._numbers[size] = numbers
-        if numbers in others:
-            return "sum"  # by a constant
-        return "mean" if others or self.mean else "any"
+        self._numbers[size] = found.numbers
+        if found.numbers in others:
+            return found.kind
+        if others and size >= _SMALL:
+            return found.by_size
+        wanted = "mean" if self.mean else "sum"
+        return wanted if wanted in (found.kind, found.by_size) else found.kind

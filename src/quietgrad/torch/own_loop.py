@@ -412,7 +412,7 @@ class PrivateLoop:
         for piece in pieces:
             for output in piece.outputs:
                 if output.value.grad is not None:
-                    self.weights.check(output)
+                    self.weights.check(output, self.sample.losses)
         refuse_autocast(self.engine.device)
         self._refuse_other_parameters()
         for name, param in self._stepped().items():

@@ -59,7 +59,8 @@ class PrivateModule(nn.Module):
             raise BudgetError(
                 f"the private model was given {owners}: each row must be one record of the loader's batch, whole "
                 "or in pieces. Augment records in the data set or in the model, where their random numbers are "
-                "their own; wrap evaluations in model.eval() or torch.no_grad()."
+                "their own; make a hidden state inside the module, or pass None; wrap evaluations in model.eval() "
+                "or torch.no_grad()."
             )
         return self._loop.forward(plain(tensors), owners, CallLayout(args, kwargs))
 

@@ -39,18 +39,20 @@ class Owners(NamedTuple):
 class Sample:
     """Whether numbers were made of a sample's records: those cannot be followed any further.
 
-    ``made`` are the calls that losses are made again by.
+    ``made`` are the calls that ``losses`` are made again by.
     """
 
     def __init__(self) -> None:
         self.read = False
         self.made: list[Made] = []
+        self.losses: list[Held] = []  # what may be differentiated
 
     def forget(self) -> None:
         """Its steps are made: sums of losses that outlive it keep nothing of it."""
         for made in self.made:
             made.forget()
         self.made.clear()
+        self.losses.clear()
 
 
 class Rows(Tensor):
@@ -131,6 +133,9 @@ class Rows(Tensor):
             for number, each in enumerate(_tensors(result)):
                 if isinstance(each, Rows):
                     each.samples, each.told, each.made = samples, told, Held(made, number)
+                    if told and each.dim() == 0 and each.requires_grad:
+                        for sample in samples:
+                            sample.losses.append(each.made)
             for sample in samples:
                 sample.made.append(made)
             return result
