@@ -394,7 +394,7 @@ def test_an_own_loop_runs_the_model_once(pieces: int, overflows: bool) -> None:
     model = Counting()
     private, optimizer, loader = qt.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1e-3,
-        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=16),
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=16), loss_reduction="sum",
     )  # fmt: skip
     for number, (inputs, labels) in enumerate(loader):
         optimizer.zero_grad()

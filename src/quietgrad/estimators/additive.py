@@ -230,7 +230,8 @@ class _Additive(PrivateLinearModel):
         """{feature: (bin edges or categories, values, error)}; of the last class against the others' mean.
 
         Values are on the score's scale, with mean zero over bins or categories. The error is one standard error of
-        the privacy noise and the sampling; what the fit's shrinkage towards smoothness costs is not in it.
+        the privacy noise and the sampling; what the fit's shrinkage towards smoothness costs is not in it. Bins
+        that hold no records have what smoothing makes of the noise beside them, which no error covers.
         """
         check_is_fitted(self)
         weights = self.coef_[-1] - (self.coef_[:-1].mean(axis=0) if len(self.coef_) > 1 else 0.0)
