@@ -16,7 +16,9 @@ import pytest
 import quietgrad as qg
 from quietgrad.algorithms.examples import Example
 from quietgrad.algorithms.registry import ALGORITHMS, Entry
+from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives import L2, Logistic
+from quietgrad.objectives.base import Gradient
 
 N, D = 3000, 6
 
@@ -89,3 +91,12 @@ def resumed(data: Any, algorithm: Any, folder: Path) -> tuple[qg.Result, list[An
         callback=lambda state, _: seen.append(np.array(state.params)),
     )  # fmt: skip
     return result, seen
+
+
+def spent_after(plan: Any, data: Any, releases: int, ledger: Path, *, data_dependent: bool) -> float:
+    """ε in the ledger after a session was closed so early."""
+    session = CentralCurator(Logistic(), data, ledger=ledger).open(plan)
+    for _ in range(releases):
+        session.release("gradient", Gradient(np.zeros(data[0].shape[1]), 1.0))
+    session.close("enough", data_dependent=data_dependent)
+    return qg.Ledger(ledger).spent("default", delta=1e-5, relation=qg.Relation.ADD_REMOVE).epsilon

@@ -39,7 +39,7 @@ from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.report.certificate import certify_run
 from quietgrad.sampling import FullBatch, Poisson, PoissonTurns, SinglePass, Turns
 from quietgrad.sampling.samplers import CoinSampler
-from tests.common import interrupted, objective, problem, resumed
+from tests.common import interrupted, objective, problem, resumed, spent_after
 
 Floats = npt.NDArray[np.float64]
 ADD, REPLACE = qg.Relation.ADD_REMOVE, qg.Relation.REPLACE_ONE
@@ -295,12 +295,7 @@ def test_a_record_moves_one_window_for_each_coin_by_what_is_claimed(relation: st
 def test_a_run_that_stops_early_pays_for_the_rounds_it_began(tmp_path: Path) -> None:
     plan, (X, y) = band_plan(), problem(300)
     for name, data_dependent in (("clock", False), ("looked", True)):
-        path = tmp_path / f"{name}.jsonl"
-        session = CentralCurator(Logistic(), (X, y), ledger=path).open(plan)
-        for _ in range(9):
-            session.release("gradient", Gradient(np.zeros(X.shape[1]), 1.0))
-        session.close("enough", data_dependent=data_dependent)
-        spent = Ledger(path).spent("default", delta=1e-5, relation=ADD).epsilon
+        spent = spent_after(plan, (X, y), 9, tmp_path / f"{name}.jsonl", data_dependent=data_dependent)
         begun = events.repeated(events.Poisson(0.2, events.Gaussian(plan.noise_multiplier)), 3)
         expected = plan.event if data_dependent else begun
         assert spent == pytest.approx(qg.account(expected, delta=1e-5, relation=ADD), rel=1e-9)
@@ -515,6 +510,8 @@ def test_json_round_trip_and_hostile_coefficients() -> None:
         ({"noise": Banded.made(32, 5)}, "as many bands as cohorts"),
         ({"cohorts": None}, "name the cohorts"),
         ({"cohorts": 1}, "must be"),
+        ({"cohorts": 0}, "whole number"),
+        ({"cohorts": "4"}, "whole number"),
         ({"cohorts": 40}, "smaller batches or fewer cohorts"),
         ({"returns": "random"}, "random number of releases"),
     ],

@@ -26,14 +26,13 @@ from quietgrad.objectives.base import Gradient
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.correlated import BufferRows, Correlated
-from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import GaussianNoise, NoisyChoice, UnitNoise, from_json
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.report.certificate import certify_run
 from quietgrad.sampling import FullBatch, SinglePass, Turns
 from quietgrad.sampling.samplers import CohortSampler
-from tests.common import interrupted, objective, problem, resumed
+from tests.common import interrupted, objective, problem, resumed, spent_after
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -181,12 +180,7 @@ def test_a_stopped_run_is_priced_by_its_own_rows_and_columns() -> None:
 def test_a_session_that_is_closed_early_gives_back_what_was_not_released(tmp_path: Path) -> None:
     plan, (X, y) = turns_plan(), problem(300)
     for name, data_dependent in (("clock", False), ("looked", True)):
-        path = tmp_path / f"{name}.jsonl"
-        session = CentralCurator(Logistic(), (X, y), ledger=path).open(plan)
-        for _ in range(9):
-            session.release("gradient", Gradient(np.zeros(X.shape[1]), 1.0))
-        session.close("enough", data_dependent=data_dependent)
-        spent = Ledger(path).spent("default", delta=1e-5, relation=ADD).epsilon
+        spent = spent_after(plan, (X, y), 9, tmp_path / f"{name}.jsonl", data_dependent=data_dependent)
         expected = plan.epsilon() if data_dependent else plan.epsilon_after({"gradient": 9})
         assert spent == pytest.approx(expected, rel=1e-9)
     assert plan.epsilon_after({"gradient": 9}) < 0.7 * plan.epsilon()

@@ -87,10 +87,11 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohor
     if (name in ("turns", "poisson-turns")) != (cohorts is not None):
         raise ValueError(f"sampling={name!r}, cohorts={cohorts}: name the cohorts exactly when they take turns.")
     if cohorts is not None:
+        turns = Turns(cohorts)  # refuses what is no number of them
         if cohorts > n_public:
             raise ValueError(f"cohorts={cohorts}: must be at most n={n_public}.")
         if name == "turns" or batch_size is None:
-            return Turns(cohorts)
+            return turns
         if not 1 <= batch_size * cohorts <= n_public:
             raise ValueError(
                 f"batch_size={batch_size}, cohorts={cohorts}: a cohort has about n ÷ cohorts = "

@@ -60,14 +60,12 @@ def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
 
 
 def _composition(plan: Plan) -> str:
-    together = [slot.mechanism.together for slot in plan.schedule.slots if slot.mechanism.together]
-    return (
-        together[0]
-        if together
-        else {
-            "sequential": "adaptive, all releases on the same people",
-            "parallel": "each record is used in one release only, so the worst release counts",
-            "filter": "adaptive noise levels under a hard zCDP filter",
-            "select": "a secret random number of rounds, of which only the best leaves",
-        }[plan.schedule.composition]
-    )
+    for slot in plan.schedule.slots:
+        if slot.mechanism.together:
+            return slot.mechanism.together
+    return {
+        "sequential": "adaptive, all releases on the same people",
+        "parallel": "each record is used in one release only, so the worst release counts",
+        "filter": "adaptive noise levels under a hard zCDP filter",
+        "select": "a secret random number of rounds, of which only the best leaves",
+    }[plan.schedule.composition]
