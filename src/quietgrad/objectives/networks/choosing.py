@@ -97,10 +97,8 @@ def choose_way(
             checks.refuse_other_losses(forward(network, params, x, y), expected[0], precision)
             checks.refuse_crowd(lambda xs, ys: forward(network, params, xs, ys), make, fit, precision)
         if _loss_uses_parameters(network, slots, params, x, y):
-            by_layers, why = (
-                False,
-                "loss_fn uses parameters",
-            )  # the tape ends at the layers' outputs: what reaches parameters around them is lost
+            # The tape ends at the layers' outputs: what reaches parameters around them is lost.
+            by_layers, why = False, "loss_fn uses parameters"
         trials = [Trial(x, y, expected[1])]
         if draws not in ("none", "rows") or slow.draws == "generator":
             why = "random numbers are drawn that are no example's own"

@@ -19,9 +19,7 @@ _TAIL = 0.05  # of a feature's non-zero values may lie beyond its limit: a few f
 _POOLED_TAIL = (
     0.1  # of all values, where all features share one limit: a few large features must not drown the rest
 )
-_BEYOND = (
-    2  # octaves that a limit for all stored values goes on where values go on: few of them are large, and they tell
-)
+_BEYOND = 2  # octaves that a limit for all stored values goes on with them: few are large, and those tell
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
 _COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
 _ONE_SIDED = 1.5  # deviations within which a sign counts as absent
