@@ -1,25 +1,31 @@
-"""Deliberately broken pieces of the PyTorch rooms, each a defect that was once there; none may pass an audit."""
+"""Deliberately broken pieces of the PyTorch rooms; none may pass an audit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from quietgrad.objectives.networks import checks, choosing, collector, engine, examples, module, tape
+from quietgrad.objectives.networks import gradients, module, one_record, planning, records, taps, trees
 from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordDraws, RecordKeys
 from quietgrad.objectives.people import People, PeopleRecords
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.torch import distributed, history, opacus_verbs, own_loop, poisson_loader, private_module
-from quietgrad.torch.rows import Owners, Rows
+from quietgrad.torch import processes
 
 Patch = pytest.MonkeyPatch
+
+
+def uncompared(patch: Patch) -> None:
+    """Nothing is compared with autograd beforehand, so that a defect gets as far as a sum."""
+    patch.setattr(planning.Known, "_compare", lambda *_: None)
+
+
+# --- random numbers ------------------------------------------------------------------------------------------
 
 
 def public_masks(patch: Patch) -> None:
@@ -29,6 +35,7 @@ def public_masks(patch: Patch) -> None:
         return SecureStream(bytes(32), "records").at(0, np.arange(len(self.indices)))
 
     patch.setattr(RecordKeys, "draws", property(by_place))
+    uncompared(patch)
 
 
 def redrawn_masks(patch: Patch) -> None:
@@ -53,14 +60,131 @@ def other_masks_every_time(patch: Patch) -> None:
     patch.setattr(RecordKeys, "draws", property(fresh))
 
 
+def one_stream_for_all(patch: Patch) -> None:
+    """Draws are not keyed by record: all of a pass have the first one's."""
+    numbers = RecordDraws.numbers
+
+    def first(self: Any, shape: Any, number: int) -> Any:
+        made = numbers(self, shape, number)
+        return made[:1].expand(made.shape).clone() if made.dim() and len(self.words) > 1 else made
+
+    patch.setattr(RecordDraws, "numbers", first)
+    uncompared(patch)
+
+
 def public_augmentation(patch: Patch) -> None:
     """Records are read with whatever the generators hold: what one draws moves all later ones."""
+    patch.setattr(records, "seed_generators", lambda word: None)
 
-    def read(data: Any, index: int, word: int) -> Any:
-        return data[index]
 
-    patch.setattr(examples, "read_record", read)
-    patch.setattr(examples, "refuse_own_generators", lambda data: None)
+# --- one record ----------------------------------------------------------------------------------------------
+
+
+def another_records_gradient(patch: Patch) -> None:
+    """A tap keeps what came back to another record."""
+    receive = taps.Site.receive
+    patch.setattr(taps.Site, "receive", lambda self, grad: receive(self, grad.flip(0)))
+    uncompared(patch)
+
+
+def copies_summed(patch: Patch) -> None:
+    """The gradients of a parameter's copies are added up over records."""
+
+    def backward(ctx: Any, grad: Any) -> Any:
+        ctx.site.receive(grad.sum(0, keepdim=True).expand(grad.shape))
+        return None, None, None, None
+
+    patch.setattr(taps._Spread, "backward", staticmethod(backward))
+    uncompared(patch)
+
+
+def majority_for_all(patch: Patch) -> None:
+    """Which records a pass is valid for is forgotten: all are run as most of them answer."""
+    run = one_record.RecordProgram._vmapped
+
+    def together(self: Any, *args: Any) -> Any:
+        made = run(self, *args)
+        made.valid = None
+        return made
+
+    patch.setattr(one_record.RecordProgram, "_vmapped", together)
+
+
+def majority_for_loops(patch: Patch) -> None:
+    """The same, of what a loop records alone."""
+    passes = one_record.RecordProgram.passes
+
+    def first_alone(self: Any, *args: Any) -> Iterator[Any]:
+        made = next(passes(self, *args))
+        made.valid = None
+        yield made
+
+    patch.setattr(one_record.RecordProgram, "passes", first_alone)
+
+
+def joint_counted_twice(patch: Patch) -> None:
+    """A parameter that is used several times counts twice each time."""
+    add = gradients._Cluster.add
+
+    def twice(self: Any, slot: slice, piece: Any) -> None:
+        add(self, slot, piece)
+        add(self, slot, piece)
+
+    patch.setattr(gradients._Cluster, "add", twice)
+    uncompared(patch)
+
+
+def uses_measured_apart(patch: Patch) -> None:
+    """The norms of a parameter's uses are added as if they were orthogonal, and its vectors as they are."""
+
+    def put(self: Any, slot: slice, piece: Any) -> None:
+        self._pieces.append((slot, piece))
+
+    patch.setattr(gradients.Collector, "_put", put)
+    uncompared(patch)
+
+
+def buffers_kept(patch: Patch) -> None:
+    """What a program writes into a buffer stays there."""
+    patch.setattr(one_record, "_copied", lambda buffer: buffer)
+
+
+def attributes_stay(patch: Patch) -> None:
+    """What a program keeps in a module's attributes stays there."""
+    patch.setattr(trees.Places, "attributes_kept", lambda self: nullcontext())
+
+
+def all_to_a_collate(patch: Patch) -> None:
+    """A collate function gets a record with all others behind it."""
+
+    def one(data: Any, index: int, collate: Any, pad: Any) -> Any:
+        batch = collate([data[index], *(data[other] for other in range(len(data)) if other != index)])
+        return tuple(part[:1] for part in batch)
+
+    patch.setattr(records, "_one", one)
+
+
+def padded_to_the_longest(patch: Patch) -> None:
+    """Records are padded to the longest of those that are asked for."""
+    reader = records._reader
+
+    def padding(data: Any, collate: Any, pad: Any) -> Any:
+        read = reader(data, collate, pad)
+
+        def longest(keys: Any) -> Any:
+            groups = read(keys)
+            length = max(group.record[0].shape[2] for group in groups)
+            return [
+                records.RecordGroup(rows, (torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2])), y))
+                for rows, (x, y) in groups
+            ]
+
+        return longest
+
+    patch.setattr(records, "_reader", padding)
+
+
+# --- sums ----------------------------------------------------------------------------------------------------
 
 
 def float32_sums(patch: Patch) -> None:
@@ -83,134 +207,7 @@ def float32_sums(patch: Patch) -> None:
     patch.setattr(module, "CompensatedSum", Narrow)
 
 
-def counted_twice(patch: Patch) -> None:
-    """A parameter that is used several times counts twice each time, and nothing is compared with autograd."""
-
-    def put(self: Any, slot: slice, piece: Any) -> None:
-        self.pieces += [(slot, piece)] * min(2, self.uses[slot.start])
-
-    patch.setattr(collector.Collector, "_put", put)
-    patch.setattr(choosing, "differing", lambda *_: [])
-
-
-def checkpoints_at_the_start(patch: Patch) -> None:
-    """The module has other parameters during the forward pass only: a checkpoint runs again at the old ones."""
-
-    def backward(self: Any, results: Any, grads: Any) -> None:
-        old = {name: param.detach() for name, param in self._module.named_parameters()}
-        hooks = tape.hooked(self._units, None, self._tape.leave)
-        with torch.enable_grad(), hooks, tape.with_parameters(self._module, old):
-            self._tape.backward(results, grads)
-
-    made = tape.Recording.__init__
-
-    def begin(self: Any, *args: Any, at_once: Any = None) -> None:
-        made(self, *args)
-        if at_once is not None:
-            backward(self, [self.result], [at_once(self.result)])
-
-    patch.setattr(tape.Recording, "__init__", begin)
-    patch.setattr(tape.Recording, "backward", backward)
-    patch.setattr(choosing, "differing", lambda *_: [])
-
-
-def mixing_accepted(patch: Patch) -> None:
-    """Compared in evaluation mode, where batch statistics vanish."""
-    patch.setattr(checks, "refuse_mixing", lambda *_: None)
-
-
-def buffers_accepted(patch: Patch) -> None:
-    for room in (checks, module):
-        patch.setattr(room, "refuse_changed_buffers", lambda module, run: run())
-
-
-def collate_accepted(patch: Patch) -> None:
-    for room in (examples, opacus_verbs):
-        patch.setattr(room, "refuse_mixing_collate", lambda data, collate: None)
-    for room in (examples, poisson_loader):
-        patch.setattr(room, "collated", lambda collate, samples: collate(samples))
-
-
-def rows_by_count(patch: Patch) -> None:
-    """As many rows as the sample has are its rows."""
-    counter = iter(range(10**9))
-
-    def owners(values: Any) -> Any:
-        rows = len(values[0])
-        return Owners(draws[0].handed_out - 1, torch.tensor([next(counter) for _ in range(rows)]))
-
-    draws: list[Any] = []
-    forward = private_module.PrivateModule.forward
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        draws[:] = [self._loop]
-        return forward(self, *args, **kwargs)
-
-    class Anyones(RecordKeys):
-        def rows(self, where: Any) -> RecordKeys:
-            return RecordKeys(self.key, np.resize(self.indices, len(where)))
-
-    patch.setattr(private_module, "owners_of", owners)
-    patch.setattr(private_module.PrivateModule, "forward", noted)
-    patch.setattr(own_loop.PrivateLoop, "_keys", lambda self, drawn: Anyones(
-        bytes(32), self._session.batch(drawn).indices))  # fmt: skip
-
-
-def two_iterators(patch: Patch) -> None:
-    """Iterators do not know of each other: each begins at the sample that was last handed out."""
-
-    def every(self: Any) -> Iterator[Any]:
-        loop = self.privacy
-        for number in range(len(self)):
-            drawn = shared.setdefault((id(loop), number), None) or loop._session.draw("stretch-0")
-            shared[(id(loop), number)] = drawn
-            loop._now, loop.handed_out = drawn, loop.handed_out + 1
-            loop._session._begun.add(drawn)
-            x, y = self.dataset[torch.tensor(loop._session.batch(drawn).indices.copy())]
-            owners = Owners(loop.handed_out - 1, torch.arange(len(x)))
-            yield tuple(Rows.mark(part, owners) for part in (x, y))
-
-    shared: dict[Any, Any] = {}
-    patch.setattr(poisson_loader.PoissonLoader, "__iter__", every)
-
-
-def last_loop_only(patch: Patch) -> None:
-    """An engine forgets its earlier loops."""
-
-    patch.setattr(history.History, "add", lambda self, loop: setattr(self, "_loops", [loop]))
-
-
-def stepped_samples_only(patch: Patch) -> None:
-    """Samples that were seen and not stepped on are not charged."""
-    cost = vars(own_loop.PrivateLoop)["cost"].fget
-    patch.setattr(
-        own_loop.PrivateLoop, "cost", property(lambda self: replace(cost(self), used=max(0, self.handed_out - 1)))
-    )
-
-
-def states_are_free(patch: Patch) -> None:
-    """What a loaded state cost stays behind."""
-    patch.setattr(history.History, "load", lambda self, data: None)
-
-
-def continuations_forgotten(patch: Patch) -> None:
-    """A loop counts what came with the state, and tells nobody what it goes on to spend."""
-    patch.setattr(history.History, "handed_out", lambda self, name, used: None)
-
-
-def seeded_says_nothing(patch: Patch) -> None:
-    init = own_loop.PrivateLoop.__init__
-
-    def silent(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.is_private = True
-
-    patch.setattr(own_loop.PrivateLoop, "__init__", silent)
-
-
-def processes_by_settings(patch: Patch) -> None:
-    """Processes compare models and settings by name, and how many records there are."""
-    patch.setattr(distributed, "_digests", lambda objective, records, key: (repr(objective), str(len(records)), ""))
+# --- people --------------------------------------------------------------------------------------------------
 
 
 def clipped_by_record(patch: Patch) -> None:
@@ -224,21 +221,16 @@ def clipped_by_record(patch: Patch) -> None:
 
 def person_in_two_passes(patch: Patch) -> None:
     """A batch is cut through people, and what each half holds of somebody is clipped there."""
-    whole = engine.PerExampleEngine.add_people
 
-    def halves(
-        self: Any, points: Any, read: Any, rule: Any, add: Any, keys: Any, persons: Any, most: int | None = None
-    ) -> Any:
-        for rows in np.array_split(np.arange(len(persons.owners)), 2):
+    def halves(self: Any, batch: Any, groups: Any, points: Any, rule: Any, out: Any) -> None:
+        rows, starts = groups.flat()
+        owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        keys = RecordKeys.of(batch.key, rows)
+        for half in np.array_split(np.arange(len(rows)), 2):
+            part = keys.rows(half)
+            self.engine.add(points, batch.records.read(part), rule, out, part, Persons.of(owners[half], mean=False))
 
-            def some(which: Any, rows: Any = rows) -> Any:
-                return read(rows[which])
-
-            whose = Persons.of(persons.owners[rows], mean=False)
-            whole(self, points, some, rule, add, keys.rows(rows), whose, most)
-        return torch.zeros(1, 1)
-
-    patch.setattr(engine.PerExampleEngine, "add_people", halves)
+    patch.setattr(module.ModuleObjective, "add_people", halves)
 
 
 def person_on_two_processes(patch: Patch) -> None:
@@ -256,7 +248,7 @@ def person_on_two_processes(patch: Patch) -> None:
         some = People(held.order[rows], starts, held.combine, held.records_per_person)
         return batch._replace(records=PeopleRecords(batch.records.rows, some), indices=np.arange(len(some)))
 
-    patch.setattr(distributed, "share_of", share_of)
+    patch.setattr(processes, "share_of", share_of)
 
 
 def one_nan_for_everybody(patch: Patch) -> None:
@@ -268,16 +260,6 @@ def one_nan_for_everybody(patch: Patch) -> None:
         return ones @ values
 
     patch.setattr(Persons, "summed", summed)
-
-
-def records_drawn(patch: Patch) -> None:
-    """A loop's samples are of records, whoever they are about."""
-
-    def keys(self: Any, drawn: Any) -> RecordKeys:
-        _, indices, key = self._session.batch(drawn)
-        return RecordKeys.of(key, indices * 3)
-
-    patch.setattr(own_loop.PrivateLoop, "_keys", keys)
 
 
 def under(break_it: Callable[[Patch], None] | None, probe: Callable[[], Any]) -> Any:

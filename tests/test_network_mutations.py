@@ -1,4 +1,4 @@
-"""The mutation table of the PyTorch rooms: every defect that was once there, and the layer that notices.
+"""The mutation table of the PyTorch rooms: what could be wrong in them, and the layer that notices.
 
 As in ``test_mutations.py``: broken, the named layer must report a violation; sound, it must not. The false-alarm
 rate of a distinguisher is 1e-6; 200 runs see a broken one, and are too few to say much of a sound one.
@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from quietgrad.audit.network_people import probe_people, probe_people_drawn
+from quietgrad.audit.network_people import probe_people
 from quietgrad.audit.networks import (
-    probe_agreement,
     probe_gradients,
     probe_long_sums,
+    probe_mixing,
     probe_network,
-    probe_refusals,
+    probe_recorded,
 )
-from quietgrad.audit.own_loops import distinguish_fit, distinguish_loop, probe_loop_charges, probe_loop_reuse
+from quietgrad.audit.own_loops import distinguish_fit, distinguish_loop
 from tests import broken_networks as broken
 
 
@@ -41,23 +41,28 @@ TABLE = [
     Mutation("masks drawn again", "L0 sensitivity", broken.redrawn_masks, lambda: probe_network("dropout")),
     Mutation("masks not replayed", "L0 replay", broken.other_masks_every_time,
              lambda: probe_network("dropout")),
+    Mutation("one mask for all", "L0 sensitivity", broken.one_stream_for_all, lambda: probe_network("dropout")),
     Mutation("public augmentation", "L0 replay", broken.public_augmentation,
              lambda: probe_network("layers", augmented=True)),
-    Mutation("float32 over passes", "L0 sensitivity", broken.float32_sums, probe_long_sums),
-    Mutation("aliased weight twice", "L0 gradients", broken.counted_twice,
+    Mutation("another record's gradient", "L0 sensitivity", broken.another_records_gradient,
+             lambda: probe_network("layers")),
+    Mutation("copies summed over records", "L0 sensitivity", broken.copies_summed,
+             lambda: probe_network("raw parameters")),
+    Mutation("the majority's answer", "L0 gradients", broken.majority_for_all,
+             lambda: probe_gradients("branches")),
+    Mutation("the majority's answer in a loop", "L0 recorded", broken.majority_for_loops,
+             lambda: probe_recorded("branches")),
+    Mutation("joint parameter twice", "L0 gradients", broken.joint_counted_twice,
              lambda: probe_gradients("aliased weights")),
-    Mutation("checkpoint at old parameters", "L0 gradients", broken.checkpoints_at_the_start,
-             lambda: probe_gradients("checkpointed")),
-    Mutation("batch statistics accepted", "L0 mixing", broken.mixing_accepted, probe_refusals),
-    Mutation("running statistics accepted", "L0 mixing", broken.buffers_accepted, probe_refusals),
-    Mutation("mixup accepted", "L0 mixing", broken.collate_accepted, probe_refusals),
-    Mutation("pieces by count", "L0 reuse", broken.rows_by_count, probe_loop_reuse),
-    Mutation("two iterators, one sample", "L0 reuse", broken.two_iterators, probe_loop_reuse),
-    Mutation("earlier loops forgotten", "L0 charge", broken.last_loop_only, probe_loop_charges),
-    Mutation("skipped samples free", "L0 charge", broken.stepped_samples_only, probe_loop_charges),
-    Mutation("loaded states are free", "L0 charge", broken.states_are_free, probe_loop_charges),
-    Mutation("continuations forgotten", "L0 charge", broken.continuations_forgotten, probe_loop_charges),
-    Mutation("seeded loop says nothing", "L0 charge", broken.seeded_says_nothing, probe_loop_charges),
+    Mutation("uses measured apart", "L0 sensitivity", broken.uses_measured_apart,
+             lambda: probe_network("tied weights")),
+    Mutation("buffers kept", "L0 replay", broken.buffers_kept, lambda: probe_mixing("a running mean")),
+    Mutation("attributes kept", "L0 replay", broken.attributes_stay, lambda: probe_mixing("a running mean")),
+    Mutation("all records to a collate function", "L0 mixing", broken.all_to_a_collate,
+             lambda: probe_mixing("mixup while collating")),
+    Mutation("padded to the longest", "L0 mixing", broken.padded_to_the_longest,
+             lambda: probe_mixing("padding to the longest")),
+    Mutation("float32 over passes", "L0 sensitivity", broken.float32_sums, probe_long_sums),
     Mutation("clipped by record", "L0 sensitivity", broken.clipped_by_record,
              lambda: probe_people("layers", "sum")),
     Mutation("a person in two passes", "L0 sensitivity", broken.person_in_two_passes,
@@ -66,8 +71,6 @@ TABLE = [
              lambda: probe_people("layers", "sum", processes=2)),
     Mutation("one NaN for everybody", "L0 sensitivity", broken.one_nan_for_everybody,
              lambda: probe_people("convolutions", "mean")),
-    Mutation("records drawn, not people", "L0 sampling", broken.records_drawn, probe_people_drawn),
-    Mutation("processes compared by name", "L0 agreement", broken.processes_by_settings, probe_agreement),
 ]  # fmt: skip
 
 

@@ -39,6 +39,6 @@ def test_patients_with_many_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_the_quick_slice_of_mnist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two fits of 1500 small digits: chance is 90 % wrong."""
     run("reproduce/mnist.py", ["--quick"], monkeypatch)
-    wrong = [float(value) for value in re.findall(r"dp-s\w+ +([\d.]+) +[67]\.", capsys.readouterr().out)]
+    wrong = [float(value) for value in re.findall(r"dp-s\w+ +([\d.]+) +[67]\b", capsys.readouterr().out)]
     assert len(wrong) == 2
     assert max(wrong) < 40.0

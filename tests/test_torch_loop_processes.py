@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,23 +52,58 @@ def train(wrapper: str, folder: Path | None = None, **settings: Any) -> dict[str
     model = network(wrapper)
     engine = qt.PrivacyEngine()
     settings = {"clipping": "per_layer"} | settings if wrapper == "opacus" else settings
-    size = 3 if "person" in settings else 20
-    model, optimizer, loader = engine.make_private_with_epsilon(
+    size, n = (3, 7) if "person" in settings else (20, 61)
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer, loader, criterion = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), target_epsilon=4.0,
-        target_delta=1e-5, epochs=2, max_grad_norm=1.0, seed=7,
+        target_delta=1e-5, epochs=2, max_grad_norm=1.0, seed=7, criterion=criterion, n_public=n,
         data_loader=DataLoader(data(), batch_size=size, shuffle=True),
         ledger=None if folder is None else folder / f"{wrapper}.jsonl", **settings,
     )  # fmt: skip
     seen = []
     for _ in range(2):
         for x, y in loader:
-            seen.append(torch.as_tensor(x).as_subclass(torch.Tensor)[:, 1].clone())
+            seen.append(torch.tensor(np.array(loader.loop.sample.keys.indices)))
             optimizer.zero_grad()
-            loss: Any = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
+            criterion(model(x), y).backward()
             optimizer.step()
     params = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"params": params, "seen": seen, "history": engine.accountant.history}
+    return {
+        "params": params, "seen": seen, "history": engine.accountant.history, "condition": loader.privacy.condition
+    }  # fmt: skip
+
+
+def opaque(wrapper: str, **settings: Any) -> dict[str, Any]:
+    model = network(wrapper)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    loop = qt.PrivateLoop(
+        model, nn.CrossEntropyLoss(), data(), optimizer=optimizer, budget=qg.Budget(4.0, 1e-5), epochs=2, seed=7,
+        batch_size=3 if "person" in settings else 20, max_grad_norm=1.0, **settings,
+    )  # fmt: skip
+    for batch in loop:
+        loop.step(batch)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return {"params": {str(k): p.detach().clone() for k, p in enumerate(whole)}}
+
+
+def told_by_one(rank: int) -> str | None:
+    """One process's code looks at a batch: all of them, and the leader's ledger, say so before the release."""
+    model = network("plain")
+    made = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(data(), batch_size=20), criterion=nn.CrossEntropyLoss(),
+    )  # fmt: skip
+    x, y = next(iter(made[2]))
+    if rank == 1:
+        with pytest.warns(UserWarning, match="conditional"):
+            x.sum()
+    loss = made[3](made[0](x), y)
+    loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made[1].step()
+    condition: str | None = made[2].privacy.condition
+    return condition
 
 
 def refusal(rank: int) -> dict[str, str]:
@@ -118,6 +155,9 @@ def process(rank: int, folder: str) -> None:
     out: dict[str, Any] = {wrapper: train(wrapper, Path(folder)) for wrapper in WRAPPERS}
     for wrapper in PEOPLE:
         out[f"people {wrapper}"] = train(wrapper, None, person=IDS)
+        out[f"opaque {wrapper}"] = opaque(wrapper)
+    out["opaque people"] = opaque("plain", person=IDS)
+    out["told"] = told_by_one(rank)
     out["refusals"] = refusal(rank)
     out["misaligned"] = misaligned(rank)
     torch.save(out, Path(folder) / f"{rank}.pt")
@@ -153,6 +193,7 @@ def test_two_processes_train_the_model_of_one(wrapper: str, both: tuple[Path, li
         assert torch.equal(torch.cat([a, b]).sort().values, whole.sort().values)  # disjoint, together the sample
     assert sum(len(a) for a in first["seen"]) > 0 < sum(len(b) for b in second["seen"])
     assert first["history"] == second["history"] == alone["history"]
+    assert first["condition"] is second["condition"] is None
     entries = [entry for entry in qg.Ledger(folder / f"{wrapper}.jsonl").entries() if entry.kind == "reserve"]
     assert len(entries) == 1
 
@@ -171,13 +212,26 @@ def test_people_stay_together_on_two_processes(wrapper: str, both: tuple[Path, l
     for name, value in alone["params"].items():
         assert torch.equal(first["params"][name], second["params"][name])
         torch.testing.assert_close(first["params"][name], value, rtol=1e-3, atol=1e-4)
-    places = {float(value): k for k, value in enumerate(data().tensors[0][:, 1])}
     shares = list(zip(first["seen"], second["seen"], alone["seen"], strict=True))
     for a, b, whole in shares:
         assert torch.equal(torch.cat([a, b]).sort().values, whole.sort().values)
-        assert all(whole_people([places[float(value)] for value in part]) for part in (a, b))
+        assert all(whole_people(part.tolist()) for part in (a, b))
     assert any(len(a) and len(b) for a, b, _ in shares)  # both had people at once
     assert any(not len(a) or not len(b) for a, b, _ in shares)  # and one had nobody
+
+
+@pytest.mark.filterwarnings("ignore:seed=7")
+@pytest.mark.parametrize("what", [*PEOPLE, "people"])
+def test_opaque_loops_on_two_processes_are_those_of_one(what: str, both: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (answer[f"opaque {what}"]["params"] for answer in both[1])
+    alone = opaque("plain", **({"person": IDS} if what == "people" else {}))["params"]
+    for name, value in alone.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_condition_of_one_process_is_that_of_all(both: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert all((answer["told"] or "").startswith("if the loop's own code") for answer in both[1])
 
 
 @pytest.mark.parametrize(

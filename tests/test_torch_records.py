@@ -1,203 +1,284 @@
-"""Reading records: row k is record k's alone, its random numbers its own, and a person is one record."""
+"""Reading records: each is read, collated and padded by itself, and run with records of its own shape."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from itertools import chain
+from collections import UserDict, namedtuple
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
+import quietgrad.torch as qt
 from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, Rule
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
-from quietgrad.torch import PrivacyEngine
+from quietgrad.objectives.networks.records import examples_of
+from tests.autograd import KEY
 
-LOSS = nn.CrossEntropyLoss(reduction="none")
-N = 60
-KEPT = np.random.default_rng(0)
+CROSS = nn.CrossEntropyLoss()
+N = 20
 
 
-class Table(Dataset[Any]):
-    """(features, class, length)."""
+class Texts(Dataset[Any]):
+    """Texts of their own lengths, each with a tag for every word; one is long."""
+
+    def __init__(self, n: int = N, form: str = "tuple") -> None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(2, 7, (n,), generator=generator).tolist()
+        lengths[3] = 30
+        self.form = form
+        self.words = [torch.randint(1, 9, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, i: int) -> Any:
+        words = self.words[i]
+        if self.form == "tuple":
+            return words, words % 3
+        record = {
+            "input_ids": words,
+            "attention_mask": torch.ones_like(words),
+            "labels": words % 3,
+            "id": torch.tensor(i),
+        }
+        return record if self.form == "dict" else UserDict(record)
+
+
+class Tagger(nn.Module):
+    """A recurrent tagger, in which every position counts."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(N, 6, generator=generator)
-        self.lengths = torch.randint(1, 40, (N,), generator=generator).tolist()
+        super().__init__()
+        self.embed = nn.Embedding(9, 5)
+        self.cell, self.head = nn.GRU(5, 4, batch_first=True, bidirectional=True), nn.Linear(8, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        output: Tensor = self.head(self.cell(self.embed(words))[0]).transpose(1, 2)
+        return output
+
+
+def read(data: Any, rows: Any, **settings: Any) -> list[Any]:
+    return examples_of(data, 1, **settings).read(RecordKeys(KEY, np.asarray(rows)))
+
+
+def clipped_sum(objective: ModuleObjective, data: Any, rows: Any, clip: float = 0.3) -> Tensor:
+    records = objective.prepare(data)
+    theta = objective.initial(records)
+    out = torch.zeros_like(theta, dtype=torch.float64)
+    objective.add(Batch(records, np.asarray(rows), KEY), (theta,), Rule.gradient(clip), out)
+    return out
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "user dict"])
+def test_records_of_one_shape_are_one_group(form: str) -> None:
+    data = Texts(form=form)
+    groups = read(data, range(N))
+    assert len(groups) == len({len(words) for words in data.words})
+    assert sorted(row for group in groups for row in group.rows) == list(range(N))
+    for group in groups:
+        words = group.record["input_ids"] if form != "tuple" else group.record[0]
+        assert words.shape == (len(group.rows), 1, len(data.words[group.rows[0]]))  # (n, a batch of one, …)
+        assert all(torch.equal(each[0], data.words[row]) for row, each in zip(group.rows, words, strict=True))
+
+
+def test_what_is_no_tensor_tells_groups_apart() -> None:
+    Record = namedtuple("Record", "x y")
+
+    def collate(samples: list[Any]) -> Any:
+        (words, tags), *others = samples
+        assert not others
+        return Record(words[:2], {"tag": tags[:2], "kind": ["even", "odd"][int(words[0]) % 2], "n": np.ones(3)})
+
+    groups = read(Texts(), range(N), collate=collate)
+    assert {group.record.y["kind"] for group in groups} == {"even", "odd"}
+    assert len(groups) == 2
+    assert all(isinstance(group.record, Record) and group.record.y["n"].shape[1:] == (3,) for group in groups)
+
+
+# --- padding -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "long", "short"), [(8, 8, 8), (qt.Multiple(4), 32, 4), (qt.Multiple(7), 35, 7)])
+def test_a_record_is_padded_by_its_own_length(length: Any, long: int, short: int) -> None:
+    """To a public length, to which longer ones are cut, or to the next multiple at or above its own."""
+    data, pad = Texts(), qt.Padding(length)
+    for form in ("tuple", "dict"):
+        data.form = form
+        found: dict[int, Any] = {}
+        for group in read(data, range(N), pad=pad):
+            each = group.record if form == "tuple" else (group.record["input_ids"], group.record["labels"])
+            found |= {int(row): (x[0], y[0]) for row, x, y in zip(group.rows, *each, strict=True)}
+        for row, (x, y) in found.items():
+            own = data.words[row]
+            size = long if row == 3 else short if len(own) <= short else 2 * short
+            kept = min(len(own), size)
+            assert x.shape == y.shape == (size,)
+            assert torch.equal(x[:kept], own[:kept])
+            assert torch.equal(y[:kept], (own % 3)[:kept])
+            assert (x[kept:] == 0).all()  # inputs with zeros, whole-number targets with what losses leave out
+            assert (y[kept:] == -100).all()
+
+
+def test_values_of_padding() -> None:
+    x, y, masked = (
+        torch.ones(1, 2, 3),
+        torch.ones(1, 2),
+        {"attention_mask": torch.ones(1, 2), "pixels": torch.ones(1, 2)},
+    )
+    padded = qt.Padding(3, value=7.0).of((x, y))
+    assert padded[0][0, 2].tolist() == [7.0] * 3
+    assert padded[1][0, 2] == 7.0  # targets that are no whole numbers are like inputs
+    assert qt.Padding(3, target=-1).of((x, y.long()))[1][0, 2] == -1
+    found = qt.Padding(3, value=7.0, values={"attention_mask": 0}).of(masked)
+    assert (found["attention_mask"][0, 2], found["pixels"][0, 2]) == (0.0, 7.0)
+    assert qt.Padding(4).of((torch.ones(1, 3), torch.ones(1, 2)))[1].shape == (1, 2)  # another length stays
+    assert qt.Padding(4).of(torch.ones(1)).shape == (1,)
+    assert qt.Padding(2).of([x.repeat(1, 2, 1)])[0].shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "8", qt.Padding])
+def test_lengths_that_are_none_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"pad=|must be a whole number"):
+        ModuleObjective(Tagger(), CROSS, pad=wrong)
+    if not isinstance(wrong, type):
+        with pytest.raises(ValueError, match="whole number"):
+            qt.Multiple(wrong)
+
+
+@pytest.mark.parametrize("pad", [None, 8, qt.Multiple(4), qt.Padding(qt.Multiple(16))])
+def test_a_sum_over_records_of_many_shapes_is_that_of_each_alone(pad: Any) -> None:
+    """The long record is there or not: the others contribute the same, and it at most C."""
+    torch.manual_seed(0)
+    objective, data = ModuleObjective(Tagger(), CROSS, pad=pad), Texts()
+    whole = clipped_sum(objective, data, range(N))
+    each = [clipped_sum(objective, data, [row]) for row in range(N)]
+    torch.testing.assert_close(whole, torch.stack(each).sum(0), rtol=1e-5, atol=1e-6)
+    without = clipped_sum(objective, data, [row for row in range(N) if row != 3])
+    torch.testing.assert_close(whole - without, each[3], rtol=1e-4, atol=1e-6)
+    assert float(each[3].norm()) <= 0.3
+    if pad is None or pad == qt.Multiple(4):  # −100 is left out, so that padding behind a text changes little
+        assert float(each[3].norm()) > 0.1
+
+
+# --- collate functions ---------------------------------------------------------------------------------------
+
+
+def to_the_longest(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*samples, strict=True)
+    return pad_sequence(list(x), batch_first=True), pad_sequence(list(y), batch_first=True)
+
+
+def mixed_up(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = to_the_longest(samples)
+    return x[torch.randperm(len(x))], y
+
+
+@pytest.mark.parametrize("collate", [to_the_longest, mixed_up])
+def test_a_collate_function_is_called_with_one_record(collate: Any) -> None:
+    """By fits and by loops; it cannot pad to others, mix them or sort them."""
+    sizes: list[int] = []
+
+    def watched(samples: list[Any]) -> Any:
+        sizes.append(len(samples))
+        return collate(samples)
+
+    torch.manual_seed(0)
+    plain, asked = ModuleObjective(Tagger(), CROSS), None
+    asked = ModuleObjective(plain.module, CROSS, collate_fn=watched)
+    torch.testing.assert_close(clipped_sum(asked, Texts(), range(N)), clipped_sum(plain, Texts(), range(N)))
+    model = Tagger()
+    _, _, loader, _ = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=CROSS, noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(Texts(), batch_size=10, collate_fn=watched),
+    )  # fmt: skip
+    next(iter(loader))
+    assert set(sizes) == {1}
+
+
+def test_a_collate_function_of_a_tensor_data_set_is_honoured() -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(N, 6), torch.arange(N) % 2)
+
+    def doubled(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        ((x, y),) = samples
+        return 2 * x[None], 1 - y[None]
+
+    (group,) = read(data, [4, 2], collate=doubled)
+    assert torch.equal(group.record[0][:, 0], 2 * data.tensors[0][[4, 2]])
+    model, other = nn.Linear(6, 2), TensorDataset(2 * data.tensors[0], 1 - data.tensors[1])
+    found = clipped_sum(ModuleObjective(model, CROSS, collate_fn=doubled), data, range(N))
+    torch.testing.assert_close(found, clipped_sum(ModuleObjective(model, CROSS), other, range(N)))
+
+
+def fails(samples: list[Any]) -> Any:
+    raise KeyError("a secret of the record")
+
+
+@pytest.mark.parametrize(
+    ("collate", "said"), [(fails, r"could not be read \(KeyError\)"), (lambda samples: "text", "became a str")]
+)
+def test_what_cannot_be_read_is_told_without_the_record(collate: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said) as refused:
+        examples_of(Texts(), 1, collate)
+    assert "secret" not in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+class Drawing(Dataset[Any]):
+    """Draws from torch, numpy and Python, for some records more often than for others."""
 
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, i: int) -> Any:
-        return self.x[i], i % 2, self.lengths[i]
+        x = torch.randn(3) * random.random()
+        for _ in range(i % 3):
+            x = x * float(np.random.rand() + 0.5)  # noqa: NPY002
+        return x, i % 2
 
 
-def stacked(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
+def test_what_a_data_set_draws_is_each_record_s_own() -> None:
+    whole = read(Drawing(), range(N))[0].record[0]
+    state = torch.get_rng_state(), random.getstate()
+    for rows in ([5], [7, 5, 0]):
+        part = read(Drawing(), rows)[0].record[0]
+        assert torch.equal(part, whole[rows])
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+    other = examples_of(Drawing(), 1).read(RecordKeys(bytes(32), np.arange(N)))[0].record[0]
+    assert not torch.isclose(other, whole).any()
 
 
-def sometimes_mixup(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    x, y = stacked(samples)
-    return (x + x[torch.randperm(len(x))] if torch.rand(()) < 0.01 else x), y
+# --- which records there are ---------------------------------------------------------------------------------
 
 
-def in_place_sort(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    samples.sort(key=lambda sample: sample[2])
-    return stacked(samples)
-
-
-def own_coin(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    x, y = stacked(samples)
-    return (x + x.flip(0) if KEPT.random() < 0.01 else x), y
-
-
-def arrays_that_mix(samples: list[Any]) -> tuple[Any, Any]:
-    x, y = stacked(samples)
-    return (x + x.roll(1, 0)).numpy(), y.numpy()
-
-
-def mixes_large_batches(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    x, y = stacked(samples)
-    return (x + x.roll(1, 0) if 48 < len(x) < N else x), y
-
-
-def prepared(data: Any, collate: Any = None, module: nn.Module | None = None) -> Any:
-    return ModuleObjective(module or nn.Linear(6, 2), LOSS, collate_fn=collate).prepare(data)
-
-
-def private(data: Any, collate: Any = None) -> Any:
+def private(data: Any) -> Any:
     model = nn.Linear(6, 2)
-    loader = DataLoader(data, batch_size=len(data) * 11 // 12, collate_fn=collate)
-    return PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )[2]
-
-
-@pytest.mark.parametrize("door", [prepared, private])
-@pytest.mark.parametrize(
-    ("collate", "said"),
-    [
-        (sometimes_mixup, "collate_fn draws random numbers"),
-        (in_place_sort, "another order"),
-        (arrays_that_mix, "other records of its batch"),
-        (own_coin, r"Generator of its own \(at KEPT\)"),
-    ],
-)
-def test_a_collate_function_neither_draws_nor_sorts(door: Callable[..., Any], collate: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        door(Table(), collate)
-    door(Table(), stacked)
-
-
-def test_a_collate_function_is_watched_in_every_call() -> None:
-    records = prepared(Table(), mixes_large_batches)
-    with pytest.raises(DataError, match="other records of its batch"):
-        records.read(RecordKeys(bytes(32), np.arange(N - 1)))
-    batches = chain.from_iterable(private(Table(), mixes_large_batches) for _ in range(2))
-    with pytest.raises(DataError, match="other records of its batch"):
-        list(batches)  # 4 samples of about 55; none of 49 to 59 with chance 1e-8
-
-
-class Flip:
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-
-    def __call__(self, x: Tensor) -> Tensor:
-        draw = getattr(self.generator, "random", None)
-        return x.flip(0) if draw is not None and draw() < 1e-6 else x
-
-
-class Transformed(Table):
-    def __init__(self, generator: Any) -> None:
-        super().__init__()
-        self.transforms: list[Any] = [nn.Identity(), Flip(generator)]
-
-    def __getitem__(self, i: int) -> Any:
-        x, y, _ = super().__getitem__(i)
-        for transform in self.transforms:
-            x = transform(x)
-        return x, y
-
-
-GENERATORS = [np.random.default_rng(0), np.random.RandomState(0), random.Random(0), torch.Generator()]
-
-
-@pytest.mark.parametrize("generator", GENERATORS, ids=lambda generator: type(generator).__name__)
-def test_generators_that_are_kept_are_refused_however_seldom_they_are_used(generator: Any) -> None:
-    said = type(generator).__name__ + " of its own"
-    for door in (prepared, private):
-        with pytest.raises(DataError, match=rf"the data set.*{said} \(at .*transforms\[\.\.\.\]\.generator\)"):
-            door(Subset(Transformed(generator), range(50)))
-    model = nn.Sequential(nn.Linear(6, 2))
-    model[0].coin = Flip(generator)  # type: ignore[assignment]
-    with pytest.raises(DataError, match=rf"the model holds.*{said} \(at 0\.coin\.generator\)"):
-        prepared(Transformed(None), module=model)
-    with pytest.raises(DataError, match="the loss holds"):
-        ModuleObjective(nn.Linear(6, 2), lambda output, y: LOSS(Flip(generator)(output), y))
-    prepared(Transformed(random))  # the module, whose generator is seeded for each record
-
-
-class Stateful(Transformed):
-    """A coin that no scan can see: a hash of how often records were read."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.reads = 0
-
-    def __getitem__(self, i: int) -> Any:
-        self.reads += 1
-        x, y = super().__getitem__(i)
-        return (-x if self.reads % 7 == 0 else x), y
-
-
-def test_a_state_that_shows_now_and_then_is_found() -> None:
-    with pytest.raises(DataError, match="keeps a state"):
-        prepared(Stateful())
-
-
-class Mosaic(Transformed):
-    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
-        super().__init__(None)
-        self.x = kind(self.x)
-
-    def __getitem__(self, i: int) -> Any:
-        other = random.randrange(N) if random.random() < 0.3 else i
-        return torch.as_tensor(self.x[i]) + torch.as_tensor(self.x[other]), i % 2
-
-
-@pytest.mark.parametrize("kind", [Tensor.clone, Tensor.numpy, list], ids=["tensor", "array", "list"])
-def test_a_record_that_is_read_from_others_too_is_refused_where_it_is_seen(kind: Callable[[Tensor], Any]) -> None:
-    data = Mosaic(kind)
-    x = data.x
-    for door in (prepared, private):
-        with pytest.raises(DataError, match="several rows of its 'x'"):
-            door(data)
-    assert data.x is x
+    return qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(data, batch_size=2),
+    )  # fmt: skip
 
 
 def test_a_record_that_is_named_twice_is_refused() -> None:
-    data = Transformed(None)
-    tensors = TensorDataset(data.x, torch.zeros(N, dtype=torch.int64))
+    texts, tensors = Texts(), TensorDataset(torch.randn(N, 6), torch.arange(N) % 2)
     twice: tuple[Any, ...] = (
-        Subset(data, [0, 1, 2, 1]),
+        Subset(texts, [0, 1, 2, 1]),
         Subset(tensors, [N - 1, -1]),
-        ConcatDataset([data, data]),
-        ConcatDataset([Subset(data, range(9)), Subset(data, range(8, 30))]),
+        ConcatDataset([texts, texts]),
+        ConcatDataset([Subset(texts, range(9)), Subset(texts, range(8, 15))]),
         ConcatDataset([tensors, TensorDataset(*tensors.tensors)]),
         Subset(Subset(tensors, torch.tensor([3, 3])), [0, 1]),  # type: ignore[arg-type]
     )
     for repeated in twice:
-        for door in (prepared, private):
+        for door in (lambda data: examples_of(data, 1), private):
             with pytest.raises(DataError, match="more than once"):
                 door(repeated)
-    prepared(ConcatDataset([Subset(data, range(9)), Subset(data, range(9, 30)), Transformed(None)]))
+    examples_of(ConcatDataset([Subset(texts, range(9)), Subset(texts, range(9, 15)), Texts()]), 1)

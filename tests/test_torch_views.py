@@ -50,9 +50,8 @@ def made(n: int = 7, much: float = 1.0) -> tuple[Shifted, nn.Module]:
 def gradient(objective: ModuleObjective, data: Any, theta: Tensor, record: int, view: int) -> Tensor:
     """What one view of one record says, unclipped, from an engine that knows of no views."""
     keys = RecordKeys(KEY, np.array([record]), np.array([VIEWS * record + view]))
-    x, y = objective.prepare(data).read(keys)
     out = torch.zeros_like(theta, dtype=torch.float64)
-    objective.engine.add((theta,), x, y, Rule.gradient(1e6), out, keys)
+    objective.engine.add((theta,), objective.prepare(data).read(keys), Rule.gradient(1e6), out, keys)
     return out
 
 
@@ -171,10 +170,10 @@ def test_resume_reads_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyP
     settings: dict[str, Any] = {"folder": tmp_path / "run", "checkpoint_seconds": 0.0, "views": VIEWS}
     data, model = made(60)
     with pytest.raises(Stopped):
-        qt.fit(model, LOSS, data, method, budget=budget, callbacks=[stop], every=1, **settings)
+        qt.fit(model, LOSS, data, method, budget=budget, n_public=60, callbacks=[stop], every=1, **settings)
     data, model = made(60)
     torch.manual_seed(99)
     again = qt.resume(model, LOSS, data, method, **settings)
     data, model = made(60)
-    whole = qt.fit(model, LOSS, data, method, budget=budget, views=VIEWS, folder=tmp_path / "whole")
+    whole = qt.fit(model, LOSS, data, method, budget=budget, n_public=60, views=VIEWS, folder=tmp_path / "whole")
     assert torch.equal(again.params, whole.params)

@@ -1,31 +1,35 @@
 """quietgrad for PyTorch users: ``import quietgrad.torch as qt``.
 
-:func:`fit` trains a module with any algorithm of quietgrad. :func:`make_private` and
-:func:`make_private_with_epsilon` keep your own loop and optimizer. :func:`explain` tells how a
-model is differentiated and what that costs. :func:`clipped_gradient_sum` and
+:func:`fit` trains a module with any algorithm of quietgrad. :class:`PrivateLoop` keeps your own loop and
+optimizer, and :func:`make_private` and :func:`make_private_with_epsilon` do under Opacus' names. :func:`explain`
+tells how a model is differentiated and what that costs. :func:`clipped_gradient_sum` and
 :func:`clipped_difference_sum` are the sums that all of these rest on.
 """
 
 from __future__ import annotations
 
-from quietgrad.torch.callbacks import CSVLog, Progress, TensorBoardLog
+from quietgrad.objectives.networks.records import Multiple, Padding
 from quietgrad.torch.clipping import clipped_difference_sum, clipped_gradient_sum
 from quietgrad.torch.explaining import explain
 from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
-from quietgrad.torch.loop_processes import DifferentiallyPrivateDistributedDataParallel
+from quietgrad.torch.loader import BatchMemoryManager
 from quietgrad.torch.losses import causal_lm_loss
-from quietgrad.torch.memory_manager import BatchMemoryManager
 from quietgrad.torch.module_validator import ModuleValidator
-from quietgrad.torch.opacus_verbs import make_private, make_private_with_epsilon
-from quietgrad.torch.privacy_engine import PrivacyEngine
+from quietgrad.torch.opacus import PrivacyEngine, make_private, make_private_with_epsilon
+from quietgrad.torch.private_loop import PrivateLoop
+from quietgrad.torch.processes import DifferentiallyPrivateDistributedDataParallel
 from quietgrad.torch.training import fit, resume
+from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
 
 __all__ = [
     "fit",
     "resume",
+    "PrivateLoop",
     "make_private",
     "make_private_with_epsilon",
     "PrivacyEngine",
+    "Padding",
+    "Multiple",
     "explain",
     "ModuleValidator",
     "BatchMemoryManager",
@@ -39,5 +43,6 @@ __all__ = [
     "causal_lm_loss",
     "CSVLog",
     "TensorBoardLog",
+    "MLflowLog",
     "Progress",
 ]

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from quietgrad.objectives.base import Rule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.engine import clip_weights
+from quietgrad.objectives.networks.gradients import Gradients
 
 __all__ = ["AdaptiveClip", "ClipRule", "FlatClip", "PerParameterClip", "clip_rule"]
 
@@ -32,17 +32,20 @@ class FlatClip:
     clip: float
     extra: int = field(default=0, init=False)
     """Numbers that a release holds besides the gradient."""
+    precision: torch.dtype = field(default=torch.float32, init=False)
+    """That gradients are computed in."""
 
     def bound(self, multiplier: float) -> float:
         """The L2 norm of what one record adds to a release whose noise multiplier is ``multiplier``, at most."""
         return self.clip
 
-    def add(
-        self, engine: PerExampleEngine, theta: Tensor, args: tuple[Tensor, ...], grads: tuple[Tensor, ...],
-        out: Tensor, keys: RecordKeys, multiplier: float,
-    ) -> Tensor:  # fmt: skip
-        """out += the rows' clipped contributions; returns their norms."""
-        return engine.add((theta,), args, grads, Rule.gradient(self.clip), out, keys)[:, 0]
+    def norms(self, gradients: Gradients) -> Tensor:
+        """What is clipped by, of each record or person: (records,), or (records, parameters)."""
+        return gradients.norms()
+
+    def add(self, gradients: Gradients, norms: Tensor, out: Tensor, multiplier: float) -> None:
+        """out += the clipped contributions of some records, or people, whose :meth:`norms` are finite."""
+        gradients.add_weighted(clip_weights(norms, self.clip, self.precision), out)
 
     def learn(self, released: Tensor, expected: float, multiplier: float) -> None:
         """The extra numbers of a release, to go on from."""
@@ -73,12 +76,14 @@ class PerParameterClip(FlatClip):
         """√ΣC_p²."""
         return math.sqrt(math.fsum(clip**2 for clip in self.clip))
 
-    def add(
-        self, engine: PerExampleEngine, theta: Tensor, args: tuple[Tensor, ...], grads: tuple[Tensor, ...],
-        out: Tensor, keys: RecordKeys, multiplier: float,
-    ) -> Tensor:  # fmt: skip
+    def norms(self, gradients: Gradients) -> Tensor:
+        """Those of each parameter."""
+        return gradients.parameter_norms()
+
+    def add(self, gradients: Gradients, norms: Tensor, out: Tensor, multiplier: float) -> None:
         """Each parameter's gradient is clipped to its own bound."""
-        return engine.add_clipped_by_parameter(theta, args, grads, self.clip, out, keys)
+        weights = [clip_weights(norms[:, k], clip, self.precision) for k, clip in enumerate(self.clip)]
+        gradients.add_weighted_by_parameter(torch.stack(weights, 1), out)
 
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""
@@ -138,15 +143,11 @@ class AdaptiveClip(FlatClip):
         """√(C² + s²/4)."""
         return math.hypot(self.clip, self.scale(multiplier) / 2.0)
 
-    def add(
-        self, engine: PerExampleEngine, theta: Tensor, args: tuple[Tensor, ...], grads: tuple[Tensor, ...],
-        out: Tensor, keys: RecordKeys, multiplier: float,
-    ) -> Tensor:  # fmt: skip
-        """Clipped gradients, and behind them s·Σ(b_i − ½); who is not finite counts as clipped."""
-        norms = super().add(engine, theta, args, grads, out[:-1], keys, multiplier)
+    def add(self, gradients: Gradients, norms: Tensor, out: Tensor, multiplier: float) -> None:
+        """Clipped gradients, and behind them s·Σ(b_i − ½)."""
+        super().add(gradients, norms, out[:-1], multiplier)
         unclipped = int((norms <= self.clip).sum())
         out[-1] += self.scale(multiplier) * (unclipped - 0.5 * len(norms))
-        return norms
 
     def learn(self, released: Tensor, expected: float, multiplier: float) -> None:
         """Move the bound by the noisy share of unclipped records."""

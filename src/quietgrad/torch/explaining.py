@@ -1,33 +1,34 @@
-"""How a model's per-example gradients are computed, part by part, and what each part costs."""
+"""How a model's per-record gradients are computed, part by part, and what each part costs."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from quietgrad.objectives.networks.checks import refuse_mixing_layers
-from quietgrad.objectives.networks.collector import Collector
-from quietgrad.objectives.networks.contributions import Combination
-from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.errors import QuietgradError
+from quietgrad.objectives.networks.engine import LossFunction, PerExampleEngine
+from quietgrad.objectives.networks.gradients import GRADIENT, Collector
+from quietgrad.objectives.networks.one_record import Pass
 from quietgrad.objectives.networks.randomness import RecordKeys
-from quietgrad.objectives.networks.tape import Batch, Call, LossFunction, Unit, batch_length
-from quietgrad.objectives.networks.ways import Way
+from quietgrad.torch.clipping import batch_group
 
 __all__ = ["Explanation", "Part", "explain"]
+
+_ALONE = "one record at a time"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A layer, or the operations that use some parameters: how its gradients are computed, and at what price.
+    """An operation on parameters: how its records' gradients are made, and at what price.
 
-    ``how`` is "kernel", "fallback" or "refused"; ``time`` and ``memory`` are shares of the whole step's.
+    ``how`` is "kernel", "copied" (for each record), "one record at a time" or "refused"; ``time`` is a share of the
+    whole, ``memory`` numbers that are written out for each record.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Part:
     why: str
     parameters: int
     time: float
-    memory: float
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Explanation:
 
     @property
     def fallbacks(self) -> tuple[Part, ...]:
-        """Parts without a kernel."""
-        return tuple(part for part in self.parts if part.how == "fallback")
+        """Parts without a kernel that are large enough to matter."""
+        return tuple(part for part in self.parts if part.how in ("copied", _ALONE))
 
     @property
     def refused(self) -> tuple[Part, ...]:
@@ -58,118 +59,82 @@ class Explanation:
         return tuple(part for part in self.parts if part.how == "refused")
 
     def __str__(self) -> str:
-        width = max(len(part.name) for part in self.parts)
-        lines = [f"{'unit':{width}}  {'by':8}  {'time':>5}  {'memory':>6}  {'parameters':>10}  what"]
-        for part in self.parts:
-            said = f"{part.kind}: {part.why}" if part.why else part.kind
-            shares = f"{part.time:5.0%}  {part.memory:6.0%}  {part.parameters:10,}"
-            lines.append(f"{part.name:{width}}  {part.how:8}  {shares}  {said}")
-        if not self.refused:
-            lines.append(f"forward and backward pass: {self.passes:.0%} of the time, with {self.examples} examples")
-        return "\n".join(lines)
+        if self.refused:
+            return "\n".join(f"refused: {part.why}" for part in self.refused)
+        if self.parts and self.parts[0].how == _ALONE:
+            return f"{_ALONE}, by plain autograd: {self.parts[0].why}"
+        rows = [("parameters", "operation", "how", "numbers", "time")]
+        rows += [(p.name, p.kind, p.how, f"{p.parameters:,}", f"{100 * p.time:.0f} %") for p in self.parts]
+        widths = [max(len(row[k]) for row in rows) for k in range(5)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join([*lines, f"forward and backward pass: {100 * self.passes:.0f} % of the time"])
 
 
-def explain(model: nn.Module, batch: tuple[Batch, Batch], loss_fn: LossFunction) -> Explanation:
-    """Per unit of the model: kernel, fallback or refused, why, and its share of a step's time and memory.
+def explain(
+    model: nn.Module, batch: tuple[Any, Any], loss_fn: LossFunction, *, memory_budget: float = 256e6
+) -> Explanation:
+    """How each parameter's records' gradients are computed, on a batch (x, y) of a few records.
 
     Args:
-        model: as it is to be trained, in training mode.
-        batch: (x, y) with as many examples as a step has; real records are timed, and nothing of them is shown.
-        loss_fn: loss_fn(output, y) → one loss per example.
+        batch: (x, y), records first; x may be a tuple of tensors.
+        loss_fn: as in :func:`quietgrad.torch.fit`.
 
-    The shares are measured once: they tell what dominates, and vary by some per cent.
-
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.PReLU(8), nn.Linear(8, 2))
-    >>> found = explain(model, (torch.randn(6, 4), torch.randint(2, (6,))), nn.CrossEntropyLoss(reduction="none"))
-    >>> [(part.name, part.how, part.why) for part in found.parts]
-    [('0', 'kernel', ''), ('1', 'fallback', 'PReLU has no kernel'), ('2', 'kernel', '')]
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> found = explain(model, (torch.randn(6, 4), torch.zeros(6, dtype=torch.long)), nn.CrossEntropyLoss())
+    >>> [(part.name, part.how) for part in found.parts]
+    [('0.weight, 0.bias', 'kernel'), ('2.weight, 2.bias', 'kernel')]
     """
-    refused = _refused_layers(model)
-    if refused:
-        return Explanation(refused, 0.0, batch_length(batch[0]))
+    group = batch_group(batch)
+    count = len(group.rows)
     try:
-        engine = PerExampleEngine(model, loss_fn)
-        way = engine.way(*batch)
-    except (ValueError, RuntimeError, TypeError) as error:
-        part = Part("(the model)", type(model).__name__, "refused", str(error), _size(model), 0.0, 0.0)
-        return Explanation((part,), 0.0, batch_length(batch[0]))
-    if way.plan is None:
-        how = "vmap of the whole model" if way.vectorised else "one example at a time"
-        part = Part("(the model)", how, "fallback", way.why, engine.dim, 1.0, 1.0)
-        return Explanation((part,), 0.0, batch_length(batch[0]))
-    return _timed(engine, way, batch)
-
-
-def _refused_layers(model: nn.Module) -> tuple[Part, ...]:
-    parts = []
-    for name, layer in model.named_modules():
-        if next(layer.children(), None) is None:
-            try:
-                refuse_mixing_layers(layer)
-            except ValueError as error:
-                why = str(error).split(") ", 1)[-1]
-                parts.append(
-                    Part(name or "(the model)", type(layer).__name__, "refused", why, _size(layer), 0.0, 0.0)
-                )
-    return tuple(parts)
-
-
-class _Timing(Collector):
-    """Notes how long each unit's contributions take."""
-
-    spent: defaultdict[Unit, float]
-
-    def _receive(self, call: Call, params: Mapping[str, Tensor]) -> None:
-        began = time.perf_counter()
-        super()._receive(call, params)
-        self.spent[call.unit] += time.perf_counter() - began
+        engine = PerExampleEngine(model, loss_fn, memory_budget=memory_budget)
+        engine.try_out(group.record)
+    except (QuietgradError, ValueError) as error:
+        return Explanation((Part("", type(model).__name__, "refused", str(error), 0, 0.0, 0),), 0.0, count)
+    program = engine.program_of(group.record)
+    keys = RecordKeys.of(None, np.arange(count))
+    theta = engine.flatten(dict(model.named_parameters()))
+    done, began = None, time.perf_counter()
+    if program.alone is None:
+        done = engine.pass_of(theta, group.record, keys)
+        passes = time.perf_counter() - began
+    if not isinstance(done, Pass):
+        why = program.alone or "records answer its questions (.item(), a branch) in their own ways"
+        return Explanation((Part("", type(model).__name__, _ALONE, why, engine.dim, 1.0, engine.dim),), 0.0, count)
+    return _timed(engine, done, passes, count)
 
 
 @torch.no_grad()
-def _timed(engine: PerExampleEngine, way: Way, batch: tuple[Batch, Batch]) -> Explanation:
-    assert way.plan is not None
-    theta = engine.flatten(dict(engine.module.named_parameters()))
-    examples = batch_length(batch[0])
-    keys = RecordKeys.of(None, np.arange(examples))
-    mix = Combination(gradient=True, change=False)
-    for _ in range(2):  # the first one warms up
-        collector = _Timing(way.network, way.plan, mix, way.space, way._drawing(keys, theta.device))
-        collector.spent = defaultdict(float)
+def _timed(engine: PerExampleEngine, done: Pass, passes: float, count: int) -> Explanation:
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    slices = list(engine.slices.values())
+    sizes: Mapping[str, int] = {name: slot.stop - slot.start for name, slot in engine.slices.items()}
+    counted: set[str] = set()
+    whole = passes
+    for site in done.sites:
         began = time.perf_counter()
-        pieces = collector.collect(theta, None, *batch)
-        passes = time.perf_counter() - began - sum(collector.spent.values())
-        total = torch.zeros_like(theta, dtype=torch.float64)
-        by_slot: dict[int, float] = {}
-        held: dict[int, int] = {}
-        for where, piece in pieces:
-            began = time.perf_counter()
-            weights = piece.squared_norms().isfinite().double()
-            piece.add_weighted(weights, total[where])
-            by_slot[where.start] = time.perf_counter() - began
-            held[where.start] = piece.held()
-    whole = passes + sum(collector.spent.values()) + sum(by_slot.values())
-    memory = sum(held.values())
-    rows: dict[tuple[str, str, str, str], list[Any]] = {}
-    seen: set[int] = set()
-    for unit in way.plan.units:
-        spent, size, parameters = collector.spent[unit], 0, 0
-        for slot in unit.slots.values():
-            if slot.start not in seen:  # a parameter that several units use counts with the first
-                seen.add(slot.start)
-                spent += by_slot.get(slot.start, 0.0)
-                size += held.get(slot.start, 0)
-                parameters += slot.stop - slot.start
-        kind = type(unit.module).__name__ if unit.module is not None else "operation"
-        how = "kernel" if unit.kernel is not None or not unit.why else "fallback"
-        row = rows.setdefault((unit.name, kind, how, unit.why), [0.0, 0, 0])
-        for k, value in enumerate((spent, size, parameters)):
-            row[k] += value
-    parts = tuple(
-        Part(*key, parameters, spent / whole, size / max(1, memory))
-        for key, (spent, size, parameters) in rows.items()
-    )
-    return Explanation(parts, passes / whole, examples)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+        collector = Collector(GRADIENT, engine.space, slices, count)
+        collector.begin([site])
+        collector.end([site])
+        part = collector.gradients()
+        part.add_weighted(part.norms().isfinite().double(), torch.zeros(engine.dim, dtype=torch.float64))
+        spent = time.perf_counter() - began
+        whole += spent
+        how = "kernel" if site.kernel is not None or site.copied <= 4096 else "copied"
+        row = found.setdefault((", ".join(site.names), site.operation, how), [0, 0.0, 0])
+        row[0] += sum(sizes[name] for name in site.names if name not in counted)
+        counted |= set(site.names)
+        row[1] += spent
+        row[2] += site.copied
+    parts = []
+    for (name, kind, how), (parameters, spent, copied) in found.items():
+        why = f"{kind} has no kernel: its parameters are copied for each record" if how == "copied" else ""
+        parts.append(Part(name, kind, how, why, parameters, spent / whole, copied))
+    missing = [name for name in engine.names if name not in counted]
+    if missing:
+        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        size = sum(sizes[name] for name in missing)
+        parts.append(Part(names, "not used", "kernel", "these records do not use it", size, 0.0, 0))
+    return Explanation(tuple(parts), passes / whole, count)

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from quietgrad.objectives.networks.checks import mixing_layers, refuse_unusable_modules
-from quietgrad.objectives.networks.held_generators import refuse_held_generators
+from quietgrad.objectives.networks.usable import mixing_layers, refuse_unusable_modules
 
 __all__ = ["ModuleValidator"]
 
@@ -26,16 +25,12 @@ class ModuleValidator:
 
     @staticmethod
     def validate(module: nn.Module, *, strict: bool = False) -> list[Exception]:
-        """The reasons why the module could not be made private; with ``strict`` the first is raised.
-
-        What is seen on made-up examples only (mixing in a forward pass) comes with the first batch.
-        """
+        """The reasons why the module could not be made private; with ``strict`` the first is raised."""
         errors: list[Exception] = _training_statistics(module)
-        for check in (refuse_unusable_modules, lambda each: refuse_held_generators(each, "the model")):
-            try:
-                check(module)
-            except ValueError as error:
-                errors.append(error)
+        try:
+            refuse_unusable_modules(module)
+        except ValueError as error:
+            errors.append(error)
         if strict and errors:
             raise errors[0]
         return errors

@@ -1,35 +1,43 @@
-"""The model of a private loop: in training mode its outputs are leaves and its parameters out of reach."""
+"""The model of a private loop: the user's module, run record by record while the loop trains on a sample."""
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import BudgetError
-from quietgrad.objectives.networks.tape import mapped, tensors_of, with_parameters
-from quietgrad.torch.call_layout import CallLayout
-from quietgrad.torch.provenance import Provenance
-from quietgrad.torch.rows import Rows, owners_of, plain
+from quietgrad.objectives.networks.trees import mapped, with_parameters
+from quietgrad.torch.private_batch import plain
 
 if TYPE_CHECKING:
-    from quietgrad.torch.own_loop import PrivateLoop
+    from quietgrad.torch.recorded_loop import RecordedLoop
 
 __all__ = ["PrivateModule"]
 
-
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_OWN = ("_module", "_loop")
 
 
 class PrivateModule(nn.Module):
-    """The user's module; in training mode its outputs are leaves and its parameters out of reach."""
+    """The user's module under another class: the same layers, parameters, buffers, names and attributes.
 
-    def __init__(self, module: nn.Module, loop: PrivateLoop, provenance: Provenance) -> None:
+    In training mode, with a sample of the private loader in hand, a call is recorded for the step. In any other
+    call the parameters are constants: gradients go to the inputs, and none without noise to a parameter. A
+    copy, a pickle and a state are the plain module's.
+    """
+
+    _module: nn.Module
+    _loop: RecordedLoop
+
+    def __init__(self, module: nn.Module, loop: RecordedLoop) -> None:
         super().__init__()
-        self._module = module
-        self._loop = loop
-        self._provenance = provenance
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_loop", loop)
+        for store in ("_modules", "_parameters", "_buffers", "training", "_non_persistent_buffers_set"):
+            self.__dict__[store] = module.__dict__[store]
 
     @property
     def module(self) -> nn.Module:
@@ -38,36 +46,16 @@ class PrivateModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; recorded for the next step when training."""
-        if not (self.training and torch.is_grad_enabled()):
-            return self._evaluate(args, kwargs)
-        # The second question is asked here and not in a function of its own: a compiler that cannot take this one
-        # runs it as it is, and compiles what it calls.
+        # Asked here and not in a function of its own: a compiler that cannot take this one runs it as it is.
         if torch.compiler.is_compiling() or callable(_CALLBACK()):
             raise ValueError(
-                "torch.compile: a compiled model would follow no rows and fuse the layers whose inputs and "
-                "gradients are needed. Train with the private model as it is."
+                "torch.compile: a compiled model would fuse the operations at which records' gradients are taken. "
+                "Train with the private model as it is."
             )
-        tensors = tuple(tensors_of((args, kwargs)))
-        if not tensors or not all(_known(value) for value in (*args, *kwargs.values())):
-            raise TypeError(
-                "a private model takes tensors, examples first, alone or in tuples, lists and dictionaries, beside "
-                "None, flags, numbers and texts: a list of numbers or texts, or an object of another kind, may "
-                "hold records that nobody follows."
-            )
-        owners = owners_of(tensors)
-        if isinstance(owners, str):
-            raise BudgetError(
-                f"the private model was given {owners}: each row must be one record of the loader's batch, whole "
-                "or in pieces. Augment records in the data set or in the model, where their random numbers are "
-                "their own; make a hidden state inside the module, or pass None; wrap evaluations in model.eval() "
-                "or torch.no_grad()."
-            )
-        return self._loop.forward(plain(tensors), owners, CallLayout(args, kwargs))
-
-    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (torch.is_grad_enabled() and any(isinstance(t, Rows) for t in tensors_of((args, kwargs)))):
+        if not torch.is_grad_enabled():
             return self._module(*plain(args), **plain(kwargs))
-        # Another optimizer may hold the parameters: on private records they are constants.
+        if self.training and self._loop.sample is not None:
+            return self._loop.call(args, kwargs)
         constants = {name: param.detach() for name, param in self._module.named_parameters()}
         with with_parameters(self._module, constants):
             return mapped(self._module(*plain(args), **plain(kwargs)), _not_trained_on)
@@ -76,41 +64,41 @@ class PrivateModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("_module"), name)
+            if name in _OWN:
+                raise
+            return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            super().__setattr__(name, value)
+        setattr(self._module, name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state, under its own names, and in its metadata what it cost."""
+        """The module's own state."""
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own state; one of a private loop brings what it cost, and any other is refused."""
+        """Load a state into the module, whatever made it: what it cost is in the account of who was trained on."""
         if kwargs.get("assign") or (len(args) > 2 and args[2]):
             raise ValueError(
                 "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
                 "the private loop would know: nothing would train. Load without assign."
             )
-        state: Any = args[0] if args else kwargs.get("state_dict")
-        told = (getattr(state, "_metadata", None) or {}).get("", {})
-        self._provenance.admit(self._module, state or {}, "", told)  # a module may load in a way of its own
         loaded = self._module.load_state_dict(*args, **kwargs)
         if self._loop.shards is not None:
             self._loop.shards.scatter()
         return loaded
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients and recorded outputs."""
+        """Forget gradients, and what came back to the records in hand."""
         self._loop.clear()
         self._module.zero_grad(set_to_none)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self._module, memo)
 
-def _known(value: Any) -> bool:
-    """Whether all there is in a call can be seen: a list of numbers or texts may have one for each record."""
-    if type(value) in (tuple, list):
-        nested = (item for item in value if item is not None)
-        return all(isinstance(item, Tensor | tuple | list | dict) and _known(item) for item in nested)
-    if type(value) is dict:
-        return all(_known(item) for item in value.values())
-    return value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._module.__reduce_ex__(protocol)
 
 
 def _not_trained_on(value: Tensor) -> Tensor:
@@ -124,6 +112,7 @@ def _not_trained_on(value: Tensor) -> Tensor:
 
 def _refuse_backward(_: Tensor) -> None:
     raise BudgetError(
-        "backward() from an output of the private model in evaluation mode, on records of the private loader: such "
-        "gradients would have no noise. Call model.train() before a step; wrap evaluations in torch.no_grad()."
+        "backward() from an output of the private model that no step can use: it was called in evaluation mode, or "
+        "without a fresh batch of the private loader. Each step needs one fresh batch; call model.train() before "
+        "it, and wrap evaluations in torch.no_grad()."
     )

@@ -1,31 +1,25 @@
-"""The optimizer of a private loop: the user's own object, whose steps use released gradients only."""
+"""The optimizer of a private loop: the user's own object, whose steps use released gradients."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
-from quietgrad.errors import BudgetError, DataError
+from quietgrad.errors import BudgetError
 
 if TYPE_CHECKING:
-    from quietgrad.torch.own_loop import PrivateLoop
+    from quietgrad.torch.recorded_loop import RecordedLoop
 
-__all__ = ["PrivateOptimizer", "check_optimizer", "made_private", "refuse_stepped"]
-
-_SPENT = "quietgrad"  # the key of a state's record of its spending
+__all__ = ["PrivateOptimizer", "check_optimizer", "made_private"]
 
 
 class PrivateOptimizer(Optimizer):
-    """What a private loop adds to an optimizer: it stays of its own class, and learning-rate schedulers work on it.
+    """What a private loop adds to an optimizer: it stays of its own class, and schedulers work on it."""
 
-    A state carries what it cost: ``load_state_dict`` into another private loop adds that up.
-    """
-
-    _loop: PrivateLoop
+    _loop: RecordedLoop
     _step_hooks: list[Callable[[Any], None]]
     _opt_called: bool
 
@@ -36,15 +30,13 @@ class PrivateOptimizer(Optimizer):
                 "optimizer.step(closure): a step may use its sample once; call step() without a closure."
             )
         loop, self._opt_called = self._loop, True
-        if loop.partial:  # a piece of the sample: the step comes with the last one
-            loop.waiting = True
+        check_optimizer(self, loop.stepped().values())  # parameters may have joined since
+        if not loop.write_gradients():  # a piece of the sample: the step comes with the last one
             return None
-        check_optimizer(self, loop._stepped().values())  # parameters may have joined since
-        loop.write_gradients()
         for hook in self._step_hooks:
             hook(self)
         result = super().step()
-        loop.stepped()
+        loop.has_stepped()
         return result
 
     # Learning-rate schedulers wrap a step to see that it was called, and warn of one that they did not wrap; one
@@ -52,12 +44,16 @@ class PrivateOptimizer(Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, at outputs too; between the pieces of a sample nothing is forgotten."""
+        """Forget gradients, and what came back to the records in hand; a sample's earlier pieces are kept."""
         self._loop.clear()
         super().zero_grad(set_to_none)
 
+    def virtual_step(self) -> None:
+        """Release the sample's gradient now; the next sample's is added to it."""
+        self._loop.write_gradients()
+
     def attach_step_hook(self, hook: Callable[[Any], None]) -> None:
-        """Call ``hook(optimizer)`` when the gradients are released, before each step; what is spent is not its."""
+        """Call ``hook(optimizer)`` when the gradients are released, before each step."""
         self._step_hooks.append(hook)
 
     @property
@@ -96,36 +92,13 @@ class PrivateOptimizer(Optimizer):
         """The public size of a sample, which sums are divided by."""
         return self._loop.expected_batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with what it cost."""
-        spent = {**self._loop.state(), **self._loop.rule.state()}
-        return {**super().state_dict(), _SPENT: json.dumps(spent)}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state; what it cost counts here from now on."""
-        spent = state_dict.get(_SPENT)
-        if spent is None and state_dict["state"]:
-            raise BudgetError(
-                "load_state_dict: this optimizer state does not say what it cost: its averages may hold gradients "
-                "without noise, and the next step would release them. Load a state that a private optimizer saved, "
-                "or begin with a fresh one."
-            )
-        if spent is not None:
-            try:
-                record = json.loads(spent)
-            except (TypeError, ValueError):
-                raise DataError("load_state_dict: the state's record of its spending cannot be read.") from None
-            self._loop.load_history(record)
-            self._loop.rule.load_state(record)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != _SPENT})
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a private optimizer cannot be copied or pickled: two would share one loop. Save its state_dict()."
         )
 
 
-def made_private(optimizer: Optimizer, loop: PrivateLoop) -> Optimizer:
+def made_private(optimizer: Optimizer, loop: RecordedLoop) -> Optimizer:
     """The optimizer, the same object, from now on of ``loop``."""
     known = type(optimizer)
     if not isinstance(optimizer, PrivateOptimizer):
@@ -134,20 +107,8 @@ def made_private(optimizer: Optimizer, loop: PrivateLoop) -> Optimizer:
         private: Any = type(f"Private{known.__name__}", (PrivateOptimizer, known), {})
         optimizer.__class__ = private
     assert isinstance(optimizer, PrivateOptimizer)
-    before = getattr(optimizer, "_loop", None)
-    if before is not None and before is not loop and optimizer.state:
-        loop.load_history(before.state())  # its averages are that loop's releases
     optimizer._loop, optimizer._step_hooks = loop, []
     return optimizer
-
-
-def refuse_stepped(optimizer: Optimizer) -> None:
-    """Raise BudgetError if ``optimizer`` holds averages of gradients that no private loop released."""
-    if optimizer.state and not isinstance(optimizer, PrivateOptimizer):
-        raise BudgetError(
-            "the optimizer has stepped before: its averages may hold gradients without noise, and the first step "
-            "would release them. Make a new one for the private loop."
-        )
 
 
 def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:

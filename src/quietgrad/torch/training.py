@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,22 @@ import torch
 from torch import nn
 
 from quietgrad import training
-from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.curators.base import Session
+from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Regularizer
-from quietgrad.objectives.networks.examples import Collate
+from quietgrad.objectives.networks.engine import LossFunction
 from quietgrad.objectives.networks.module import ModuleObjective, evaluating
-from quietgrad.objectives.networks.tape import LossFunction
+from quietgrad.objectives.networks.records import Collate, Multiple, Padding
 from quietgrad.objectives.people import Combine, of_people
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Unit
 from quietgrad.torch.affording import Shortened, affordable, affordable_steps
-from quietgrad.torch.callbacks import Callback, Progress
-from quietgrad.torch.distributed import one_leader
-from quietgrad.training import checkpoint
+from quietgrad.torch.processes import one_leader
+from quietgrad.training.callbacks import Callback, Progress, together
 from quietgrad.training.minimizing import check_people
-from quietgrad.training.progress import SpentSoFar
-from quietgrad.training.progress import progress as progress_bar
+from quietgrad.training.progress import progress_bar
 from quietgrad.training.result import Result
-from quietgrad.vectors import norm
+from quietgrad.training.runs import look
 
 log = logging.getLogger("quietgrad")
 
@@ -72,13 +67,15 @@ def fit(
     micro_batch: int | None = None,
     memory_budget: float = 256e6,
     collate_fn: Collate | None = None,
+    pad: int | Multiple | Padding | None = None,
     seed: int | None = None,
 ) -> Result:
     """Train ``model`` privately and leave the trained parameters in it.
 
     Args:
-        model: any module whose examples do not mix (BatchNorm is refused).
-        loss_fn: loss_fn(output, y) → one loss **per example**, such as ``nn.CrossEntropyLoss(reduction="none")``.
+        model: any module; it is called with one record at a time (BatchNorm is refused).
+        loss_fn: loss(output, target), or loss(model, *record) with a first parameter called ``model``; written as
+            for a batch and called with batches of one, such as ``nn.CrossEntropyLoss()``.
         train_set: a map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``.
         algorithm: such as ``qg.DPSGD(...)``, ``qg.DPSRM(...)``, ``qg.StagewiseDPSGD(...)``; its learning rate may
             be a schedule.
@@ -86,9 +83,11 @@ def fit(
         noise_multiplier: fix the noise instead of calibrating it; the run then stops before the step that would
             exceed ``budget``.
         regularizer: a public penalty of :mod:`quietgrad.objectives`, such as ``L2(1e-4)``.
-        evaluate: evaluate(model) → scores, called in evaluation mode every ``every`` steps (default: 20 times).
-            Scores of private records are private; they go to ``callbacks`` and ``result.metrics``, marked.
-        callbacks: told a :class:`~quietgrad.torch.callbacks.Progress` whenever the model is evaluated.
+        evaluate: evaluate(model) → scores, called in evaluation mode at step 0 and every ``every`` steps (default:
+            20 times). Scores of private records are private; they go to ``callbacks`` and ``result.metrics``,
+            marked.
+        callbacks: told a :class:`~quietgrad.training.callbacks.Progress` whenever the model is evaluated, and at
+            step 0, before anything is reserved.
         stop: stop(progress) → whether to stop early. What it saw may be private, so the whole ε counts.
         progress: show steps and ε spent on a terminal.
         micro_batch: examples per pass; larger samples are virtual batches of as many passes as they need.
@@ -101,7 +100,9 @@ def fit(
         views: how often each record of a sample is read and passed through the model, each time with random numbers
             of its own (augmentation, dropout); its contribution is the clipped mean of these gradients. Costs that
             many passes and no privacy.
-        collate_fn: makes (x, y) of a list of samples.
+        collate_fn: makes what model and loss take of a list with **one** sample.
+        pad: pads each record by its own length: a public length, or ``qt.Multiple(64)``; see ``qt.Padding``.
+            Records of one shape are run together, so few shapes are fast.
         ledger, account, cap, n_public, records_public, folder, checkpoint_seconds, seed: as in
             :func:`quietgrad.minimize`.
 
@@ -111,36 +112,37 @@ def fit(
     >>> import quietgrad as qg
     >>> model = nn.Linear(2, 2)
     >>> x = torch.randn(300, 2)
-    >>> result = fit(model, nn.CrossEntropyLoss(reduction="none"), (x, (x[:, 0] > 0).long()),
+    >>> result = fit(model, nn.CrossEntropyLoss(), (x, (x[:, 0] > 0).long()),
     ...              qg.DPSGD(steps=5, batch_size=30), budget=Budget(2.0, 1e-5))
     >>> str(result.privacy)
-    '(1.99..., 1e-05)-DP, add-remove, proved by pld-poisson'
+    '(2, 1e-05)-DP, add-remove, proved by pld-poisson'
     >>> bool((result.params[:4].view(2, 2) == model.weight).all())
     True
     """
     objective = ModuleObjective(
         model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
-        collate_fn=collate_fn, views=views,
+        collate_fn=collate_fn, pad=pad, views=views,
     )  # fmt: skip
-    watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
+    watch = _Watch(objective, evaluate, every, callbacks, stop)
     asked = of_people(objective, train_set, person, combine, records_per_person)
     check_people(algorithm, asked[0])
     unit = Unit.RECORD if person is None else Unit.PERSON
 
     def lead(shared: Any, examples: Any) -> Result:
-        plan = training.plan(
-            algorithm, n=n_public or len(examples), budget=budget, noise_multiplier=noise_multiplier, unit=unit,
-            records_public=records_public,
-        )  # fmt: skip
-        within, plan = _within_budget(algorithm, plan)
+        within: Any = algorithm
+        if noise_multiplier is not None and n_public is not None:  # the steps that the budget affords
+            plan = training.plan(
+                algorithm, n=n_public, budget=budget, noise_multiplier=noise_multiplier, unit=unit,
+                records_public=records_public,
+            )  # fmt: skip
+            within, _ = _within_budget(algorithm, plan)
         _log_fallbacks(objective)
-        with watch.watching(plan) as callback:
+        with progress_bar(quiet=not progress) as bar:
             return training.minimize(
                 shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap,
                 n_public=n_public, records_public=records_public, seed=seed, folder=folder,
-                checkpoint_seconds=checkpoint_seconds, callback=callback,
-                noise_multiplier=plan.noise_multiplier if plan.is_private else None,
-                planned=plan if within is algorithm else None,
+                checkpoint_seconds=checkpoint_seconds, callback=together([watch, bar]),
+                noise_multiplier=noise_multiplier,
             )  # fmt: skip
 
     return _train(objective, *asked, lead, watch)
@@ -164,12 +166,13 @@ def resume(
     stop: Stop | None = None,
     progress: bool = True,
     ledger: Any = None,
-    account: str = "default",
+    account: str | None = None,
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
     micro_batch: int | None = None,
     memory_budget: float = 256e6,
     collate_fn: Collate | None = None,
+    pad: int | Multiple | Padding | None = None,
 ) -> Result:
     """Continue an interrupted :func:`fit` with the same arguments and ``folder``; see :func:`quietgrad.resume`.
 
@@ -177,34 +180,30 @@ def resume(
     """
     objective = ModuleObjective(
         model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
-        collate_fn=collate_fn, views=views,
+        collate_fn=collate_fn, pad=pad, views=views,
     )  # fmt: skip
-    watch = _Watch(objective, algorithm, evaluate, every, callbacks, stop, progress)
+    watch = _Watch(objective, evaluate, every, callbacks, stop)
     asked = of_people(objective, train_set, person, combine, records_per_person)
     check_people(algorithm, asked[0])
     unit = Unit.RECORD if person is None else Unit.PERSON
 
     def lead(shared: Any, examples: Any) -> Result:
-        saved = checkpoint.load(Path(folder) / "checkpoint.safetensors")
-        if len(saved.state.params) != examples.dim:
+        header, state = look(folder)
+        if len(state.params) != examples.dim:
             raise DataError(
-                f"{folder}: the checkpoint is of a model with {len(saved.state.params)} parameters; this one has "
+                f"{folder}: the checkpoint is of a model with {len(state.params)} parameters; this one has "
                 f"{examples.dim}. Resume with the model it was written for."
             )
-        meta = saved.meta
+        kept = header.plan
         plan = training.plan(
-            algorithm,
-            n=meta["n_public"],
-            budget=None if meta["budget"] is None else Budget.from_json(meta["budget"]),
-            noise_multiplier=meta["noise_multiplier"],
-            unit=unit,
-            records_public=meta.get("records_public"),
-        )
+            algorithm, n=kept.n_public, budget=kept.budget, noise_multiplier=kept.noise_multiplier, unit=unit,
+            records_public=kept.records_public,
+        )  # fmt: skip
         within, plan = _within_budget(algorithm, plan)
-        with watch.watching(plan) as callback:
+        with progress_bar(quiet=not progress) as bar:
             return training.resume(
                 shared, examples, within, folder=folder, ledger=ledger, account=account, cap=cap,
-                checkpoint_seconds=checkpoint_seconds, callback=callback,
+                checkpoint_seconds=checkpoint_seconds, callback=together([watch, bar]),
             )  # fmt: skip
 
     return _train(objective, *asked, lead, watch)
@@ -246,58 +245,34 @@ def _within_budget(algorithm: Algorithm, plan: Plan) -> tuple[Any, Plan]:
 
 
 class _Watch:
-    """Reports of a run: ε so far, scores, early stops."""
+    """Scores a run now and then, tells its callbacks, and lets ``stop`` end it."""
 
     def __init__(
         self,
         objective: ModuleObjective,
-        algorithm: Algorithm,
         evaluate: Evaluate | None,
         every: int | None,
         callbacks: Sequence[Callback],
         stop: Stop | None,
-        bar: bool,
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
         self.objective = objective
-        self.algorithm = algorithm
         self.evaluate = evaluate
         self.every = every
         self.callbacks = callbacks
         self.stop = stop
-        self.bar = bar
         self.scores: dict[str, float] = {}
 
-    @contextmanager
-    def watching(self, plan: Plan) -> Iterator[training.Callback]:
-        """The callback that a run of ``plan`` calls after every step."""
-        quiet = not (self.bar and sys.stderr.isatty())
-        # Proving ε at some points costs seconds: only if someone looks.
-        spent = SpentSoFar(plan) if self.callbacks or self.stop is not None or not quiet else None
-        every = self.every or max(1, plan.schedule.releases // _REPORTS)
-        with progress_bar(plan, spent, self.algorithm.name, quiet=quiet) if spent else _silence() as tell:
-
-            def callback(state: State, session: Session) -> None:
-                if state.step % every == 0 or state.done:
-                    self._report(state, plan, None if spent is None else spent.of(session))
-                tell(state, session)
-
-            yield callback
-
-    def _report(self, state: State, plan: Plan, epsilon: float | None) -> None:
+    def __call__(self, progress: Progress) -> None:
+        if progress.step % (self.every or max(1, progress.planned // _REPORTS)) and not progress.done:
+            return
         if self.evaluate is not None:
-            self.objective.write_back(self.algorithm.output(state))
+            self.objective.write_back(progress.params)
             with evaluating(self.objective.module), torch.no_grad():
                 self.scores = {name: float(value) for name, value in self.evaluate(self.objective.module).items()}
-        estimate = None if state.estimate.value is None else norm(state.estimate.value)
-        now = Progress(state.step, plan.schedule.releases, epsilon, estimate, dict(self.scores))
+        progress.metrics = dict(self.scores)
         for callback in self.callbacks:
-            callback(now)
-        if self.stop is not None and not state.done and self.stop(now):
-            state.done = True
-
-
-@contextmanager
-def _silence() -> Iterator[training.Callback]:
-    yield lambda state, session: None
+            callback(progress)
+        if self.stop is not None and self.stop(progress):
+            progress.stop()

@@ -8,20 +8,19 @@ at once, what is left is one product with a matrix: a linear layer, with its ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from functools import cache
+from collections.abc import Container, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from quietgrad.objectives.networks.contributions import Combination, Contribution, Record, Workspace, Written
-from quietgrad.objectives.networks.layers import Kernel, linear_kernel
+from quietgrad.objectives.networks.kernels import Kernel, linear_kernel
 from quietgrad.objectives.networks.persons import Persons
 
-__all__ = ["Arranged", "Arrangement", "matrix_kernel", "sum_of_products"]
+__all__ = ["Arranged", "Arrangement", "MatrixForm", "matrix_form", "matrix_kernel"]
 
 
 class Arrangement(NamedTuple):
@@ -74,8 +73,6 @@ class Arranged:
 
 
 class _ArrangedKernel:
-    any_batch_dim = True
-
     def __init__(self, kernel: Kernel, shape: Sequence[int], order: tuple[int, ...]) -> None:
         self.kernel = kernel
         self.shape, self.order = tuple(shape), order
@@ -93,53 +90,25 @@ class _ArrangedKernel:
             yield name, Arranged(piece, self.shape, self.order)
 
 
-def matrix_kernel(shape: Sequence[int], arrangement: Arrangement) -> Kernel:
+@lru_cache(maxsize=256)
+def matrix_kernel(shape: tuple[int, ...], arrangement: Arrangement) -> Kernel:
     """The kernel of x W, W the parameter in that arrangement."""
     sizes = [shape[axis] for axis in arrangement.order]
     inputs, outputs = prod(sizes[: arrangement.rows]), prod(sizes[arrangement.rows :])
     return _ArrangedKernel(linear_kernel(outputs, inputs, swapped=True), shape, arrangement.order)
 
 
-@cache
-def _product_with(arrangement: Arrangement) -> Callable[[Tensor, Tensor], Tensor]:
-    """x W as an operation of its own: one parameter may be used in several arrangements."""
+class MatrixForm(NamedTuple):
+    """A sum of products as one product with a matrix."""
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return x @ arrangement.of(weight)
-
-    product.arrangement = arrangement  # type: ignore[attr-defined]
-    return product
-
-
-def sum_of_products(sharing: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.einsum as a product with a matrix, or as it is."""
-    equation, operands = (args[0], args[1:]) if args else ("", ())
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    shapes = [tuple(value.shape) if isinstance(value, Tensor) else () for value in operands]
-    found = _matrix_form(equation, shapes, [sharing.origin(value) is not None for value in operands])
-    if kwargs or found is None or sharing.origin(operands[found.place]).kind != "parameter":
-        return sharing.meet(func, args, kwargs)
-    weight = operands[found.place]
-    others = [value for place, value in enumerate(operands) if place != found.place]
-    with sharing:
-        x = torch.einsum(found.rest, *others)
-        lead = x.dim() - found.arrangement.rows
-        y = handle_torch_function(
-            _product_with(found.arrangement), (weight,), x.flatten(lead) if x.dim() > lead else x, weight
-        )
-        free = [weight.shape[axis] for axis in found.arrangement.order[found.arrangement.rows :]]
-        return y.reshape(*y.shape[:-1], *free).permute(found.result)
-
-
-class _MatrixForm(NamedTuple):
     place: int  # of the parameter among the operands
     rest: str  # the equation of the others
     arrangement: Arrangement
     result: tuple[int, ...]  # the order of the result's axes
 
 
-def _matrix_form(equation: Any, shapes: Sequence[tuple[int, ...]], shared: Sequence[bool]) -> _MatrixForm | None:
+def matrix_form(equation: Any, shapes: Sequence[tuple[int, ...]], shared: Sequence[bool]) -> MatrixForm | None:
+    """The equation as a product with the one operand that is shared, or None."""
     if not isinstance(equation, str) or "->" not in equation or "." in equation or sum(shared) != 1:
         return None
     left, result = equation.replace(" ", "").split("->")
@@ -157,12 +126,10 @@ def _matrix_form(equation: Any, shapes: Sequence[tuple[int, ...]], shared: Seque
     summed = [index for index in own if index in seen]
     free = [index for index in own if index not in seen]
     if not summed or set(summed) & set(result) or not set(free) <= set(result):
-        return (
-            None  # an index of the parameter, the rest and the result; or one that is summed in the parameter alone
-        )
+        return None  # an index of parameter, rest and result at once; or one that is summed in the parameter alone
     lead = [index for index in result if index in seen]
     made = lead + free
-    return _MatrixForm(
+    return MatrixForm(
         place,
         ",".join(others) + "->" + "".join(lead + summed),
         Arrangement(tuple(own.index(index) for index in summed + free), len(summed)),

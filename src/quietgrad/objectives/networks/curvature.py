@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
+import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
-from quietgrad.objectives.networks.examples import Examples
 from quietgrad.objectives.networks.module import ModuleObjective, evaluating
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.records import Examples
+from quietgrad.objectives.networks.trees import Places, mapped, tensors_of
 
 
 def hessian_product(objective: ModuleObjective, records: Examples, params: Tensor, vector: Tensor) -> Tensor:
-    """∇²F(θ)·v in evaluation mode, with the regulariser: v·∇ of the gradient, batch by batch.
+    """∇²F(θ)·v in evaluation mode, with the regulariser: v·∇ of the gradient, record by record.
 
     >>> from torch import nn
     >>> module = nn.Linear(2, 1, bias=False)
@@ -24,11 +28,14 @@ def hessian_product(objective: ModuleObjective, records: Examples, params: Tenso
     total = torch.zeros_like(params)
     theta = params.detach().clone().requires_grad_()
     with torch.enable_grad(), evaluating(objective.module):
-        for x, y, _ in records.parts(None, objective.micro_batch):
-            inputs, targets = objective._on_device(x), objective._on_device(y)
-            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-            output = functional_call(objective.module, engine.unflatten(theta), arguments)
-            total += _along(engine.loss_fn(output, targets).sum(), theta, vector)
+        places = Places(objective.module)
+        keys = RecordKeys(bytes(32), np.arange(len(records)))
+        for rows in keys.passes(objective.micro_batch):
+            for group in records.read(keys.rows(rows)):
+                for k in range(len(tensors_of(group.record)[0])):
+                    record = mapped(engine.on_device(group.record), itemgetter(k))
+                    with places.holding(engine.unflatten(theta)):
+                        total += _along(engine.loss_of(record), theta, vector)
         total /= len(records)
         slope = objective.regularizer.gradient(theta)
         if slope.requires_grad:

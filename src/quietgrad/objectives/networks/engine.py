@@ -1,20 +1,20 @@
-"""Clipped per-example gradients of a torch module, at about the price of an ordinary gradient.
+"""Clipped per-record gradients of a torch module, at about the price of an ordinary gradient.
 
-`PerExampleEngine` sums what private methods need of each example's gradient g_i, clipped to an L2 bound C:
+`PerExampleEngine` sums what private methods need of each record's gradient g_i, clipped to an L2 bound C:
 
     Σ clip_C(g_i(θ))                                          DP-SGD
     Σ clip_C(g_i(θ) − g_i(θ′))                                SPIDER
     Σ [(1−γ) clip_C₂(g_i(θ) − g_i(θ′)) + γ clip_C₁(g_i(θ))]   DP-SRM
     Σ clip_C(g_i(θ) − (1−γ) g_i(θ′))                          DP-SRM with one clip
 
-One forward and one backward pass per point ("book-keeping"): the backward pass stops at the layers' outputs,
-and each layer's norms and clipped sums are computed from its input and output gradient alone.
+Model and loss are called for one record (:mod:`quietgrad.objectives.networks.one_record`); one forward and one
+backward pass per point do so for all records of a pass, and kernels make norms and sums of what the taps kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,28 +22,27 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.objectives.base import Rule
-from quietgrad.objectives.networks.checks import refuse_autocast, refuse_mixing_layers, refuse_unusable_modules
-from quietgrad.objectives.networks.choosing import choose_way
-from quietgrad.objectives.networks.collector import Network, Piece
-from quietgrad.objectives.networks.contributions import (
-    Combination,
-    Contribution,
-    Stored,
-    Workspace,
-    squares_of,
-)
-from quietgrad.objectives.networks.held_generators import refuse_held_generators
+from quietgrad.objectives.networks.contributions import Combination, Workspace, squares_of
+from quietgrad.objectives.networks.gradients import GRADIENT, Collector, Gradients, OtherPath, recorded
+from quietgrad.objectives.networks.losses import LossFunction, RecordLoss
+from quietgrad.objectives.networks.one_record import Pass, RecordProgram, full_precision
 from quietgrad.objectives.networks.persons import Persons
+from quietgrad.objectives.networks.planning import Known, vectors_by_autograd
 from quietgrad.objectives.networks.randomness import RecordKeys
-from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length, select
-from quietgrad.objectives.networks.ways import Recorded, Way
+from quietgrad.objectives.networks.records import RecordGroup
+from quietgrad.objectives.networks.trees import mapped
+from quietgrad.objectives.networks.usable import refuse_mixing_layers, refuse_unusable_modules
 
-__all__ = ["PerExampleEngine", "Strategy", "clip_weights", "positive"]
+__all__ = ["LossFunction", "PerExampleEngine", "Recording", "clip_weights", "positive"]
 
-Strategy = Literal["auto", "factored", "functional"]
+Rows = npt.NDArray[np.int64]
 
-# Clipping aims this much below C, so that rounding never lifts a contribution above C. By the module's precision.
+# Clipping aims this much below C, so that rounding never lifts a contribution above C. By the precision that
+# gradients are computed in.
 _SLACK = {torch.float32: 2e-5, torch.float64: 1e-12}
+
+# Bytes that what has no kernel may take in any case: with less, a class token would cost a pass for each record.
+_LEAST = 16e6
 
 
 def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
@@ -57,33 +56,48 @@ def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
     return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
 
 
-# Bytes that what has no kernel may take in any case: with less, a class token would cost a pass for each example.
-_LEAST = 16e6
+class Recording:
+    """Forward passes of a module in a loop of the user's own, kept until its gradients are asked for.
+
+    ``parts`` are (rows, outputs): positions of records, and what the model returned for each, (n, …), with a graph.
+    """
+
+    def __init__(self, passes: list[Pass]) -> None:
+        self.passes = passes
+
+    @property
+    def parts(self) -> list[tuple[Rows, Any]]:
+        found = []
+        for each in self.passes:
+            if each.valid is None:
+                found.append((each.rows, each.outputs))
+            else:
+                where = each.valid
+                found.append((each.rows[where.numpy()], _select(each.outputs, np.flatnonzero(where.numpy()))))
+        return found
 
 
 class PerExampleEngine:
-    """Per-example gradients of `module` as sums over a batch, on one flat parameter vector θ.
+    """Per-record gradients of `module` as sums over a batch, on one flat parameter vector θ.
 
     Args:
-        module: any torch module; layers that mix examples (BatchNorm) are refused.
-        loss_fn: loss_fn(output, y) → one loss per example, shape (B,).
-        memory_budget: bytes of per-example gradients kept at a time. What does not fit is computed from
+        module: any torch module; layers that keep statistics of batches (BatchNorm) are refused.
+        loss: loss(output, target), or loss(model, *record), of a batch of one: one number.
+        memory_budget: bytes of per-record gradients kept at a time. What does not fit is computed from
             factors: less memory, somewhat more time. What has no kernel is written out, in passes that fit.
-        micro_batch: most examples per pass; None: as many as fit.
-        strategy: "auto"; "factored" never keeps per-example gradients (the low-memory mode); "functional" is
-            vmap(grad) over the whole model, the slow reference.
+        micro_batch: most records per pass; None: as many as fit.
 
     θ holds the trainable parameters in the order of `named_parameters`; frozen ones stay in the module.
-    Half-precision modules get a float32 θ; norms are computed in float64 whatever the module is in.
-    An example whose norm is not finite counts as zero. Each example draws its own random numbers (dropout), the
-    same at both points of a difference.
+    Modules in half precision are computed with in float32, norms in float64. A record whose norm is not finite
+    counts as zero. Each record draws its own random numbers (dropout), the same at both points of a difference.
 
     >>> from torch import nn
     >>> model = nn.Linear(2, 1, bias=False).double()
     >>> engine = PerExampleEngine(model, lambda output, y: (output.squeeze(1) - y).square() / 2)
     >>> theta, out = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     >>> x = torch.tensor([[3.0, 4.0], [0.1, 0.0]], dtype=torch.float64)
-    >>> engine.add_clipped_gradients(theta, x, torch.ones(2, dtype=torch.float64), 1.0, out)
+    >>> group = RecordGroup(np.arange(2), (x[:, None], torch.ones(2, 1, dtype=torch.float64)))
+    >>> engine.add((theta,), [group], Rule.gradient(1.0), out)[:, 0]
     tensor([5.0000, 0.1000], dtype=torch.float64)
     >>> out
     tensor([-0.7000, -0.8000], dtype=torch.float64)
@@ -92,41 +106,38 @@ class PerExampleEngine:
     def __init__(
         self,
         module: nn.Module,
-        loss_fn: LossFunction,
+        loss: LossFunction | None = None,
         *,
         memory_budget: float = 512e6,
         micro_batch: int | None = None,
-        strategy: Strategy = "auto",
     ) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None for the whole batch at once.")
-        if strategy not in ("auto", "factored", "functional"):
-            raise ValueError(f"strategy={strategy!r}: choose 'auto', 'factored' or 'functional'.")
         refuse_unusable_modules(module)
         refuse_mixing_layers(module)
-        refuse_held_generators(module, "the model")
-        refuse_held_generators(loss_fn, "the loss")
         self.module = module
-        self.loss_fn = loss_fn
-        self.memory_budget = 0.0 if strategy == "factored" else memory_budget
+        self.loss = loss
+        self.memory_budget = memory_budget
         self.micro_batch = micro_batch
-        self._functional = strategy == "functional"
+        self.loss_of: Any = None if loss is None else RecordLoss(module, loss)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("the module has no trainable parameter (all have requires_grad=False).")
         self.names = list(trainable)
         self._params = trainable
-        self._slices: dict[str, slice] = {}
+        self._layers = list(module.modules())
+        self.slices: dict[str, slice] = {}
         self.dim = 0
         for name, param in trainable.items():
-            self._slices[name] = slice(self.dim, self.dim + param.numel())
+            self.slices[name] = slice(self.dim, self.dim + param.numel())
             self.dim += param.numel()
         dtypes = [p.dtype for p in trainable.values()]
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = next(iter(trainable.values())).device
-        self._ways: dict[tuple[bool, ...], Way] = {}
-        self._network = Network(module, loss_fn, self._laid_out, self._slices)
-        self._space = Workspace(self.memory_budget, torch.empty(0, dtype=self.dtype, device=self.device))
+        self.programs: dict[tuple[bool, ...], Known] = {}
+        self.space = Workspace(self.memory_budget, torch.empty(0, dtype=self.dtype, device=self.device))
+
+    # --- parameters ------------------------------------------------------------------------------------------
 
     def flatten(self, params: Mapping[str, Tensor]) -> Tensor:
         """One flat vector of a dict of the trainable parameters."""
@@ -137,343 +148,355 @@ class PerExampleEngine:
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of a flat vector by parameter name, in the vector's precision."""
-        return {name: vector[self._slices[name]].view(p.shape) for name, p in self._params.items()}
+        return {name: vector[self.slices[name]].view(p.shape) for name, p in self._params.items()}
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Parameters for the module: views, or copies where the module's precision is lower."""
         return {name: view.to(self._params[name].dtype) for name, view in self.views(vector).items()}
 
-    def _laid_out(self, vector: Tensor) -> dict[str, Tensor]:
-        """Parameters in the module's own memory format: channels-last convolutions stay channels-last."""
-        params = self.unflatten(vector)
-        for name, param in self._params.items():
-            if param.stride() != params[name].stride():
-                strided = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
-                params[name] = strided.copy_(params[name])
-        return params
+    def _leaves(self, vector: Tensor) -> dict[str, Tensor]:
+        """Leaves in the module's own memory format, in float32 at least: what is clipped is computed so."""
+        leaves = {}
+        for name, view in self.views(vector.detach()).items():
+            param = self._params[name]
+            dtype = torch.float32 if _is_half(param) else param.dtype
+            value = view.to(dtype)
+            if param.stride() != value.stride():
+                strided = torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=param.device)
+                value = strided.copy_(value)
+            leaves[name] = value.detach().requires_grad_()
+        return leaves
 
-    def losses(self, theta: Tensor, x: Batch, y: Batch, keys: RecordKeys | None = None) -> Tensor:
-        """The loss of each example at θ, in whatever mode (train or eval) the module is."""
-        if batch_length(x) == 0:
-            return theta.new_zeros(0)
-        keys = keys or RecordKeys.of(None, np.arange(batch_length(x)))
-        way = self.way(x, y)
-        with torch.no_grad():
-            return way.losses(self.unflatten(theta.detach()), x, y, keys)
-
-    def add_clipped_gradients(
-        self, theta: Tensor, x: Batch, y: Batch, clip: float, out: Tensor, keys: RecordKeys | None = None
-    ) -> Tensor:
-        """out += Σ clip_C(g_i(θ)); returns the norms ‖g_i(θ)‖ before clipping."""
-        return self.add((theta,), x, y, positive(Rule.gradient(clip)), out, keys)[:, 0]
-
-    def add_clipped_differences(
-        self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, clip: float, out: Tensor
-    ) -> Tensor:
-        """out += Σ clip_C(g_i(θ) − g_i(θ′)); returns the norms of the differences before clipping."""
-        return self.add((theta, previous), x, y, positive(Rule.difference(clip)), out)[:, 0]
-
-    def add_joint_momentum(
-        self, theta: Tensor, previous: Tensor, x: Batch, y: Batch, gamma: float, clip: float, out: Tensor
-    ) -> Tensor:
-        """out += Σ clip_C(g_i(θ) − (1−γ) g_i(θ′)); returns the norms before clipping."""
-        return self.add((theta, previous), x, y, positive(Rule.joint(gamma, clip)), out)[:, 0]
-
-    def add_recursive_momentum(
-        self,
-        theta: Tensor,
-        previous: Tensor,
-        x: Batch,
-        y: Batch,
-        gamma: float,
-        clip: float,
-        difference_clip: float,
-        out: Tensor,
-    ) -> Tensor:
-        """out += Σ [(1−γ) clip_C₂(g_i(θ) − g_i(θ′)) + γ clip_C₁(g_i(θ))]; returns both norms, (B, 2).
-
-        One record contributes at most γ·C₁ + (1−γ)·C₂ (DP-SRM, Algorithm 1, line 6).
-        """
-        return self.add((theta, previous), x, y, Rule.momentum(gamma, clip, difference_clip), out)
+    # --- sums ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @full_precision()
     def add(
         self,
         points: Sequence[Tensor],
-        x: Batch,
-        y: Batch,
+        groups: Sequence[RecordGroup],
         rule: Rule,
         out: Tensor,
         keys: RecordKeys | None = None,
         persons: Persons | None = None,
     ) -> Tensor:
-        """out += Σ of what the rule makes of each example's gradients; returns their norms, (examples, families).
+        """out += Σ of what the rule makes of each record's gradients; returns their norms, (records, families).
 
-        ``keys`` are the secrets by which the examples draw random numbers; without them they are fresh. With
+        ``keys`` are the secrets by which the records draw random numbers; without them they are fresh. With
         ``persons`` the rule is applied to each person's combined gradients, and the norms are theirs.
         """
         theta, previous = points[0], points[1] if rule.beta else None
         self._check(theta, previous, out)
         mix = _mixing(rule)
-        examples = batch_length(x)
-        if examples == 0:
-            return theta.new_zeros((0, mix.families), dtype=torch.float64)
-        refuse_autocast(theta.device)
-        keys = keys or RecordKeys.of(None, np.arange(examples))
-        way = self.way(x, y)
-        if persons is not None and len(persons.owners) != examples:
-            raise ValueError("person: must be one id per example of the batch.")
+        count = sum(len(group.rows) for group in groups)
+        keys = keys or RecordKeys.of(None, np.arange(count))
+        weigh = _weighing(rule, mix, self.dtype)
         if persons is not None and not persons.single:
-
-            def read(rows: npt.NDArray[np.int64]) -> tuple[Batch, Batch]:
-                where = _where(rows, examples, theta.device)
-                return select(x, where), select(y, where)
-
-            return self.add_people(points, read, rule, lambda part: out.add_(part.to(out.dtype)), keys, persons)
-        weigh = _weighing(rule, mix, self.dtype)
-        norms = theta.new_empty((examples, mix.families), dtype=torch.float64)
-        for rows in keys.passes(self._pass_size(way, mix) or examples):
-            where = _where(rows, examples, theta.device)
-            part = select(x, where), select(y, where)
-            norms[where] = self._add_pass(way, theta, previous, *part, mix, weigh, out, keys.rows(rows), None)
+            return self._add_people(theta, previous, groups, mix, weigh, out, keys, persons)
+        norms = theta.new_zeros((count, mix.families), dtype=torch.float64)
+        for rows, found in self._each_pass(theta, previous, groups, keys, mix):
+            norms[torch.from_numpy(rows)] = self._add_clipped(found, weigh, out).to(norms)
         return norms
 
-    @torch.no_grad()
-    def add_people(
-        self,
-        points: Sequence[Tensor],
-        read: Callable[[npt.NDArray[np.int64]], tuple[Batch, Batch]],
-        rule: Rule,
-        add: Callable[[Tensor], object],
-        keys: RecordKeys,
-        persons: Persons,
-        most: int | None = None,
-    ) -> Tensor:
-        """What the rule makes of each person's combined gradients, added pass by pass; returns their norms.
+    def gradients(
+        self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordKeys
+    ) -> Iterator[tuple[Rows, Gradients]]:
+        """Gradients of all records pass by pass, with their rows; those that are not finite are left out."""
+        with torch.no_grad(), full_precision():
+            for rows, found in self._each_pass(theta, None, groups, keys, GRADIENT):
+                norms = found(None).all_norms()
+                finite = norms.isfinite().all(1)
+                kept = None if bool(finite.all()) else finite.cpu().numpy()
+                yield (rows, found(None)) if kept is None else (rows[kept], found(finite.cpu()))
 
-        ``read`` gives rows of the batch, at most ``most`` at a time. A person is in one pass, or alone in several,
-        whose sum is clipped in the end: in no case twice.
-        """
-        theta, previous = points[0], points[1] if rule.beta else None
-        mix = _mixing(rule)
-        way = self._ways.get(self._modes) or self.way(*read(np.arange(min(4, len(persons.owners)))))
-        weigh = _weighing(rule, mix, self.dtype)
-        size = min(most or len(persons.owners), self._pass_size(way, mix) or len(persons.owners))
-        norms = theta.new_empty((len(persons), mix.families), dtype=torch.float64)
-        for people in persons.passes(keys, size):
-            rows, whose = persons.some(people)
-            out = torch.zeros_like(theta, dtype=torch.float64)
-            if len(rows) <= size:
-                part = read(rows)
-                found = self._add_pass(way, theta, previous, *part, mix, weigh, out, keys.rows(rows), whose)
-            else:
-                whole = self.nothing(rule)
-                for start in range(0, len(rows), size):
-                    some = rows[start : start + size]
-                    self.add_unclipped(points, *read(some), rule, whole, keys.rows(some))
-                found = self.add_whole(whole, whose.factors[0], rule, out)
-            norms[torch.from_numpy(people).to(theta.device)] = found
-            add(out)
-        return norms
-
-    def nothing(self, rule: Rule) -> Tensor:
-        """Zero, of as many vectors as a rule clips, for :meth:`add_unclipped`."""
-        shape = _mixing(rule).families, self.dim
-        return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-    @torch.no_grad()
-    def add_unclipped(
-        self, points: Sequence[Tensor], x: Batch, y: Batch, rule: Rule, whole: Tensor, keys: RecordKeys
-    ) -> None:
-        """whole += Σ v_i of some records of one person, (families, d) in float64: :meth:`add_whole` clips it.
-
-        For someone whose records are not all in one pass.
-        """
-        theta, previous = points[0], points[1] if rule.beta else None
-        mix, way = _mixing(rule), self.way(x, y)
-        size = self._pass_size(way, mix) or batch_length(x)
-        for start in range(0, batch_length(x), size):
-            some = slice(start, start + size)
-            part = select(x, some), select(y, some)
-            for where, piece in way.pieces(theta, previous, *part, mix, keys.rows(some)):
-                for family, total in enumerate(whole):
-                    weights = total.new_zeros((batch_length(part[0]), mix.families))
-                    weights[:, family] = 1.0
-                    piece.add_weighted(weights, total[where])
-
-    def add_whole(self, whole: Tensor, factor: float, rule: Rule, out: Tensor) -> Tensor:
-        """out += what the rule makes of one person's combined vectors; returns their norms, (1, families)."""
-        norms = squares_of(whole)[None].sqrt() * factor
-        if norms.isfinite().all():
-            weights = _weighing(rule, _mixing(rule), self.dtype)(norms)[0] * factor
-            out += (weights @ whole).to(out.dtype)
-        return norms
-
-    def _add_pass(
-        self,
-        way: Way,
-        theta: Tensor,
-        previous: Tensor | None,
-        x: Batch,
-        y: Batch,
-        mix: Combination,
-        weigh: Callable[[Tensor], Tensor],
-        out: Tensor,
-        keys: RecordKeys,
-        persons: Persons | None,
-    ) -> Tensor:
-        pieces = way.pieces(theta, previous, x, y, mix, keys)
-        norms, factors = _norms(pieces, batch_length(x), mix, persons)
+    def _add_clipped(self, found: _Found, weigh: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
+        made = found(None)
+        norms = made.all_norms()
         finite = norms.isfinite().all(1)
-        if not finite.all():
-            # 0 · inf is not 0, so the sum is formed again without these examples; the others draw as before.
-            pieces.clear()
-            good = finite.nonzero().flatten().cpu().numpy()
-            if len(good):
-                rows, others = (good, None) if persons is None else persons.some(good)
-                kept = torch.from_numpy(rows).to(theta.device)
-                rest = select(x, kept), select(y, kept)
-                self._add_pass(way, theta, previous, *rest, mix, weigh, out, keys.rows(rows), others)
+        if not bool(finite.all()):
+            # 0 · inf is not 0, so the sum is formed again without these; the others draw as before.
+            if bool(finite.any()):
+                made = found(finite.cpu())
+                made.add_weighted(weigh(made.all_norms()), out)
             return norms
-        _add_pieces(pieces, weigh(norms) * factors, out)
+        made.add_weighted(weigh(norms), out)
         return norms
 
-    def record(self, x: tuple[Tensor, ...], keys: RecordKeys) -> Recorded | None:
-        """The module's output at its own parameters, for :meth:`add_recorded`; None if it takes several passes."""
-        way, mix = self.way(x, ()), Combination(gradient=True, change=False)
-        most = self._pass_size(way, mix)
-        if most is not None and most < len(keys.indices):
-            return None
-        return way.record(self.flatten(dict(self.module.named_parameters())), x, mix, keys)
-
-    @torch.no_grad()
-    def add_recorded(
-        self,
-        recorded: Recorded,
-        grads: Sequence[Tensor],
-        clip: float,
-        out: Tensor,
-        persons: Persons | None = None,
-    ) -> bool:
-        """out += Σ clip_C(∇⟨grads_i, output_i⟩), of examples or of ``persons``.
-
-        False, and nothing added, if one of them is not finite.
-        """
-        mix = Combination(gradient=True, change=False)
-        pieces = recorded.pieces(grads)
-        norms, factors = _norms(pieces, len(grads[0]), mix, persons)
-        if not norms.isfinite().all():
-            return False
-        _add_pieces(pieces, _weighing(positive(Rule.gradient(clip)), mix, self.dtype)(norms) * factors, out)
-        return True
-
-    @torch.no_grad()
-    def add_clipped_by_parameter(
-        self,
-        theta: Tensor,
-        x: Batch,
-        y: Batch,
-        clips: Sequence[float],
-        out: Tensor,
-        keys: RecordKeys | None = None,
-    ) -> Tensor:
-        """out += Σ over examples of each parameter's gradient, clipped to that parameter's own bound.
-
-        ``clips`` are in the order of ``names``, ``out`` is in float64. One record contributes at most √Σ C_p².
-        Returns the norms over all parameters; an example with a norm that is not finite counts as zero everywhere.
-        """
-        self._check(theta, None, out)
-        if len(clips) != len(self.names) or not all(clip > 0 for clip in clips):
-            raise ValueError(f"clips: must be {len(self.names)} numbers > 0, one for each trained parameter.")
-        examples = batch_length(x)
-        mix = Combination(gradient=True, change=False)
-        norms = theta.new_zeros(examples, dtype=torch.float64)
-        if examples == 0:
-            return norms
-        refuse_autocast(theta.device)
-        keys = keys or RecordKeys.of(None, np.arange(examples))
-        way = self.way(x, y)
-        bounds = torch.tensor(clips, dtype=torch.float64, device=theta.device)
-        for rows in keys.passes(self._pass_size(way, mix) or examples):
-            left = rows
-            while len(left):
-                where = torch.from_numpy(left).to(theta.device)
-                part = select(x, where), select(y, where)
-                pieces = self._by_parameter(way.pieces(theta, None, *part, mix, keys.rows(left)))
-                squares = torch.zeros((len(left), len(self.names)), dtype=torch.float64, device=theta.device)
-                for place, _, piece in pieces:
-                    squares[:, place] += piece.squared_norms()[:, 0]
-                norms[where] = squares.sum(1).sqrt()
-                finite = squares.sqrt().isfinite().all(1)
-                if finite.all():
-                    weights = torch.stack([
-                        clip_weights(column, float(bound), self.dtype)
-                        for column, bound in zip(squares.sqrt().unbind(1), bounds, strict=True)
-                    ], 1)  # fmt: skip
-                    for place, slot, piece in pieces:
-                        piece.add_weighted(weights[:, place : place + 1], out[slot])
-                    break
-                norms[where[~finite]] = torch.inf
-                left = left[finite.cpu().numpy()]  # 0 · inf is not 0: the sum is formed without them
-        return norms
-
-    def _by_parameter(self, pieces: list[Piece]) -> list[tuple[int, slice, Contribution]]:
-        """Contributions with the place of their parameter; vectors of the whole model are cut into parameters."""
-        places = {slot.start: (place, slot) for place, slot in enumerate(self._slices.values())}
-        found: list[tuple[int, slice, Contribution]] = []
-        for where, piece in pieces:
-            place, slot = places[where.start]
-            if slot == where:
-                found.append((place, slot, piece))
+    def _each_pass(
+        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], keys: RecordKeys,
+        mix: Combination,
+    ) -> Iterator[tuple[Rows, _Found]]:  # fmt: skip
+        """Rows of a pass, and what makes their gradients: of all of them, or of those in a mask."""
+        for group in groups:
+            if not len(group.rows):
                 continue
-            assert isinstance(piece, Stored)
-            for place, slot in places.values():
-                if where.start <= slot.start and slot.stop <= where.stop:
-                    values = piece.values[..., slot.start - where.start : slot.stop - where.start]
-                    found.append((place, slot, Stored(values)))
+            record = self.on_device(group.record)
+            known = self._known(record)
+            mine = keys if len(groups) == 1 else keys.rows(group.rows)
+            most = self._pass_size(known, mix) or len(group.rows)
+            for rows in mine.passes(most):
+                left = rows
+                while len(left):
+                    part = record if len(left) == len(group.rows) else _select(record, left)
+                    own = mine if len(left) == len(group.rows) else mine.rows(left)
+                    some = np.arange(len(left))
+                    made = self._pass(known.program, theta, previous, part, own, mix)
+                    while isinstance(made, np.ndarray):  # only these, and fewer each time, go the same way
+                        some, part, own = some[made], _select(part, made), own.rows(made)
+                        made = self._pass(known.program, theta, previous, part, own, mix)
+                    these, found = some[made[0]], made[1]
+                    yield group.rows[left[these]], found
+                    left = np.delete(left, these)
+
+    def _pass(
+        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordKeys,
+        mix: Combination,
+    ) -> tuple[Rows, _Found] | Rows:  # fmt: skip
+        """Which records' gradients were made, and they; or which of them can be made together."""
+        count = len(keys.indices)
+        made = self._together(program, theta, previous, record, keys, mix)
+        if isinstance(made, np.ndarray):
+            return made
+        if made.kept is not None:
+            these = made.kept.numpy()
+            record, keys, count = _select(record, these), keys.rows(these), len(these)
+        else:
+            these = np.arange(count)
+        first: list[Gradients | None] = [made]
+
+        def found(kept: Tensor | None) -> Gradients:
+            if kept is None and first[0] is not None:
+                ready, first[0] = first[0], None
+                return ready
+            rows = np.arange(count) if kept is None else np.flatnonzero(kept.numpy())
+            part, own = (record, keys) if len(rows) == count else (_select(record, rows), keys.rows(rows))
+            again = self._together(program, theta, previous, part, own, mix)
+            if isinstance(again, np.ndarray) or again.kept is not None:
+                # Fewer records may answer otherwise, by a rounding, or in ways few enough for a pass.
+                points = [theta] if previous is None else [previous, theta]
+                again = self._one_by_one(program, points, part, own, mix, whole=True)
+                assert isinstance(again, Gradients)
+            return again
+
+        return these, found
+
+    def _together(
+        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordKeys,
+        mix: Combination,
+    ) -> Gradients | Rows:  # fmt: skip
+        rows = np.arange(len(keys.indices))
+        collector = Collector(mix, self.space, list(self.slices.values()), len(rows))
+        points = [theta] if previous is None else [previous, theta]
+        kept: Tensor | None = None
+        try:
+            for number, point in enumerate(points):
+                done = program.together(self.loss_of, self._leaves(point), record, keys, rows, collector.arrived)
+                if done is None:
+                    return self._one_by_one(program, points, record, keys, mix)
+                if isinstance(done, np.ndarray):
+                    return done
+                if done.valid is not None and previous is not None:
+                    return np.flatnonzero(done.valid.numpy())
+                collector.begin(done.sites, first=number < len(points) - 1)
+                losses, kept = done.outputs, done.valid
+                if losses.requires_grad:
+                    with torch.enable_grad():
+                        torch.autograd.backward((losses if kept is None else losses[kept.to(losses.device)]).sum())
+                collector.end(done.sites)
+        except OtherPath:
+            return self._one_by_one(program, points, record, keys, mix)
+        made = collector.gradients()
+        if kept is not None:
+            if not bool(made.all_norms()[~kept].isfinite().all()):
+                return np.flatnonzero(kept.numpy())  # 0 · inf: they are run without the others
+            made.kept = kept.nonzero().flatten()
+        return made
+
+    def _one_by_one(
+        self, program: RecordProgram, points: list[Tensor], record: Any, keys: RecordKeys, mix: Combination,
+        whole: bool = False,
+    ) -> Gradients | Rows:  # fmt: skip
+        """Each record by plain autograd; a few at a time, so that what is written out fits, or the ``whole``."""
+        count = len(keys.indices)
+        most = max(1, int(max(self.memory_budget, _LEAST) // (mix.families * self.dim * 8)))
+        if count > most and not whole:
+            return np.arange(most)
+        vectors = [
+            vectors_by_autograd(program, self.loss_of, self._leaves(point), record, keys, self.dtype)
+            for point in points
+        ]
+        now = vectors[-1]
+        change = torch.sub(now, vectors[0], alpha=mix.scale) if mix.change else None
+        piece = mix.stored(now, change)
+        slices = list(self.slices.values())
+        pieces = [(slot, type(piece)(piece.values[..., slot].contiguous())) for slot in slices]
+        return Gradients(pieces, count, mix.families, slices)  # type: ignore[arg-type]
+
+    # --- people ----------------------------------------------------------------------------------------------
+
+    def _add_people(
+        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], mix: Combination,
+        weigh: Callable[[Tensor], Tensor], out: Tensor, keys: RecordKeys, persons: Persons,
+    ) -> Tensor:  # fmt: skip
+        """What the rule makes of each person's combined gradients.
+
+        A person whose records are all in one pass is combined there. Those of the others are added up over passes
+        before they are clipped: in no case is anybody clipped twice.
+        """
+        norms = theta.new_zeros((len(persons), mix.families), dtype=torch.float64)
+        done = np.zeros(len(persons), bool)
+        sizes = persons.sizes
+        spread: dict[int, Tensor] = {}
+        for rows, found in self._each_pass(theta, previous, groups, keys, mix):
+            owners = persons.owners[rows]
+            people, inside = np.unique(owners, return_counts=True)
+            whole = people[inside == sizes[people]]
+            mask = np.isin(owners, whole)
+            if mask.any():
+                numbers = np.searchsorted(whole, owners[mask])
+                mine = Persons(numbers.astype(np.int64), persons.factors[whole])
+                part = found(None if mask.all() else torch.from_numpy(mask)).together(mine)
+                values = part.all_norms()
+                finite = values.isfinite().all(1)
+                norms[torch.from_numpy(whole)] = values.to(norms)
+                done[whole] = True
+                if bool(finite.all()):
+                    part.add_weighted(weigh(values), out)
+                elif bool(finite.any()):
+                    good = whole[finite.cpu().numpy()]
+                    kept = np.isin(owners, good)
+                    again = Persons(np.searchsorted(good, owners[kept]).astype(np.int64), persons.factors[good])
+                    part = found(torch.from_numpy(kept)).together(again)
+                    part.add_weighted(weigh(part.all_norms()), out)
+            for person in np.setdiff1d(people, whole).tolist():
+                total = spread.setdefault(
+                    person, torch.zeros((mix.families, self.dim), dtype=torch.float64, device=self.device)
+                )
+                part = found(torch.from_numpy(owners == person))
+                for family in range(mix.families):
+                    weights = torch.zeros((part.count, mix.families), dtype=torch.float64, device=self.device)
+                    weights[:, family] = 1.0
+                    Gradients(list(part.pieces), part.count, mix.families, part.slices).add_weighted(
+                        weights, total[family]
+                    )
+        for person, total in spread.items():
+            factor = float(persons.factors[person])
+            values = squares_of(total)[None].sqrt() * factor
+            norms[person] = values[0].to(norms)
+            if bool(values.isfinite().all()):
+                out += ((weigh(values)[0] * factor) @ total).to(out.dtype)
+        return norms
+
+    # --- loops of the user's own -----------------------------------------------------------------------------
+
+    def record(self, calls: Sequence[RecordGroup], keys: RecordKeys) -> Recording:
+        """The module's outputs at its own parameters, one record at a time; each record is ``(args, kwargs)``.
+
+        ``rows`` of the calls are positions among ``keys``. The graph of the outputs ends at taps, which keep what
+        comes back.
+        """
+        passes: list[Pass] = []
+        leaves = self._leaves(self.flatten(dict(self.module.named_parameters())))
+        for call in calls:
+            record = self.on_device(call.record)
+            known = self._known(record, calls=True)
+            mine = keys.rows(call.rows)
+            for made in known.program.passes(self._call, leaves, record, mine):
+                made.rows = call.rows[made.rows]
+                passes.append(made)
+        return Recording(passes)
+
+    @torch.no_grad()
+    def gradients_recorded(
+        self, recordings: Sequence[Recording], count: int, rows: Tensor | None = None
+    ) -> Gradients:
+        """Per-record gradients of ``count`` records after the way back; several calls of one add up.
+
+        With ``rows`` (a mask or positions) those of some records alone.
+        """
+        passes = [each for recording in recordings for each in recording.passes]
+        if rows is not None and rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        return recorded(passes, count, self.space, list(self.slices.values()), rows)
+
+    # --- programs --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def losses(self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordKeys | None = None) -> Tensor:
+        """The loss of each record at θ, in whatever mode (train or eval) the module is."""
+        count = sum(len(group.rows) for group in groups)
+        keys = keys or RecordKeys.of(None, np.arange(count))
+        found = theta.new_zeros(count)
+        for group in groups:
+            record = self.on_device(group.record)
+            program, mine = self._known(record).program, keys.rows(group.rows)
+            for made in program.passes(self.loss_of, self._leaves(theta), record, mine):
+                valid = np.ones(len(made.rows), bool) if made.valid is None else made.valid.numpy()
+                where = torch.from_numpy(group.rows[made.rows[valid]]).to(found.device)
+                found[where] = made.outputs.detach()[torch.from_numpy(valid)].to(found)
         return found
 
-    @property
-    def planned(self) -> bool:
-        """Whether it is known how the module is differentiated in its present mode."""
-        return self._modes in self._ways
+    def _call(self, record: Any) -> Any:
+        args, kwargs = record
+        return self.module(*args, **kwargs)
 
-    @property
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple(layer.training for layer in self.module.modules())
+    def on_device(self, record: Any) -> Any:
+        """A record where the module is, in float32 at least."""
 
-    def way(self, x: Batch, y: Batch) -> Way:
-        """How the module is differentiated; decided anew when a layer changes between train and eval mode.
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, torch.float32) if _is_half(tensor) else tensor.to(self.device)
 
-        On made-up examples of the shapes given and the module's own parameters, so that nothing depends on records.
-        """
-        key = self._modes
-        if key not in self._ways:
-            own = dict(self.module.named_parameters())
-            slots = {self._params[name]: self._slices[name] for name in self.names}
-            self._ways[key] = choose_way(
-                self._network, self._space, slots, self.flatten(own), x, y, by_layers=not self._functional
-            )
-        return self._ways[key]
+        return mapped(record, moved)
 
-    def _pass_size(self, way: Way, mix: Combination) -> int | None:
-        numbers = (mix.families + 1) * self.dim if way.plan is None else 2 * way.plan.written_out(mix.families)
-        if numbers == 0:
-            return self.micro_batch
-        most = max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
-        return most if self.micro_batch is None else min(most, self.micro_batch)
+    def try_out(self, record: Any) -> None:
+        """Run model and loss on made-up records of this shape; raise if they cannot be run at all."""
+        known = self._known(self.on_device(record))
+        if known.failed is not None:
+            raise known.failed
 
     @property
     def fallbacks(self) -> list[str]:
-        """What is not done by kernels, and why, in the modes that were asked for."""
+        """What is not done by kernels, and why."""
         found = []
-        for way in self._ways.values():
-            if way.plan is None:
-                how = "vmap over the whole model" if way.vectorised else "one example at a time"
-                found.append(f"the model by {how}: {way.why}")
+        for known in self.programs.values():
+            if known.program.alone is not None:
+                found.append(f"the model, one record at a time: {known.program.alone}")
             else:
-                found += [f"{unit.name!r}: {unit.why}" for unit in way.plan.units if unit.why]
+                large = [(names, operation) for operation, names, copied, _ in known.sites if copied > 4096]
+                found += [f"{', '.join(names)}: {operation} has no kernel" for names, operation in large]
         return found
+
+    def program_of(self, record: Any) -> RecordProgram:
+        """How records of this shape are run."""
+        return self._known(self.on_device(record)).program
+
+    def pass_of(self, theta: Tensor, record: Any, keys: RecordKeys) -> Pass | None:
+        """One pass there and back, for who wants to look at its sites; ``None`` if records are run apart."""
+        program = self.program_of(record)
+        rows = np.arange(len(keys.indices))
+        done = program.together(self.loss_of, self._leaves(theta), self.on_device(record), keys, rows)
+        if not isinstance(done, Pass):
+            return None
+        if done.outputs.requires_grad:
+            torch.autograd.backward(done.outputs.sum())
+        return done
+
+    def _known(self, record: Any, calls: bool = False) -> Known:
+        """What is known of the program in the layers' present modes: found out on made-up records of this shape."""
+        key = (calls, *(layer.training for layer in self._layers))
+        if key not in self.programs:
+            refuse_mixing_layers(self.module)
+            self.programs[key] = known = Known(self.module, self.slices, self.loss)
+            leaves = self._leaves(self.flatten(dict(self.module.named_parameters())))
+            known.try_out(self._call if calls else self.loss_of, leaves, record)
+        return self.programs[key]
+
+    def _pass_size(self, known: Known, mix: Combination) -> int | None:
+        numbers = (mix.families + 1) * known.copied
+        if numbers == 0 or known.program.alone is not None:
+            return self.micro_batch
+        most = max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
+        return most if self.micro_batch is None else min(most, self.micro_batch)
 
     def _check(self, theta: Tensor, previous: Tensor | None, out: Tensor) -> None:
         for name, vector in (("theta", theta), ("previous", previous), ("out", out)):
@@ -485,38 +508,21 @@ class PerExampleEngine:
                 )
 
 
+_Found = Callable[[Tensor | None], Gradients]
+
+
+def _select(record: Any, rows: Rows) -> Any:
+    where = torch.from_numpy(np.ascontiguousarray(rows))
+    return mapped(record, lambda tensor: tensor[where.to(tensor.device)])
+
+
+def _is_half(value: Tensor) -> bool:
+    return value.dtype in (torch.bfloat16, torch.float16)
+
+
 def _mixing(rule: Rule) -> Combination:
     """The families of vectors that a rule clips."""
     return Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
-
-
-def _where(numbers: npt.NDArray[np.int64], total: int, device: torch.device) -> slice | Tensor:
-    return slice(None) if len(numbers) == total else torch.from_numpy(numbers).to(device)
-
-
-def _norms(pieces: list[Piece], examples: int, mix: Combination, persons: Persons | None) -> tuple[Tensor, Tensor]:
-    """Norms of examples, or of people, whose pieces these then are; and what the vectors count."""
-    factors = torch.ones((examples, 1), dtype=torch.float64)
-    if persons is not None and not persons.single:
-        for place, (where, piece) in enumerate(pieces):
-            pieces[place] = where, piece.together(persons)
-        factors = torch.from_numpy(persons.factors)[:, None]
-    squares = factors.new_zeros((len(factors), mix.families))
-    for _, piece in pieces:
-        squares = squares.to(found := piece.squared_norms()) + found
-    factors = factors.to(squares.device)
-    # A negative square is a rounding accident that says nothing about the norm: it counts as not finite.
-    return squares.sqrt() * factors, factors
-
-
-def _add_pieces(pieces: list[Piece], weights: Tensor, out: Tensor) -> None:
-    """Weights are in float64: C/‖v_i‖ may be below the range of float32."""
-    total = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
-    while pieces:
-        where, piece = pieces.pop()
-        piece.add_weighted(weights, total[where])
-    if total is not out:
-        out += total
 
 
 def positive(rule: Rule) -> Rule:
@@ -527,7 +533,7 @@ def positive(rule: Rule) -> Rule:
 
 
 def _weighing(rule: Rule, mix: Combination, precision: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The weights of each example's vectors, by their norms."""
+    """The weights of each record's vectors, by their norms."""
 
     def weigh(norms: Tensor) -> Tensor:
         if mix.families == 2:

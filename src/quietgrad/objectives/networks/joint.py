@@ -7,17 +7,27 @@ Whatever else is used several times is written out a few examples at a time, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor
 
 from quietgrad.objectives.networks.arranged import Arranged
-from quietgrad.objectives.networks.contributions import Contribution, PersonGroups, Stored, TokenSums, squares_of
+from quietgrad.objectives.networks.contributions import (
+    Combination,
+    Contribution,
+    PersonGroups,
+    Record,
+    Stored,
+    TokenSums,
+    Workspace,
+    squares_of,
+)
+from quietgrad.objectives.networks.kernels import Kernel
 from quietgrad.objectives.networks.outer import UNIT, OuterProducts
 from quietgrad.objectives.networks.persons import Alike, Persons
 
-__all__ = ["Joint"]
+__all__ = ["Joint", "kernel_vectors", "written"]
 
 _BLOCK = 1 << 20  # numbers of float64 written out at a time
 
@@ -108,7 +118,7 @@ class Joint:
             where = slice(start, min(start + step, examples))
             total: Tensor | None = None
             for part in self.parts:
-                block = _written(part, where).double()
+                block = written(part, where).to(torch.float64, copy=total is None)  # never into a part itself
                 total = block if total is None else total.add_(block)
             assert total is not None
             yield where, total
@@ -146,9 +156,17 @@ def _device(part: Contribution) -> torch.device:
     return part.values.device
 
 
-def _written(part: Contribution, where: slice) -> Tensor:
+def kernel_vectors(kernel: Kernel, record: Record, wanted: Container[str]) -> dict[str, Tensor]:
+    """What a kernel makes of one point, written out: (records, size) by role."""
+    nothing = Workspace(0.0, torch.empty(0, dtype=record.output_grad.dtype))
+    pieces = kernel.contributions(record, None, Combination(gradient=True, change=False), nothing, wanted)
+    return {role: written(piece, slice(None)).flatten(2)[0] for role, piece in pieces}
+
+
+def written(part: Contribution, where: slice) -> Tensor:
+    """The vectors of some records, (families, records, …)."""
     if isinstance(part, Arranged):
-        return part.placed(_written(part.matrix, where).flatten(2))
+        return part.placed(written(part.matrix, where).flatten(2))
     if isinstance(part, OuterProducts):
         return part.rows(where).stored().values
     if isinstance(part, TokenSums):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from quietgrad.objectives.networks import passes
 
@@ -46,26 +46,31 @@ class Convolution:
 
     channel_dim = 1
 
-    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
-        weight = module.weight
-        self.groups = module.groups
-        self.shape = (weight.shape[0], weight[0].numel())
-        self.kernel = tuple(weight.shape[2:])
-        self.stride, self.dilation = module.stride, module.dilation
-        self.mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        self.padding = tuple(module._reversed_padding_repeated_twice)
+    def __init__(
+        self,
+        weight: tuple[int, ...],
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> None:
+        self.groups = groups
+        self.shape = (weight[0], prod(weight[1:]))
+        self.kernel = weight[2:]
+        self.stride, self.dilation = stride, dilation
+        self.padding = padding
         before, after = self.padding[::-2], self.padding[-2::-2]
-        self.built_in = before if self.mode == "constant" and before == after else None
+        self.built_in = before if before == after else None
         # oneDNN works in blocks of 16 channels; there, if it has positions enough to be worth it, one
         # convolution with a group per example is fastest.
-        self.blocked = module.groups == 1 and all(c % 16 == 0 for c in weight.shape[:2])
-        self.depthwise = weight.shape[1] == 1 and module.groups == weight.shape[0] and len(self.kernel) == 2
+        self.blocked = groups == 1 and all(c % 16 == 0 for c in weight[:2])
+        self.depthwise = weight[1] == 1 and groups == weight[0] and len(self.kernel) == 2
 
     def _grouped(self, inputs: Tensor) -> bool:
         return self.blocked and inputs[0, 0].numel() >= 256 * prod(self.stride)
 
     def _padded(self, inputs: Tensor) -> Tensor:
-        return F.pad(inputs, self.padding, self.mode) if any(self.padding) else inputs
+        return F.pad(inputs, self.padding) if any(self.padding) else inputs
 
     def columns(self, inputs: Tensor) -> Tensor:
         x = self._padded(inputs)

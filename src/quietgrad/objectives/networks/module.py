@@ -15,16 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quietgrad.errors import DataError
 from quietgrad.objectives.base import BaseObjective, Indices, NoRegularizer, Regularizer, Rule
 from quietgrad.objectives.base import Batch as ReleaseBatch
 from quietgrad.objectives.networks import passes
-from quietgrad.objectives.networks.checks import made_up, refuse_changed_buffers, refuse_other_types
-from quietgrad.objectives.networks.engine import PerExampleEngine, Strategy
-from quietgrad.objectives.networks.examples import Collate, Examples, examples_of, probe
+from quietgrad.objectives.networks.engine import LossFunction, PerExampleEngine
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
-from quietgrad.objectives.networks.tape import Batch, LossFunction, batch_length
+from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
 from quietgrad.objectives.people import Groups
 
 __all__ = ["ModuleObjective"]
@@ -39,20 +36,21 @@ private_log.propagate = False
 
 
 class ModuleObjective(BaseObjective):
-    """F(θ) = (1/n) Σᵢ loss_fn(module_θ(xᵢ), yᵢ) + r(θ).
+    """F(θ) = (1/n) Σᵢ loss(module_θ(xᵢ), yᵢ) + r(θ).
 
     Args:
-        module: any torch module whose examples do not mix.
-        loss_fn: loss_fn(output, y) → one loss per example, such as ``nn.CrossEntropyLoss(reduction="none")``.
+        module: any torch module; it is called with one record at a time.
+        loss: loss(output, target), or loss(model, *record), of a batch of one.
         regularizer: a public term r.
-        micro_batch: examples per pass. A larger batch is a virtual one: its sums add up over passes.
-        memory_budget, strategy: as in :class:`~quietgrad.objectives.networks.engine.PerExampleEngine`.
-        collate_fn: makes (x, y) of a list of samples.
+        micro_batch: records per pass. A larger batch is a virtual one: its sums add up over passes.
+        memory_budget: as in :class:`~quietgrad.objectives.networks.engine.PerExampleEngine`.
+        collate_fn: makes what model and loss take of a list with one sample.
+        pad: a public length, or a multiple; see :class:`~quietgrad.objectives.networks.records.Padding`.
         views: how often a record is looked at in a release, each time with other random numbers; the mean of these
             gradients is what is clipped.
 
     >>> from quietgrad import Budget, DPSRM, minimize
-    >>> objective = ModuleObjective(nn.Linear(3, 2), nn.CrossEntropyLoss(reduction="none"))
+    >>> objective = ModuleObjective(nn.Linear(3, 2), nn.CrossEntropyLoss())
     >>> data = torch.randn(200, 3), torch.randint(0, 2, (200,))
     >>> result = minimize(objective, data, DPSRM(steps=3, batch_size=20), budget=Budget(1.0, 1e-5))
     >>> result.params.shape
@@ -62,20 +60,21 @@ class ModuleObjective(BaseObjective):
     def __init__(
         self,
         module: nn.Module,
-        loss_fn: LossFunction,
+        loss: LossFunction,
         *,
         regularizer: Regularizer | None = None,
         micro_batch: int | None = None,
         memory_budget: float = 256e6,
-        strategy: Strategy = "auto",
         collate_fn: Collate | None = None,
+        pad: int | Multiple | Padding | None = None,
         views: int = 1,
     ) -> None:
         if isinstance(views, bool) or not isinstance(views, int) or views < 1:
             raise ValueError(f"views={views!r}: must be a whole number ≥ 1.")
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None.")
-        self.engine = PerExampleEngine(module, loss_fn, memory_budget=memory_budget, strategy=strategy)
+        self.pad = as_padding(pad)
+        self.engine = PerExampleEngine(module, loss, memory_budget=memory_budget)
         self.regularizer: Regularizer = NoRegularizer() if regularizer is None else regularizer
         self.micro_batch = micro_batch or _MOST_AT_ONCE
         self.collate_fn = collate_fn
@@ -90,22 +89,20 @@ class ModuleObjective(BaseObjective):
         # A hint for messages and for comparing processes. What a loss or a forward does is not in its name:
         # whether a replayed release is the same is decided by its sum.
         engine = self.engine
-        loss = getattr(engine.loss_fn, "__qualname__", None) or repr(engine.loss_fn)
+        loss = getattr(engine.loss, "__qualname__", None) or repr(engine.loss)
         return (
             f"ModuleObjective({engine.module}, {loss}, {self.regularizer}, {engine.names}, {engine.dtype}, "
             f"micro_batch={self.micro_batch}, memory_budget={engine.memory_budget}, views={self.views})"
         )
 
     def prepare(self, data: Any) -> Examples:
-        """Check examples, module and loss on made-up examples, before anything is reserved."""
+        """Check records, module and loss on made-up records, before anything is reserved."""
         module = self.module
         fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
-        examples = examples_of(data, self.engine.dim, self.collate_fn, (*fixed, *module.buffers()))
-        x, y = (self._on_device(part) for part in probe(examples))
+        examples = examples_of(data, self.engine.dim, self.collate_fn, self.pad, (*fixed, *module.buffers()))
         with preserved():
-            refuse_changed_buffers(module, lambda: self._refuse_unused_parameters(*made_up(x, y, 0)))
-            theta = self.initial(examples)
-            self.engine.add((theta,), *made_up(x, y, 1), Rule.gradient(1.0), torch.zeros_like(theta))
+            (first,) = examples.read(RecordKeys(bytes(32), np.array([0])))
+        self.engine.try_out(first.record)
         return examples
 
     def initial(self, records: Examples) -> Tensor:
@@ -120,9 +117,9 @@ class ModuleObjective(BaseObjective):
                 own[name].copy_(value)
 
     def add(self, batch: ReleaseBatch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
-        """out += Σ over the batch of what the rule makes of each example's gradients.
+        """out += Σ over the batch of what the rule makes of each record's gradients.
 
-        Contributions are computed in the module's precision and added up in float64, passes with compensation. With
+        Contributions are computed in float32 at least and added up in float64, passes with compensation. With
         ``out`` in float64 one record moves the sum by its own contribution and by what it changes in the roundings
         of one pass, however many passes there are.
         """
@@ -133,10 +130,12 @@ class ModuleObjective(BaseObjective):
             alone = Groups(None, np.asarray(rows, np.int64), np.arange(len(rows) + 1), mean=True)
             self.add_people(batch, alone, points, rule, out)
             return
+        keys = RecordKeys.of(batch.key, np.arange(len(batch.records)) if batch.indices is None else batch.indices)
         broken, total = 0, CompensatedSum(out)
-        for x, y, keys in batch.records.parts(batch.indices, self.micro_batch, batch.key):
-            with total.term() as part:
-                norms = self.engine.add(points, self._on_device(x), self._on_device(y), rule, part, keys)
+        for rows in keys.passes(self.micro_batch) if len(keys.indices) else ():
+            part = keys.rows(rows)
+            with total.term() as term:
+                norms = self.engine.add(points, batch.records.read(part), rule, term, part)
             broken += int((~norms.isfinite()).any(1).sum())
         total.finish()
         if broken:
@@ -147,8 +146,7 @@ class ModuleObjective(BaseObjective):
     ) -> None:
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
 
-        A person's records are in one pass. Those of someone who has more than ``micro_batch`` are added up over
-        several before they are clipped. A record's gradient is the mean over its views.
+        People are taken some at a time, each with all their records. A record's gradient is a mean over its views.
         """
         rows, starts = groups.flat()
         if rule.bound == 0.0 or not len(rows):
@@ -159,13 +157,14 @@ class ModuleObjective(BaseObjective):
             keys = keys.views(self.views)
             persons = Persons(np.repeat(persons.owners, self.views), persons.factors / self.views)
 
-        def read(some: Indices) -> tuple[Batch, Batch]:
-            x, y = batch.records.read(keys.rows(some))
-            return self._on_device(x), self._on_device(y)
-
-        norms = self.engine.add_people(points, read, rule, total.add, keys, persons, self.micro_batch)
+        broken = 0
+        for people in persons.passes(keys, self.micro_batch):
+            some, whose = persons.some(people)
+            part = keys.rows(some)
+            with total.term() as term:
+                norms = self.engine.add(points, batch.records.read(part), rule, term, part, whose)
+            broken += int((~norms.isfinite()).any(1).sum())
         total.finish()
-        broken = int((~norms.isfinite()).any(1).sum())
         if broken:
             private_log.info("%d contributions of a release were not finite and counted as zero", broken)
 
@@ -175,8 +174,7 @@ class ModuleObjective(BaseObjective):
         losses, keys = np.empty(len(rows)), RecordKeys.of(batch.key, rows)
         for some in keys.passes(self.micro_batch) if len(rows) else ():
             part = keys.rows(some)
-            x, y = (self._on_device(side) for side in batch.records.read(part))
-            losses[some] = self.engine.losses(params, x, y, part).double().cpu().numpy()
+            losses[some] = self.engine.losses(params, batch.records.read(part), part).double().cpu().numpy()
         return losses
 
     def loss_sum(self, batch: ReleaseBatch, params: Tensor, bound: float) -> float:
@@ -208,37 +206,10 @@ class ModuleObjective(BaseObjective):
     def _losses(
         self, records: Examples, indices: Indices | None, params: Tensor, key: bytes | None = bytes(32)
     ) -> Iterator[Tensor]:
-        for x, y, keys in records.parts(indices, self.micro_batch, key):
-            yield self.engine.losses(params, self._on_device(x), self._on_device(y), keys)
-
-    def _on_device(self, batch: Batch) -> Batch:
-        device = self.engine.device
-        return batch.to(device) if isinstance(batch, Tensor) else tuple(part.to(device) for part in batch)
-
-    def _refuse_unused_parameters(self, x: Batch, y: Batch) -> None:
-        params = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        with torch.enable_grad():
-            args = (x,) if isinstance(x, Tensor) else x
-            try:
-                output = self.module(*args)
-            except (RuntimeError, TypeError) as error:
-                refuse_other_types(self.module, args, error)
-                raise
-            losses = self.engine.loss_fn(output, y)
-            if losses.shape != (batch_length(x),):
-                raise DataError(
-                    f"loss_fn returned shape {tuple(losses.shape)} for {batch_length(x)} examples: it must return "
-                    "one loss per example. Do not average or sum over the batch: use reduction='none'."
-                )
-            gradients: Sequence[Tensor | None] = [None] * len(params)
-            if losses.requires_grad:
-                gradients = torch.autograd.grad(losses.sum(), list(params.values()), allow_unused=True)
-        unused = [name for name, gradient in zip(params, gradients, strict=True) if gradient is None]
-        if unused:
-            raise DataError(
-                f"parameter {unused[0]!r} has no gradient: the loss does not depend on it, and noise alone would "
-                "move it. Freeze it with requires_grad_(False), or remove it."
-            )
+        keys = RecordKeys.of(key, np.arange(len(records)) if indices is None else indices)
+        for rows in keys.passes(self.micro_batch) if len(keys.indices) else ():
+            part = keys.rows(rows)
+            yield self.engine.losses(params, records.read(part), part)
 
 
 @contextmanager

@@ -13,9 +13,8 @@ independent of each other and of the data, and that holds whatever function make
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,32 +24,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quietgrad.errors import DataError
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
-__all__ = ["DrawTrace", "RecordDraws", "RecordKeys", "UnplannedDraw", "even_odds", "example_axes", "generators",
-           "preserved", "seed_generators", "torch_generator"]  # fmt: skip
+__all__ = ["OwnGenerators", "RecordDraws", "RecordKeys", "UnplannedDraw", "preserved", "refuse_own_generator",
+           "seed_generators"]  # fmt: skip
 
 Words = npt.NDArray[np.uint64]
 
-_DRAW, _READ, _PASS, _SHARE = range(4)  # blocks of a release's stream: one per purpose
+_DRAW, _READ, _PASS, _SHARE, _RELEASE = range(5)  # blocks of a release's stream: one per purpose
 _SIGNED = 1 << 63
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-
-
-# Coins are fair whatever chance they are given.
-_EVEN: ContextVar[bool] = ContextVar("even", default=False)
-
-
-@contextmanager
-def even_odds(on: bool = True) -> Iterator[None]:
-    """Let records draw True and False alike, so that no two have the same mask: for checking whose is whose."""
-    token = _EVEN.set(on)
-    try:
-        yield
-    finally:
-        _EVEN.reset(token)
 
 
 @dataclass(frozen=True)
@@ -81,6 +68,11 @@ class RecordKeys:
     def reads(self) -> Words:
         """One word per record for what its data set draws: augmentation."""
         return self._words(_READ)
+
+    @cached_property
+    def shared(self) -> int:
+        """One word of the release, for what all its records share."""
+        return int(SecureStream(self.key, "records").at(_RELEASE, np.zeros(1, np.int64))[0])
 
     def rows(self, where: slice | npt.NDArray[np.integer[Any]]) -> RecordKeys:
         """Those of some rows."""
@@ -127,6 +119,11 @@ class RecordKeys:
             middle = low + int(np.searchsorted(ones, 1))
             nodes += [(middle, high, bit - 1), (low, middle, bit - 1)]
 
+    def dealt(self, count: int) -> list[npt.NDArray[np.int64]]:
+        """Rows in ``count`` parts, each by its own secret word: one record more or less changes one part."""
+        parts = self._words(_PASS) % np.uint64(count)
+        return [np.flatnonzero(parts == part) for part in range(count)]
+
     def share(self, rank: int, world: int) -> npt.NDArray[np.bool_]:
         """Which rows process ``rank`` of ``world`` sums."""
         mine: npt.NDArray[np.bool_] = self._words(_SHARE) % np.uint64(world) == rank
@@ -146,49 +143,48 @@ class RecordDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         words: the records' secret words.
-        axes: for each draw, the axis of its result along which the records lie; ``None``: there is one record, and
-            all is drawn for it.
+        together: whether the draws are vmap's for all records, which lie on the first axis; else there is one
+            record, and all is drawn for it.
     """
 
-    def __init__(self, words: Words, axes: Sequence[int] | None, device: torch.device) -> None:
+    def __init__(self, words: Words, together: bool, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.words = torch.from_numpy(words.view(np.int64).copy()).to(device)
-        self.axes = axes
+        self.together = together
         self.number = 0
-        if axes is None and len(words) != 1:
-            raise ValueError("draws without axes are for one record.")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         number, self.number = self.number, self.number + 1
-        _refuse_own_generator(func, args, kwargs)
-        if self.axes is not None and number >= len(self.axes):
-            raise UnplannedDraw(f"{func} draws where nothing was drawn when the module was planned.")
+        refuse_own_generator(func._overloadpacket.__name__, (*args, *kwargs.values()))
         make = _MAKERS.get(func._overloadpacket.__name__)
         if make is not None:
             given = _arguments(func, args, kwargs)
             given.pop("generator", None)
             return make(_Source(self, number), *given.values())
-        if self.axes is not None:
+        if self.together:
             raise UnplannedDraw(f"{func} cannot be drawn for each record of a batch.")
         seed_generators(int(_mixed(self.words + _signed((number + 1) << 40))[0]) % 2**64)
         return func(*args, **kwargs)
 
+    def mask(self, shape: Sequence[int], chance: float) -> Tensor:
+        """True with the given chance: what a dropout of this shape would draw."""
+        number, self.number = self.number, self.number + 1
+        return _Source(self, number).below(shape, chance)
+
     def numbers(self, shape: Sequence[int], number: int) -> Tensor:
         """Words of 64 uniform bits, of the given shape: splitmix64 of (record's word, draw, place)."""
         count, size = len(self.words), prod(shape)
-        axis = 0 if self.axes is None else self.axes[number]
-        if self.axes is not None and (len(shape) <= axis or shape[axis] % count):
+        if self.together and (not shape or shape[0] % count):
             raise UnplannedDraw(f"a draw of shape {tuple(shape)} has no row for each of {count} examples.")
         places = torch.arange(1, size // max(count, 1) + 1, device=self.words.device)
         counters = (places + (number << 40)) * _signed(0x9E3779B97F4A7C15)
         made = _mixed(self.words[:, None] + counters)
         if not shape:
             return made.view(())
-        moved = (shape[axis], *shape[:axis], *shape[axis + 1 :])
-        return made.view(moved).movedim(0, axis)
+        return made.view(shape)
 
 
 @dataclass(frozen=True)
@@ -212,8 +208,6 @@ class _Source:
     def below(self, shape: Sequence[int], chance: float | Tensor) -> Tensor:
         """True with the given chance."""
         words = _shifted(self.draws.numbers(shape, self.number), 11)
-        if _EVEN.get():
-            return words < 1 << 52
         if isinstance(chance, Tensor):
             return words.double() * 2.0**-53 < chance
         return words < int(chance * 2**53)
@@ -292,43 +286,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-class DrawTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets torch draw, and keeps what was drawn: the operation's name and its result's shape."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[str, torch.Size]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if _draws(func, args, kwargs):
-            _refuse_own_generator(func, args, kwargs)
-            first = result[0] if isinstance(result, tuple) else result
-            self.seen.append((func._overloadpacket.__name__, first.shape))
-        return result
-
-
-def example_axes(shapes: Sequence[torch.Size], one: Sequence[torch.Size]) -> tuple[int, ...] | None:
-    """The axis of each draw along which the records may lie, from its shapes with two examples and with one.
-
-    On an axis of k·B rows it is not known whether a record's rows follow each other (B, k) or not (heads first,
-    k, B): they are drawn as if they did, and :mod:`quietgrad.objectives.networks.trials` look whether that is so,
-    with masks that differ between records.
-    """
-    axes: list[int] = []
-    if len(shapes) != len(one):
-        return None
-    for two, alone in zip(shapes, one, strict=True):
-        if len(two) != len(alone):
-            return None
-        grown = [axis for axis, sizes in enumerate(zip(two, alone, strict=True)) if sizes[0] != sizes[1]]
-        if len(grown) != 1 or two[grown[0]] != 2 * alone[grown[0]]:
-            return None
-        axes += grown
-    return tuple(axes)
-
-
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -344,12 +301,22 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
 
 
-def _refuse_own_generator(func: Any, args: Any, kwargs: Any) -> None:
-    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-        raise ValueError(
-            f"{func._overloadpacket.__name__} draws from a torch.Generator of the model's own: what a record gets "
-            "would depend on who came before it. Draw from torch's default generator; it is seeded per record."
+def refuse_own_generator(name: str, given: Iterable[Any]) -> None:
+    """Raise DataError if a draw is from a generator that is not seeded for each record."""
+    if any(isinstance(value, torch.Generator) for value in given):
+        raise DataError(
+            f"{name} draws from a torch.Generator of the model's own: what a record gets would depend on who came "
+            "before it. Draw from torch's default generator; it is seeded per record."
         )
+
+
+class OwnGenerators(TorchFunctionMode):
+    """Refuses draws from generators of a program's own, where no other mode sees what it draws."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs:
+            refuse_own_generator(getattr(func, "__name__", "a draw"), kwargs.values())
+        return func(*args, **(kwargs or {}))
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
@@ -377,17 +344,6 @@ def seed_generators(word: int) -> None:
         torch.cuda.manual_seed_all(word % _SIGNED)
     np.random.seed([word % 2**32, word >> 32 & 0xFFFFFFFF])  # noqa: NPY002
     random.seed(word)
-
-
-def generators() -> tuple[Any, ...]:
-    """Where the generators of numpy and Python stand: what a module draws from them cannot be drawn for a batch."""
-    state: Any = np.random.get_state()  # noqa: NPY002
-    return state[1].tobytes(), state[2:], random.getstate()
-
-
-def torch_generator(device: torch.device) -> Tensor:
-    """Where torch's generator stands."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
 
 
 @contextmanager

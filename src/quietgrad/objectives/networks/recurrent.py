@@ -11,16 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
-__all__ = ["RECURRENT", "recurrent_use"]
-
-
-def recurrent_use(states: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> Tensor:
-    """Says that ``product`` stands for states·weightᵀ + bias: its gradient is theirs."""
-    return product
+__all__ = ["RECURRENT"]
 
 
 class _Steps(NamedTuple):
@@ -169,56 +162,10 @@ def _relu_back(before: Any, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
     return slope, slope, None
 
 
-def _taken_apart(recur: Callable[..., Any]) -> Callable[..., Any]:
-    def run(sharing: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        x, start, weights, biases, layers, dropout, training, both, batch_first = (*args, *[None] * 9)[:9]
-        starts = (start,) if isinstance(start, Tensor) else start
-        each = (4 if biases else 2) if biases in (True, False) else 0
-        if (
-            kwargs or len(args) != 9 or not isinstance(x, Tensor) or x.dim() != 3 or (dropout and training)
-            or len(weights) != each * layers * (1 + both) or not x.shape[0] or not x.shape[1]
-        ):  # fmt: skip
-            return sharing.meet(func, args, kwargs)  # packed sequences, projections, dropout between layers
-        with sharing:
-            z = x.transpose(0, 1) if batch_first else x
-            last: list[list[Tensor]] = [[] for _ in starts]
-            for layer in range(layers):
-                sides = []
-                for side in range(1 + both):
-                    k = layer * (1 + both) + side
-                    w_ih, w_hh, *rest = weights[each * k : each * (k + 1)]
-                    b_ih, b_hh = rest or (None, None)
-                    hidden, *ends = _one_way(
-                        recur, z.flip(0) if side else z, w_ih, w_hh, b_ih, b_hh, [s[k] for s in starts]
-                    )
-                    sides.append(hidden.flip(0) if side else hidden)
-                    for found, end in zip(last, ends, strict=True):
-                        found.append(end)
-                z = torch.cat(sides, -1) if both else sides[0]
-            ends = [torch.stack(found) for found in last]
-            return (z.transpose(0, 1) if batch_first else z, *ends)
-
-    return run
-
-
-def _one_way(
-    recur: Callable[..., Any], x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
-    start: list[Tensor],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    z = F.linear(x, w_ih, b_ih)
-    u = z * 0  # its numbers are not read: the product stands in its place, and its gradient arrives here
-    plain = [None if t is None else t.detach() for t in (w_hh, b_hh)]
-    states = [s.expand(z.shape[1], -1).to(z.dtype) for s in start]
-    # As one operation: who follows the parameters need not look into it.
-    hidden, *ends = handle_torch_function(recur, (z,), z, u, *plain, *states)
-    before = torch.cat([states[0][None], hidden[:-1]]).detach()
-    handle_torch_function(recurrent_use, (w_hh,), before, w_hh, b_hh, u)
-    return hidden, *ends
-
-
 RECURRENT: dict[Any, Callable[..., Any]] = {
-    torch.lstm: _taken_apart(_lstm),
-    torch.gru: _taken_apart(_each_time(_Steps(_gru, _gru_back))),
-    torch.rnn_tanh: _taken_apart(_each_time(_Steps(_tanh, _tanh_back))),
-    torch.rnn_relu: _taken_apart(_each_time(_Steps(_relu, _relu_back))),
+    torch.lstm: _lstm,
+    torch.gru: _each_time(_Steps(_gru, _gru_back)),
+    torch.rnn_tanh: _each_time(_Steps(_tanh, _tanh_back)),
+    torch.rnn_relu: _each_time(_Steps(_relu, _relu_back)),
 }
+"""By operation of torch: (z, u, W_hh, b_hh, h_0, …) → (h_1 … h_T, h_T, …), times first."""

@@ -1,0 +1,350 @@
+"""One record's program, run for many records at once: every function of the user sees one record.
+
+A *program* is called with what ``collate([record])`` gives, a batch of one; it returns a loss or a model's outputs.
+torch's ``vmap`` runs it for all records of a pass. Nothing else is in its reach, so what comes of record i is a
+function of that record, the parameters and the record's own random numbers; that is the whole proof of the
+sensitivity (docs/torch-proof.md). Records that answer a question of the program apart are run apart. What cannot be
+run together (an operation without a rule, a side effect) is run one record at a time: the same function, slower.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch._functorch.autograd_function as autograd_function
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+from torch.func import vmap
+
+import quietgrad.objectives.networks.operations  # noqa: F401  # fills the table of operations
+from quietgrad.errors import DataError, QuietgradError
+from quietgrad.objectives.networks.randomness import (
+    OwnGenerators,
+    RecordDraws,
+    RecordKeys,
+    UnplannedDraw,
+    preserved,
+)
+from quietgrad.objectives.networks.taps import Apart, EachItsOwn, NotTogether, Site, Taps, Vectors, functorch
+from quietgrad.objectives.networks.trees import Places, mapped, refilled, tensors_of
+
+__all__ = ["Pass", "Program", "RecordProgram", "each_record", "full_precision", "stacked"]
+
+Rows = npt.NDArray[np.int64]
+Program = Callable[[Any], Any]
+
+
+@dataclass(eq=False)
+class Pass:
+    """What became of some records: their outputs, (n, …), and the sites where parameters met them.
+
+    ``rows`` are positions among the records that were asked for; ``valid`` those of the pass whose answers it
+    followed (None: all). The others are in another pass.
+    """
+
+    rows: Rows
+    outputs: Any
+    sites: list[Site]
+    valid: Tensor | None = None
+    alone: bool = False
+    taps: Taps | None = None
+
+
+class RecordProgram:
+    """Runs programs of one record on a module with given parameters.
+
+    What was found out about the program (that it draws random numbers, writes into tensors it made, cannot be run
+    together) is kept: it is asked once.
+    """
+
+    def __init__(
+        self, module: nn.Module | None = None, slices: Mapping[str, slice] | None = None, beside: Any = None
+    ) -> None:
+        self.module = nn.Identity() if module is None else module
+        self.slices = slices or {}
+        self.places = Places(self.module, beside)
+        self.draws = False  # by operations that only the dispatcher sees
+        self.factories = False
+        self.alone: str | None = None  # why each record is run by itself
+        self.sites = 0  # of a pass, about
+        if any(layer._backward_hooks or layer._backward_pre_hooks for layer in self.places.layers):
+            self.alone = "a layer has a backward hook, which may change gradients"
+        self.made_up = False  # whether records are made up, so that errors may be told as they are
+
+    def passes(
+        self,
+        program: Program,
+        params: Mapping[str, Tensor],
+        record: Any,
+        keys: RecordKeys,
+        arrived: Callable[[Site], None] | None = None,
+    ) -> Iterator[Pass]:
+        """All records of a stacked structure, (n, …) each, in as few passes as there are answers.
+
+        ``arrived`` is told of every site whose gradient has come; a pass must be used up before the next is made.
+        """
+        left = np.arange(len(keys.indices))
+        while len(left):
+            rows = left
+            found = self.together(program, params, record, keys, rows, arrived)
+            while isinstance(found, np.ndarray):  # only these, and fewer each time, answer alike
+                rows = found
+                found = self.together(program, params, record, keys, rows, arrived)
+            if found is None:
+                yield from (self.by_itself(program, params, record, keys, int(row), arrived) for row in rows)
+                left = np.setdiff1d(left, rows)
+                continue
+            # Before it is handed out: whoever gets it may number its rows otherwise.
+            left = np.setdiff1d(left, found.rows if found.valid is None else found.rows[found.valid.numpy()])
+            yield found
+
+    def together(
+        self,
+        program: Program,
+        params: Mapping[str, Tensor],
+        record: Any,
+        keys: RecordKeys,
+        rows: Rows,
+        arrived: Callable[[Site], None] | None = None,
+    ) -> Pass | Rows | None:
+        """A pass of all records at ``rows``, or which of them to begin again with.
+
+        ``None`` if they cannot be run together.
+        """
+        while self.alone is None:
+            known = self.draws, self.factories
+            try:
+                return self._vmapped(program, params, record, keys, rows, arrived)
+            except QuietgradError:
+                raise
+            except EachItsOwn:
+                return None  # these records, and maybe no others
+            except Apart as apart:
+                most: Rows = rows[apart.most.numpy()]
+                return most
+            except (NotTogether, UnplannedDraw) as reason:
+                self.alone = str(reason)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError) as error:
+                if (self.draws, self.factories) != known:
+                    continue
+                if not self.factories:
+                    self.factories = True  # most often a record was written into a tensor that was made for none
+                    continue
+                self.alone = _reason(error)
+        return None
+
+    def _vmapped(
+        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordKeys, rows: Rows,
+        arrived: Callable[[Site], None] | None,
+    ) -> Pass:  # fmt: skip
+        device = _device(params, record)
+        whole = len(rows) == len(keys.indices)
+        mine = keys if whole else keys.rows(rows)
+        tensors = tensors_of(record)
+        if not whole:
+            where = torch.from_numpy(rows).to(device)
+            tensors = [tensor[where.to(tensor.device)] for tensor in tensors]
+        taps = Taps(params, self.slices, len(rows), self.factories, self.sites // 4)
+        taps.draws = RecordDraws(mine.draws, True, device)
+        kept: list[Any] = [None]
+
+        def one(*own: Tensor) -> list[Tensor]:
+            taps.level = functorch.current_level()
+            with taps:
+                outputs = program(refilled(record, iter(own)))
+            kept[0] = outputs  # for its structure
+            return [taps.copy(t) if taps.is_shared(t) else t for t in tensors_of(outputs)]
+
+        with self._context(params, mine, taps.draws if self.draws else None), torch.enable_grad():
+            before = torch.default_generator.get_state()
+            outputs = vmap(one, randomness="different")(*tensors) if tensors else []
+            drew = not torch.equal(before, torch.default_generator.get_state())
+        if drew and not self.draws:
+            self.draws = True
+            return self._vmapped(program, params, record, keys, rows, arrived)
+        for site in taps.sites:
+            site.arrived = arrived
+        self.sites = max(self.sites, len(taps.sites))
+        valid = taps.valid if taps.valid is not None and not bool(taps.valid.all()) else None
+        return Pass(rows, refilled(kept[0], iter(outputs)), taps.sites, valid, taps=taps)
+
+    def by_itself(
+        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordKeys, row: int,
+        arrived: Callable[[Site], None] | None = None,
+    ) -> Pass:  # fmt: skip
+        """A pass of one record, by plain autograd: each parameter is one site."""
+        device = _device(params, record)
+        mine = keys.rows(np.array([row]))
+        sites: list[Site] = []
+        own: dict[str, Tensor] = {}
+        for name, param in params.items():
+            slot = self.slices[name]
+            site = Site("alone", (name,), vectors=_vector_of(slot), covers=[slot], copied=param.numel())
+            leaf = param.detach().clone().requires_grad_()
+            leaf.register_hook(_telling(site))  # type: ignore[no-untyped-call]
+            site.arrived = arrived
+            own[name] = leaf
+            sites.append(site)
+        part = mapped(record, lambda tensor: tensor[row])
+        draws = RecordDraws(mine.draws, False, device) if self.draws else None
+        before = torch.default_generator.get_state()
+        with self._context(own, mine, draws), OwnGenerators(), torch.enable_grad():
+            try:
+                outputs = program(part)
+            except QuietgradError:
+                raise
+            except Exception as error:
+                raise _failed(error) from (error if self.made_up else None)
+            outputs = mapped(outputs, lambda tensor: tensor[None])
+            drew = not torch.equal(before, torch.default_generator.get_state())
+        if drew and not self.draws:
+            self.draws = True
+            return self.by_itself(program, params, record, keys, row, arrived)
+        return Pass(np.array([row]), outputs, sites, alone=True)
+
+    @contextmanager
+    def _context(self, params: Mapping[str, Tensor], keys: RecordKeys, draws: RecordDraws | None) -> Iterator[None]:
+        """The module with these parameters and copies of its buffers; generators of the release; full precision."""
+        with ExitStack() as stack:
+            stack.enter_context(preserved())
+            # What a program draws in Python or numpy is the same for all records: of the release, and of no record.
+            word = keys.shared
+            random.seed(word)
+            np.random.seed([word % 2**32, word >> 32])  # noqa: NPY002
+            stack.enter_context(self.places.attributes_kept())
+            stack.enter_context(self.places.holding(params, _copied))
+            stack.enter_context(full_precision())
+            stack.enter_context(_torch_as_needed())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings(
+                "ignore", "There is a performance drop"
+            )  # what has no rule is slower, and right
+            warnings.filterwarnings("ignore", "Using padding='same'")
+            stack.enter_context(draws if draws is not None else nullcontext())
+            yield
+
+
+def _vector_of(slot: slice) -> Callable[[Tensor], Vectors]:
+    return lambda grad: [(slot, grad)]
+
+
+def _telling(site: Site) -> Callable[[Tensor], None]:
+    def tell(grad: Tensor) -> None:
+        site.receive(grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
+
+    return tell
+
+
+def _failed(error: Exception) -> DataError:
+    """What the user's program raised, without a word of what a record holds."""
+    return DataError(
+        f"model or loss failed on a batch of one record ({type(error).__name__}). Both are called with what "
+        "collate_fn makes of one record: try them on one yourself. Other records are not in reach there (a "
+        "contrastive loss, a batch statistic)."
+    )
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).split("\n")[0]
+    return f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
+
+
+def _copied(buffer: Tensor) -> Tensor:
+    """What programs see of a buffer, in float32 at least: whatever they write into it is forgotten."""
+    return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else buffer.clone()
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Without the autocast that the caller may be in: its roundings depend on how many rows there are."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def _torch_as_needed() -> Iterator[None]:
+    """Two things of torch's, while a program runs.
+
+    Checkpointed layers are run as they are: run again on the way back, they would be outside of their pass. And an
+    ``autograd.Function`` with a rule for vmap of its own would see all records; its program is run one by one.
+    """
+    held = (
+        checkpointing.CheckpointFunction,
+        checkpointing._checkpoint_without_reentrant_generator,
+        autograd_function.has_overridden_vmap_rule,
+    )
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def refuse_own_rule(function: Any) -> bool:
+        if held[2](function):
+            raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
+        return False
+
+    try:
+        checkpointing.CheckpointFunction = Plain  # type: ignore[misc, assignment]
+        checkpointing._checkpoint_without_reentrant_generator = nothing
+        autograd_function.has_overridden_vmap_rule = refuse_own_rule  # type: ignore[assignment]
+        yield
+    finally:
+        (
+            checkpointing.CheckpointFunction,  # type: ignore[misc]
+            checkpointing._checkpoint_without_reentrant_generator,
+            autograd_function.has_overridden_vmap_rule,
+        ) = held
+
+
+def _device(params: Mapping[str, Tensor], record: Any) -> torch.device:
+    return next(iter((*params.values(), *tensors_of(record))), torch.empty(0)).device
+
+
+def each_record(function: Program, record: Any, keys: RecordKeys | None = None, beside: Any = None) -> Any:
+    """``function`` of each record of a stacked structure, (n, …); what it returns, stacked.
+
+    What it keeps in the module or object ``beside`` is forgotten.
+
+    >>> each_record(lambda record: record[0].sum() * record[1], (torch.ones(2, 1, 3), torch.tensor([[1.0], [2.0]])))
+    tensor([[3.],
+            [6.]])
+    """
+    count = len(tensors_of(record)[0])
+    keys = keys or RecordKeys.of(None, np.arange(count))
+    parts = list(RecordProgram(beside=beside).passes(function, {}, record, keys))
+    return stacked(parts, count)
+
+
+def stacked(parts: Sequence[Pass], count: int) -> Any:
+    """The outputs of passes that together have every record, in the order of the records."""
+    if len(parts) == 1 and parts[0].valid is None:
+        return parts[0].outputs
+    rows = np.concatenate([p.rows if p.valid is None else p.rows[p.valid.numpy()] for p in parts])
+    columns = []
+    for part in parts:
+        kept = tensors_of(part.outputs)
+        columns.append(kept if part.valid is None else [tensor[part.valid.to(tensor.device)] for tensor in kept])
+    order = torch.from_numpy(np.argsort(rows, kind="stable"))
+    try:
+        joined = [torch.cat(column)[order.to(column[0].device)] for column in zip(*columns, strict=True)]
+    except (RuntimeError, ValueError):
+        raise DataError(
+            "records of one shape gave outputs of different shapes: what a model returns for a record must have a "
+            "shape that follows from the record's own."
+        ) from None
+    return refilled(parts[0].outputs, iter(joined))

@@ -1,0 +1,487 @@
+"""Taps: what each record sends through every operation on a parameter.
+
+A program of one record is run for n records at once by torch's ``vmap``; nothing but that record is in its reach. A
+:class:`Taps` mode sees its operations. Where a parameter meets a record, the operation is done on all records
+together with the parameter as a constant, and a *tap* at its output keeps the gradient b_i that arrives there on
+the way back. With what went in, that is all a kernel needs for norms and weighted sums of the records' gradients:
+plain autograd goes back through the program, and no gradient by a parameter is ever formed.
+
+    site        one operation on parameters in one pass: what went in, what came back, who makes vectors of them
+    derived     a tensor made of parameters alone (a transpose, a slice, weight_norm): as good as a parameter
+    spread      a parameter in an operation without a kernel is copied for each record: right for any operation
+
+Questions of the program to a tensor (``if mask.all()``, ``.item()``) are each record's own: the pass goes on with
+the answer of most records, and those that answer otherwise are not valid in it; they are run in another pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from quietgrad.objectives.networks.contributions import Record
+from quietgrad.objectives.networks.joint import kernel_vectors
+from quietgrad.objectives.networks.kernels import Kernel, embedding_kernel
+from quietgrad.objectives.networks.randomness import RecordDraws, refuse_own_generator
+
+__all__ = ["OPERATIONS", "Apart", "EachItsOwn", "NotTogether", "Site", "Taps", "Vectors"]
+
+functorch = torch._C._functorch
+Vectors = list[tuple[slice, Tensor]]  # parts of the flat vector, and the records' vectors there, (n, size)
+
+_ANSWERS = 8  # ways that the records of a pass may answer a question; with more each is run alone
+
+
+class NotTogether(Exception):
+    """Records of this program cannot be run in one pass; the reason is for :func:`quietgrad.torch.explain`."""
+
+
+class EachItsOwn(NotTogether):
+    """Every record answers a question in its own way."""
+
+
+class Apart(NotTogether):
+    """Records answer a question in several ways, early in the program: ``most`` are those of one answer."""
+
+    def __init__(self, most: Tensor) -> None:
+        super().__init__("records branch apart")
+        self.most = most
+
+
+class Site:
+    """One operation on parameters: what went in, (n, …), and the gradient at its output, as it arrives.
+
+    Either ``kernel`` makes contributions of both for the parameters at ``slots``, or ``vectors`` makes the records'
+    vectors of the gradient.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        names: Sequence[str],
+        *,
+        kernel: Kernel | None = None,
+        slots: Mapping[str, slice] | None = None,
+        given: Tensor | None = None,
+        vectors: Callable[[Tensor], Vectors] | None = None,
+        covers: Sequence[slice] = (),
+        copied: int = 0,
+    ) -> None:
+        self.operation = operation
+        self.names = tuple(names)
+        self.kernel = kernel
+        self.slots = dict(slots or {})
+        self.given = given
+        self.vectors = vectors
+        self.covers = tuple(covers) or tuple(self.slots.values())
+        self.copied = copied  # numbers that are written out for each record
+        self.arrange: Callable[[Tensor], Tensor] | None = None  # records in front
+        self.grad: Tensor | None = None
+        self.arrived: Callable[[Site], None] | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells whether two passes did the same."""
+        return self.operation, self.names, self.kernel, tuple((s.start, s.stop) for s in self.covers)
+
+    def receive(self, grad: Tensor) -> None:
+        """The gradient at the output; a second one, of another loss, adds up."""
+        grad = grad.detach()
+        if self.arrange is not None:
+            grad = self.arrange(grad)
+        self.grad = grad if self.grad is None else self.grad + grad
+        if self.arrived is not None:
+            self.arrived(self)
+
+    def content(self, dtype: torch.dtype) -> Record | Vectors | None:
+        """What came of it, in the precision given; ``None`` if no gradient arrived."""
+        if self.grad is None:
+            return None
+        if self.kernel is not None:
+            assert self.given is not None
+            given = self.given.detach()
+            return Record(given.to(dtype) if given.is_floating_point() else given, self.grad.to(dtype))
+        assert self.vectors is not None
+        return [(slot, values.to(dtype)) for slot, values in self.vectors(self.grad)]
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, whose way back tells a site. ``anchor`` is a leaf: the output always requires a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, out: Tensor, site: Site) -> Tensor:
+        ctx.site = site
+        ctx.mark_dirty(out)  # the very tensor, so that the program may write into it (an in-place ReLU)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.site.receive(grad)
+        return None, grad if ctx.needs_input_grad[1] else None, None
+
+
+class _Spread(torch.autograd.Function):
+    """A parameter, n times; no memory is taken. The way back tells a site the gradients of all copies."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, count: int, site: Site) -> Tensor:
+        ctx.site = site
+        return value.expand(count, *value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.site.receive(grad)
+        return None, None, None, None
+
+
+class Taps(TorchFunctionMode):
+    """Sees every operation of a program for ``count`` records and puts taps on those that use parameters.
+
+    Args:
+        params: the trained parameters by name, leaves that require gradients.
+        slices: where each lies in the flat vector.
+        count: how many records there are.
+        factories: whether tensors that the program makes (``torch.zeros``) are made for each record, so that it may
+            write records into them.
+        early: at how many sites of a pass it is still cheaper to begin again with the records that answer alike.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        slices: Mapping[str, slice],
+        count: int,
+        factories: bool = False,
+        early: int = 0,
+    ) -> None:
+        super().__init__()
+        self.count = count
+        self.early = early
+        self.factories = factories
+        self.sites: list[Site] = []
+        self.asked = False
+        self.level = -1
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.valid: Tensor | None = None  # which records answer as the pass goes; None: all
+        self.draws: RecordDraws | None = None  # what each record draws
+        self._params = dict(params)
+        self._names = {id(p): name for name, p in params.items()}
+        self._slots = {id(p): slices[name] for name, p in params.items()}
+        self._known: dict[int, Tensor] = {id(p): p for p in params.values()}  # parameters and what is made of them
+        self._looked_up: dict[int, tuple[Tensor, Tensor, int | None]] = {}  # table, rows, padding
+        self._copies: dict[int, Tensor] = {}
+
+    # --- the mode -----------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "generator" in kwargs:
+            refuse_own_generator(getattr(func, "__name__", "a draw"), kwargs.values())
+        if func in _QUESTIONS:
+            return self._ask(func, args, kwargs)
+        if isinstance(func, OpOverload | OpOverloadPacket) and str(func).partition(".")[0] != "aten":
+            raise NotTogether("an operation of another library may have a rule for vmap of its own")
+        operation = OPERATIONS.get(func)
+        shared, together = False, False
+        for leaf in _tensors(args, kwargs):
+            if id(leaf) in self._known:
+                shared = True
+            elif not together:
+                together = functorch.is_functorch_wrapped_tensor(leaf)
+        if not shared:
+            if together and operation is not None and operation.always:
+                return operation.run(self, func, args, kwargs)
+            if self.factories and not together and func in _FACTORIES:
+                return self._for_each(func(*args, **kwargs))
+            return func(*args, **kwargs)
+        if not together:
+            return self._derive(func, args, kwargs)
+        if operation is not None:
+            result = operation.run(self, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.spread(func, args, kwargs)
+
+    def _derive(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on parameters alone: plain autograd remembers what it is made of."""
+        number = self.draws.number if self.draws is not None else 0
+        result = func(*args, **kwargs)
+        leaves = tree_leaves(result)
+        if any(isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf) for leaf in leaves):
+            if (
+                self.draws is not None
+            ):  # it drew for each record (dropout of a weight), which has one of its own then
+                self.draws.number = number
+            return self.spread(func, args, kwargs)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in self._known:
+                self._known[id(leaf)] = leaf
+                base = leaf._base
+                if base is not None and id(base) in self._names and leaf.is_contiguous() and base.is_contiguous():
+                    start = self._slots[id(base)].start + leaf.storage_offset() - base.storage_offset()
+                    self._slots[id(leaf)] = slice(start, start + leaf.numel())
+        if func is torch.nn.functional.embedding:
+            table, padding = _looked_up(*args, **kwargs)
+            if id(table[1]) in self._slots and isinstance(result, Tensor):
+                self._looked_up[id(result)] = (table[1], table[0], padding)
+        return result
+
+    # --- records and parameters ---------------------------------------------------------------------------------
+
+    def is_shared(self, value: Any) -> bool:
+        """Whether a value is a parameter, or made of parameters alone."""
+        return isinstance(value, Tensor) and id(value) in self._known
+
+    def is_records(self, value: Any) -> bool:
+        """Whether a value has an entry for each record."""
+        if not isinstance(value, Tensor) or not functorch.is_functorch_wrapped_tensor(value):
+            return False
+        if functorch.maybe_get_level(value) != self.level or not functorch.is_batchedtensor(value):
+            raise NotTogether("parameters are used inside another transform of torch.func")
+        return True
+
+    def rows(self, value: Tensor) -> Tensor:
+        """The tensor behind a value, records first: (n, …)."""
+        plain = functorch.get_unwrapped(value)
+        if functorch.is_functorch_wrapped_tensor(plain):
+            raise NotTogether("it is inside another transform of torch.func")
+        dim = functorch.maybe_get_bdim(value)
+        return plain.movedim(dim, 0) if dim else plain
+
+    def logical(self, rows: Tensor) -> Tensor:
+        """The value of a tensor with records first, as the program sees it."""
+        return functorch._add_batch_dim(rows, 0, self.level)
+
+    def plain(self, value: Any) -> Any:
+        """A parameter as a constant."""
+        return value.detach() if isinstance(value, Tensor) else value
+
+    def slot(self, value: Tensor) -> slice | None:
+        """Where a parameter, or an unbroken part of one, lies in the flat vector."""
+        return self._slots.get(id(value))
+
+    def names_of(self, value: Tensor) -> tuple[str, ...]:
+        """The parameters that a shared value is, or is made of."""
+        if id(value) in self._names:
+            return (self._names[id(value)],)
+        slot = self._slots.get(id(value))
+        if slot is not None:
+            inside = (n for i, n in self._names.items() if self._slots[i].start <= slot.start < self._slots[i].stop)
+            return tuple(inside)
+        return tuple(dict.fromkeys(name for leaf in _leaves_below(value) if (name := self._names.get(id(leaf)))))
+
+    # --- taps -----------------------------------------------------------------------------------------------------
+
+    def outside(self) -> Any:
+        """Work on the tensors of all records, outside of vmap."""
+        return temporarily_pop_interpreter_stack()
+
+    def tap(self, out: Tensor, site: Site) -> Tensor:
+        """Put a tap on a tensor with all records; call it :meth:`outside`."""
+        self.sites.append(site)
+        if out._is_view() or (out.is_leaf and out.requires_grad):
+            out = out.clone()
+        return _Tap.apply(self.anchor, out, site)  # type: ignore[no-any-return, no-untyped-call]
+
+    def use(self, operation: str, kernel: Kernel, given: Tensor, roles: Mapping[str, Any]) -> Site:
+        """The site of a kernel: ``roles`` are its parameters by role, those that are not trained left out."""
+        wanted = {role: value for role, value in roles.items() if self.is_shared(value)}
+        names = [name for value in wanted.values() for name in self.names_of(value)]
+        slots = {role: self.slot(value) for role, value in wanted.items()}
+        if all(slot is not None for slot in slots.values()):
+            known = {role: slot for role, slot in slots.items() if slot is not None}
+            return Site(operation, names, kernel=kernel, slots=known, given=given)
+
+        def vectors(grad: Tensor) -> Vectors:
+            assert site.given is not None
+            made = kernel_vectors(kernel, Record(site.given.detach(), grad), wanted)
+            return [part for role, each in made.items() for part in self._pulled_back(wanted[role], each)]
+
+        site = self._vector_site(operation, list(wanted.values()), vectors)
+        site.given = given
+        return site
+
+    def affine(
+        self, operation: str, weight: Any, bias: Any, sums: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> Site:
+        """The site of a scale and a shift; ``sums`` gives the records' vectors of both, (n, size)."""
+
+        def vectors(grad: Tensor) -> Vectors:
+            made = zip((weight, bias), sums(grad), strict=True)
+            return [
+                part for value, each in made if self.is_shared(value) for part in self._pulled_back(value, each)
+            ]
+
+        return self._vector_site(operation, [v for v in (weight, bias) if self.is_shared(v)], vectors)
+
+    def _vector_site(self, operation: str, values: list[Tensor], vectors: Callable[[Tensor], Vectors]) -> Site:
+        names = [name for value in values for name in self.names_of(value)]
+        covers: list[slice] = []
+        copied = 0
+        for value in values:
+            slot = self.slot(value)
+            copied += value.numel()
+            if slot is not None:
+                covers.append(slot)
+            else:
+                mine = {self._names[i]: self._slots[i] for i in self._names}
+                covers += [mine[name] for name in self.names_of(value)]
+                copied += sum(mine[name].stop - mine[name].start for name in self.names_of(value))
+        return Site(operation, names, vectors=vectors, covers=covers, copied=copied)
+
+    def _pulled_back(self, value: Tensor, grads: Tensor) -> Vectors:
+        """The records' vectors of the parameters that a shared value is made of: Jᵀ b_i, (n, size)."""
+        slot = self.slot(value)
+        if slot is not None:
+            return [(slot, grads.reshape(len(grads), -1))]
+        names = self.names_of(value)
+        sources = [self._params[name] for name in names]
+        made = torch.autograd.grad(
+            value, sources, grads.reshape(len(grads), *value.shape).to(value.dtype), retain_graph=True,
+            allow_unused=True, is_grads_batched=True,
+        )  # fmt: skip
+        slots = {name: self._slots[i] for i, name in self._names.items()}
+        return [
+            (slots[name], self._params[name].new_zeros((len(grads), self._params[name].numel())))
+            if found is None
+            else (slots[name], found.reshape(len(grads), -1))
+            for name, found in zip(names, made, strict=True)
+        ]
+
+    def copy(self, value: Tensor) -> Tensor:
+        """A shared value as one of each record's own."""
+        found = self._copies.get(id(value))
+        if found is None:
+            site = self._copy_site(value)
+            self.sites.append(site)
+            with self.outside():
+                rows = _Spread.apply(self.anchor, value.detach(), self.count, site)  # type: ignore[no-untyped-call]
+            found = self._copies[id(value)] = self.logical(rows)
+        return found
+
+    def _copy_site(self, value: Tensor) -> Site:
+        looked_up = self._looked_up.get(id(value))
+        if looked_up is not None:  # rows of a table that are the same for every record: no table is written out
+            table, tokens, padding = looked_up
+            slot = self.slot(table)
+            assert slot is not None
+            given = tokens.reshape(1, -1).expand(self.count, -1)
+            return Site(
+                "embedding", self.names_of(table), kernel=embedding_kernel(len(table), padding),
+                slots={"weight": slot}, given=given,
+            )  # fmt: skip
+        return self._vector_site("copy", [value], lambda grad: self._pulled_back(value, grad))
+
+    def spread(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation without a kernel: what it is given of parameters is copied for each record."""
+        start = len(self.sites)
+        args, kwargs = tree_map(lambda leaf: self.copy(leaf) if self.is_shared(leaf) else leaf, (args, kwargs))
+        for site in self.sites[start:]:
+            if site.operation == "copy":
+                site.operation = getattr(func, "__name__", str(func))
+        return func(*args, **kwargs)
+
+    def _for_each(self, made: Any) -> Any:
+        if not isinstance(made, Tensor) or functorch.is_functorch_wrapped_tensor(made):
+            return made
+        return self.logical(made.expand(self.count, *made.shape).clone())
+
+    # --- questions ------------------------------------------------------------------------------------------------
+
+    def _ask(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _COMPARISONS:
+            if not any(isinstance(a, Tensor) and functorch.is_functorch_wrapped_tensor(a) for a in args[:2]):
+                return func(*args, **kwargs)
+            if args[0].shape != args[1].shape:
+                return False
+            with self:
+                return bool(_COMPARISONS[func](*args, **kwargs).all())
+        value = args[0]
+        if not functorch.is_functorch_wrapped_tensor(value):
+            return func(*args, **kwargs)
+        if not self.is_records(value):
+            raise NotTogether("it asks a tensor of another transform for its value")
+        rows = self.rows(value).detach()
+        with self.outside():
+            return func(rows[self._most(rows)], *args[1:], **kwargs)
+
+    def _most(self, rows: Tensor) -> int:
+        """A record that answers as most do; the others are not valid in this pass."""
+        self.asked = True
+        flat = rows.reshape(self.count, -1)
+        valid = torch.ones(self.count, dtype=torch.bool) if self.valid is None else self.valid
+        first = int(valid.nonzero()[0])
+        same = ((flat == flat[first]) | ((flat != flat) & (flat[first] != flat[first]))).all(1).to("cpu")
+        if bool(same[valid].all()):
+            return first
+        _, group, sizes = torch.unique(flat[valid.to(flat.device)].cpu(), dim=0, return_inverse=True,
+                                       return_counts=True)  # fmt: skip
+        if len(sizes) > _ANSWERS:
+            raise EachItsOwn("it asks each record for a number of its own (.item(), a branch)")
+        where = valid.nonzero().flatten()[group == int(sizes.argmax())]
+        if not self.sites or (len(self.sites) < self.early and 10 * len(where) < 9 * self.count):
+            raise Apart(where)
+        self.valid = torch.zeros_like(valid)
+        self.valid[where] = True
+        return int(where[0])
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Tensors among arguments, also in lists and tuples: what tree_leaves finds, for less."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            for item in value:
+                if isinstance(item, Tensor):
+                    yield item
+                elif isinstance(item, tuple | list):
+                    yield from (leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor))
+
+
+def _leaves_below(value: Tensor) -> Iterator[Tensor]:
+    """The leaves that a tensor is made of, by its graph."""
+    seen: set[Any] = set()
+    near = [value.grad_fn]
+    while near:
+        node = near.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        near += [above for above, _ in node.next_functions]
+
+
+def _looked_up(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any
+) -> tuple[tuple[Tensor, Tensor], int | None]:
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    return (input, weight), padding_idx
+
+
+OPERATIONS: dict[Any, Any] = {}
+"""By function of torch, how it is done for all records: :mod:`quietgrad.objectives.networks.operations` says it."""
+
+_COMPARISONS: dict[Any, Callable[..., Tensor]] = {
+    torch.equal: torch.eq,
+    Tensor.equal: torch.eq,
+    torch.allclose: torch.isclose,
+    Tensor.allclose: torch.isclose,
+}
+_QUESTIONS = {
+    Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist,
+    torch.is_nonzero, Tensor.is_nonzero, *_COMPARISONS,
+}  # fmt: skip
+_FACTORIES = {
+    torch.zeros, torch.ones, torch.empty, torch.full, torch.zeros_like, torch.ones_like, torch.empty_like,
+    torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full,
+}  # fmt: skip

@@ -1,0 +1,151 @@
+"""Nested tuples, lists, dictionaries and dataclasses of tensors: what models take and return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Places", "mapped", "refilled", "tensors_of", "with_parameters"]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict | UserDict):
+        value = value.values()
+    elif _is_dataclass(value):
+        value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value for tensor in tensors_of(item)]
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same structure, of the same types, with every tensor that :func:`tensors_of` finds changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict | UserDict):
+        if type(value) is dict:
+            return {key: mapped(item, change) for key, item in value.items()}
+        filled = copy.copy(value)
+        for key, item in value.items():
+            filled[key] = mapped(item, change)
+        for name, held in getattr(filled, "__dict__", {}).items():  # the same item, kept as an attribute as well
+            if name in value and held is value[name]:
+                filled.__dict__[name] = filled[name]
+        return filled
+    if _is_dataclass(value):
+        new = {field.name: mapped(getattr(value, field.name, None), change) for field in dataclasses.fields(value)}
+        filled = copy.copy(value)
+        for name, item in new.items():
+            object.__setattr__(filled, name, item)  # a frozen one too
+        return filled
+    if isinstance(value, tuple | list):
+        items = [mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def refilled(value: Any, tensors: Iterator[Any]) -> Any:
+    """The same structure with its tensors replaced in order."""
+    return mapped(value, lambda _: next(tensors))
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+class Places:
+    """Where a module keeps its parameters, buffers and other attributes: looked for once.
+
+    ``beside`` is what else a program may keep something in: a loss that is a module, or an object with a state.
+    """
+
+    def __init__(self, module: nn.Module, beside: Any = None) -> None:
+        names = {id(param): name for name, param in module.named_parameters()}
+        self.layers = list(module.modules())
+        if isinstance(beside, nn.Module):
+            self.layers += [layer for layer in beside.modules() if layer not in set(self.layers)]
+        self._objects = [layer.__dict__ for layer in self.layers]
+        owner = getattr(beside, "__self__", beside)  # of a bound method
+        if not isinstance(owner, nn.Module | FunctionType | ModuleType | type) and hasattr(owner, "__dict__"):
+            self._objects.append(owner.__dict__)
+        self.params = [
+            (layer._parameters, key, names[id(param)])
+            for layer in self.layers
+            for key, param in layer._parameters.items()
+            if param is not None and id(param) in names
+        ]
+        self.buffers = [
+            (layer._buffers, key)
+            for layer in self.layers
+            for key, value in layer._buffers.items()
+            if value is not None
+        ]
+
+    @contextmanager
+    def holding(
+        self, params: Mapping[str, Tensor], buffers: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[None]:
+        """The module with other parameters, and with buffers that are afterwards what they were.
+
+        A parameter that several layers hold is replaced in all of them. ``buffers`` makes what stands in for a
+        buffer meanwhile; whatever a program assigns to one is forgotten.
+        """
+        held: list[tuple[dict[str, Any], str, Any]] = [(store, key, store[key]) for store, key, _ in self.params]
+        held += [(store, key, store[key]) for store, key in self.buffers]
+        try:
+            for store, key, name in self.params:
+                if name in params:
+                    store[key] = params[name]  # type: ignore[assignment]
+            if buffers is not None:
+                for own, key in self.buffers:
+                    value = own[key]
+                    assert value is not None
+                    own[key] = buffers(value)
+            yield
+        finally:
+            for store, key, value in held:
+                store[key] = value
+
+    @contextmanager
+    def attributes_kept(self) -> Iterator[None]:
+        """Whatever a program keeps in the module's attributes is forgotten: the next record must not see it."""
+        held = []
+        for own in self._objects:
+            kept = {key: value for key, value in own.items() if key not in _OWN}
+            held.append((own, kept, {k: copy.copy(v) for k, v in kept.items() if type(v) in (list, dict, set)}))
+        try:
+            yield
+        finally:
+            for own, kept, copies in held:
+                for key in [key for key in own if key not in _OWN and key not in kept]:
+                    del own[key]
+                for key, value in kept.items():
+                    if own.get(key, own) is not value:
+                        own[key] = value
+                for key, before in copies.items():
+                    value = own[key]
+                    if isinstance(value, list):
+                        value[:] = before
+                    else:
+                        value.clear()
+                        value.update(before)
+
+
+_OWN = set(nn.Module().__dict__)
+
+
+def with_parameters(
+    module: nn.Module, params: Mapping[str, Tensor], buffers: Callable[[Tensor], Tensor] | None = None
+) -> AbstractContextManager[None]:
+    """The module with other parameters; see :meth:`Places.holding`."""
+    return Places(module).holding(params, buffers)

@@ -1,0 +1,344 @@
+"""``PrivateLoop``: a training loop of your own over samples that nobody sees; its ε holds whatever it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quietgrad.curators.session import Drawn
+from quietgrad.errors import BudgetError
+from quietgrad.objectives.base import Batch, Gradient, Query
+from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.records import Collate
+from quietgrad.objectives.people import Combine, of_people
+from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.torch import kept_loops
+from quietgrad.torch.clip_rules import FlatClip, clip_rule
+from quietgrad.torch.loops import Loop, Pace, Promise, check_person, holder
+from quietgrad.torch.private_optimizer import check_optimizer
+from quietgrad.torch.processes import unwrapped
+from quietgrad.torch.shards import Shards
+from quietgrad.training import runs
+from quietgrad.training.callbacks import Callback, Progress, begin, together
+from quietgrad.training.minimizing import counting
+from quietgrad.training.result import Privacy
+from quietgrad.training.running import result_of
+from quietgrad.training.runs import Run
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.ledger import Ledger
+
+__all__ = ["PrivateBatch", "PrivateLoop"]
+
+
+class PrivateBatch:
+    """A sample of a :class:`PrivateLoop`: who is in it and what they hold is read by the loop alone."""
+
+    __slots__ = ("_drawn", "_loop")
+
+    def __init__(self, loop: PrivateLoop, drawn: Drawn) -> None:
+        self._loop: PrivateLoop = loop
+        self._drawn: Drawn | None = drawn
+
+    def __repr__(self) -> str:
+        return "PrivateBatch()"
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        raise BudgetError(
+            "len(batch): the size of a sample is secret, and would tell who is in it. Use loop.expected_batch, "
+            "which is public."
+        )
+
+
+class PrivateLoop(Loop):
+    """Hands out samples and makes private gradients of them; the model stays the plain module that was given.
+
+    Args:
+        model: any torch module; what it does with a record is that record's own, because it is called for one.
+        loss: loss(output, target) for records (x, target), or loss(model, *record) and loss(model, **record):
+            written as for a batch, called with batches of one; returns one number.
+        data: a map-style data set, a ``TensorDataset``, or tensors.
+        optimizer: steps the model's parameters in :meth:`step`; not needed for :meth:`backward`.
+        batch_size: the expected size of a sample; of people with ``person``.
+        max_grad_norm: C, the L2 bound on what one record, or person, adds.
+        budget: the promise; the noise follows from it and from ``epochs`` or ``steps``.
+        noise_multiplier: fix the noise instead. With a budget the loop then ends before the step that would exceed
+            it; without one ``delta`` and ``relation`` say what :attr:`privacy` is about.
+        epochs, steps: how long the loop is. With a noise multiplier and no ledger neither need be given.
+        clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``, with the settings of
+            :func:`quietgrad.torch.make_private_with_epsilon`.
+        noise_schedule, batch_schedule: noise (relative) and expected size of a sample in epoch e.
+        poisson_sampling: ``False`` puts everybody into one sample of each epoch; it is accounted without
+            amplification.
+        person, combine, records_per_person, views, collate_fn, pad: as in :func:`quietgrad.torch.fit`.
+        n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
+        folder: keep the loop here. The same call goes on with it after an interruption, from the parameters and the
+            state of ``optimizer`` that were saved last; :attr:`handed_out` says how many samples it has had. In the
+            end the result is saved here. For one process.
+        checkpoint_seconds: between saves to ``folder``, which are made between two samples.
+        callbacks: told a :class:`~quietgrad.training.callbacks.Progress` after each :meth:`step`; one that stops
+            the loop costs the whole plan.
+        micro_batch, memory_budget: records per pass, and bytes of per-record gradients kept at a time.
+
+    >>> import torch
+    >>> x, model = torch.randn(300, 2), nn.Linear(2, 2)
+    >>> data, optimizer = (x, (x[:, 0] > 0).long()), torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> loop = PrivateLoop(model, nn.CrossEntropyLoss(), data, optimizer=optimizer, batch_size=30, epochs=1,
+    ...                    max_grad_norm=1.0, budget=Budget(2.0, 1e-5), n_public=300)
+    >>> for batch in loop:
+    ...     loop.step(batch)
+    >>> str(loop.privacy)
+    '(1.99..., 1e-05)-DP, add-remove, proved by pld-poisson'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any],
+        data: Any,
+        *,
+        batch_size: int,
+        max_grad_norm: float | Sequence[float],
+        optimizer: Optimizer | None = None,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        delta: float = 1e-5,
+        relation: str | Relation = Relation.ADD_REMOVE,
+        epochs: int | None = None,
+        steps: int | None = None,
+        clipping: str = "flat",
+        noise_schedule: Callable[[int], float] | None = None,
+        batch_schedule: Callable[[int], int] | None = None,
+        poisson_sampling: bool = True,
+        person: Any = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        views: int = 1,
+        collate_fn: Collate | None = None,
+        pad: Any = None,
+        n_public: int | None = None,
+        micro_batch: int | None = None,
+        memory_budget: float = 512e6,
+        ledger: Ledger | str | Path | None = None,
+        account: str = "default",
+        cap: Budget | None = None,
+        seed: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        folder: str | Path | None = None,
+        checkpoint_seconds: float = 10.0,
+        **settings: float,
+    ) -> None:
+        given = unwrapped(model)
+        shards = Shards.of(given)
+        module = given if shards is None else shards.twin
+        objective = ModuleObjective(
+            module, loss, micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad,
+            views=views,
+        )  # fmt: skip
+        rule = clip_rule(clipping, max_grad_norm, len(objective.engine.names), **settings)
+        check_person(person is not None, rule)
+        if views > 1 and type(rule) is not FlatClip:
+            raise ValueError(
+                "views: the mean of a record's views is clipped over all parameters: use clipping='flat'."
+            )
+        if optimizer is not None:
+            check_optimizer(optimizer, given.parameters())
+        if budget is None:
+            promise = Promise(None, delta, relation, noise_multiplier, poisson_sampling)
+        else:
+            promise = Promise(budget.epsilon, budget.delta, budget.relation, noise_multiplier, poisson_sampling)
+        pace = Pace(epochs, steps, noise_schedule, batch_schedule)
+        asked = of_people(objective, data, person, combine, records_per_person)
+        unit = Unit.RECORD if person is None else Unit.PERSON
+        self.objective, self.optimizer = objective, optimizer
+        self._tell = together(callbacks) if callbacks else None
+        self._folder = None if folder is None else Path(folder)
+        declared = n_public is not None or noise_multiplier is None
+        self._trained = {name: param for name, param in given.named_parameters() if param.requires_grad}
+        said = kept_loops.settled(self._trained, optimizer, counting(asked[0]), declared)
+        kept = kept_loops.found(folder, ledger, pace, seed, checkpoint_seconds)
+        try:
+            payer = pace.payer(account, ledger, cap, seed) if kept is None else kept.account
+            curator = holder(*asked, payer, seed, None if kept is None else kept.name)
+            # Before anything is reserved, a count of the records included; the length of epochs follows from that.
+            begin(
+                self._tell,
+                pace.steps or 0,
+                objective.engine.flatten(dict(module.named_parameters())),
+                private=seed is None,
+            )
+            if kept is not None:
+                self._lengths = kept_loops.agreed(
+                    kept, said, pace, promise, batch_size, rule, n_public, account, cap
+                )
+                plan = kept.plan
+            else:
+                count = promise.count(curator, n_public, pace.largest(batch_size))
+                plan, self._lengths = promise.plan(pace, count, batch_size, rule, unit)
+                if folder is not None:
+                    state = kept_loops.stands(self._trained, optimizer, rule)
+                    kept = runs.begin(
+                        folder, plan, curator, kind=kept_loops.LOOP, state=state, settings=said,
+                        every=checkpoint_seconds,
+                    )  # fmt: skip
+            super().__init__(plan, curator, objective.engine, rule, shards, kept)
+            if kept is not None and kept.resumed:
+                kept_loops.put_back(kept.state, self._trained, optimizer, rule)
+        except Exception:
+            if kept is not None:
+                (kept.close if kept.resumed else kept.discard)()
+            raise
+        self._kept, self._paused = kept, False
+        self.n_is_declared = declared if kept is None else bool(kept.header.settings["n_is_declared"])
+
+    def __len__(self) -> int:
+        """The samples of the whole plan."""
+        return self.total
+
+    @property
+    def epoch_length(self) -> int:
+        """The samples of the first epoch."""
+        return self._lengths[0]
+
+    def __iter__(self) -> Iterator[PrivateBatch]:
+        """All samples that are left."""
+        if self.handed_out >= self.total:
+            raise BudgetError(self.refusal())
+        return self._until(self.total)
+
+    def epochs(self) -> Iterator[Iterator[PrivateBatch]]:
+        """The samples that are left, one epoch after the other."""
+        if self.handed_out >= self.total:
+            raise BudgetError(self.refusal())
+        return self._epochs()
+
+    def _epochs(self) -> Iterator[Iterator[PrivateBatch]]:
+        end, epoch = 0, 0
+        while self.handed_out < self.total:
+            while end <= self.handed_out:
+                end += self._lengths[min(epoch, len(self._lengths) - 1)]
+                epoch += 1
+            yield self._until(min(end, self.total))
+
+    def _until(self, end: int) -> Iterator[PrivateBatch]:
+        while self.handed_out < min(end, self.total):
+            if self._kept is not None and self._kept.due:
+                self._save(self._kept)
+            yield PrivateBatch(self, self.draw())
+        if self.handed_out >= self.total:  # and what the loop did with the last one is done
+            self._finish("steps")
+
+    def _save(self, kept: Run) -> None:
+        kept.save(kept_loops.stands(self._trained, self.optimizer, self.rule), self._session, now=True)
+
+    def pause(self) -> None:
+        """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
+        if self._kept is None:
+            raise ValueError("loop.pause: the loop is not kept; make it with folder=, and without a seed.")
+        if self._folder is not None:
+            self._save(self._kept)
+            self._kept.close()
+            self._folder, self.total, self._paused = None, self.handed_out, True
+
+    def refusal(self) -> str:
+        """Why there is no further sample."""
+        return "the loop was paused: make it again with the same folder." if self._paused else super().refusal()
+
+    def close(self, *, data_dependent: bool = True) -> Privacy:
+        """End the loop before its plan does, and say what it costs; one that is kept saves its result.
+
+        The whole plan is charged, unless nothing that was seen, released numbers included, had a part in when it
+        ends (``data_dependent=False``): then it costs the samples it has had.
+        """
+        if self._paused:  # another process may have gone on, and only that one knows what it released
+            raise BudgetError(self.refusal())
+        super().close(data_dependent=data_dependent)
+        self._finish("closed by the loop")
+        return self.privacy
+
+    def _finish(self, reason: str) -> None:
+        """Save the result of a loop with a folder, once."""
+        if self._folder is None:
+            return
+        if self._spent is None:
+            self._spent = self._session.close(reason)
+        params = self.engine.flatten(self.parameters())
+        params = params.float() if params.dtype == torch.bfloat16 else params  # which numpy does not know
+        result = result_of(self._session, params, self.privacy, self._spent.reason)
+        if self._kept is None:  # seeded, or paid by no ledger
+            result.save(self._folder)
+        else:
+            self._kept.finish(result)
+        self._folder = None
+
+    def backward(self, batch: PrivateBatch) -> Tensor:
+        """Add the private gradient of a sample to the parameters' ``grad``; returns it as one vector.
+
+        That is the noisy sum of the clipped gradients of its records, divided by the public size of a sample. The
+        model is run as it is: in training or evaluation mode, at the parameters that it has.
+        """
+        if not isinstance(batch, PrivateBatch) or batch._loop is not self:
+            raise TypeError("loop.backward(batch): give it a batch that this loop handed out.")
+        if batch._drawn is None:
+            raise BudgetError(
+                "this batch was stepped on already: each sample serves one step. Take the next one of the loop."
+            )
+        drawn, batch._drawn = batch._drawn, None
+        if self.shards is not None:
+            self.shards.gather()
+        theta = self.engine.flatten(self.parameters())
+        query: Query = _RuledSum(self, theta, self.multiplier(drawn.slot))
+        if type(self.rule) is FlatClip:
+            query = Gradient(theta, self.rule.clip)
+        return self.release(drawn, query)
+
+    def step(self, batch: PrivateBatch) -> None:
+        """:meth:`backward`, ``optimizer.step()`` and ``optimizer.zero_grad()``."""
+        if self.optimizer is None:
+            raise ValueError("loop.step: the loop was made without an optimizer; give optimizer=, or use backward.")
+        gradient = self.backward(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._tell is None:
+            return
+        done = self.handed_out >= self.total
+        progress = Progress(
+            self.handed_out, self.handed_out, self.plan.schedule.releases, self.engine.flatten(self.parameters()),
+            gradient, done=done, spent=lambda: self.epsilon() if self.is_private else None, plan=self.plan,
+        )  # fmt: skip
+        self._tell(progress)
+        if progress.stopped and not done:
+            self.close()
+
+
+class _RuledSum:
+    """Σ over a sample of what a clip rule makes of each record's gradient."""
+
+    def __init__(self, loop: PrivateLoop, theta: Tensor, multiplier: float) -> None:
+        self._loop, self._theta, self._multiplier = loop, theta, multiplier
+
+    @property
+    def bound(self) -> float:
+        return self._loop.rule.bound(self._multiplier)
+
+    def dim(self, records: Any) -> int:
+        return self._loop.engine.dim + self._loop.rule.extra
+
+    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
+        out, engine, rule = torch.as_tensor(out), self._loop.engine, self._loop.rule
+        rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
+        keys = RecordKeys.of(batch.key, rows)
+        for some in keys.passes(self._loop.objective.micro_batch) if len(rows) else ():
+            part = keys.rows(some)
+            for _, gradients in engine.gradients(self._theta, batch.records.read(part), part):
+                rule.add(gradients, rule.norms(gradients), out, self._multiplier)

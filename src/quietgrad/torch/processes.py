@@ -1,0 +1,384 @@
+"""Several processes inside one institution: one sample, shared out by secret words; one noise.
+
+Every process holds the same data and model and runs the same program (``torchrun`` with the gloo or nccl
+backend). Each sums the clipped contributions of its share of a sample, the shares are added, and the leading
+process alone adds the noise, holds the ledger and the checkpoints. A sum is the same whoever computed its
+terms, up to the order of additions. What is shared out is what a sampler draws: where records are people's,
+each person with all theirs goes to one process, so the bound on a person is that of one process.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quietgrad.curators.central import CentralCurator, CentralSession
+from quietgrad.curators.session import Drawn
+from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.objectives.base import BaseObjective, Batch, Query, Regularizer, Rule
+from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.records import Examples
+from quietgrad.objectives.people import OfPeople, told
+from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.rng import fresh_key
+from quietgrad.training.result import Result
+
+__all__ = ["DifferentiallyPrivateDistributedDataParallel", "SharedSession", "any_of_us", "key_for_all", "leads",
+           "one_leader", "processes_now",
+           "several", "share_of", "told_by_leader", "unwrapped"]  # fmt: skip
+
+_LEADER = 0
+_AGREED = "the processes do not agree on {}: every process must be given the same."
+
+Asked = ModuleObjective | OfPeople
+
+
+def several() -> bool:
+    """Whether this is one of several processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def processes_now() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if several() else 1
+
+
+def leads() -> bool:
+    """Whether this process adds noise and holds the ledger."""
+    return not several() or dist.get_rank() == _LEADER
+
+
+def key_for_all() -> bytes | None:
+    """A key of samples that all processes share; alone a curator makes its own."""
+    return _told(fresh_key()) if several() else None
+
+
+def told_by_leader(make: Callable[[], Any]) -> Any:
+    """What the leading process makes, on all of them."""
+    return _told(make() if leads() else None) if several() else make()
+
+
+def any_of_us(here: bool, device: torch.device) -> bool:
+    """Whether something is so on any process."""
+    said = torch.tensor(float(here), device=device)
+    dist.all_reduce(said)
+    return bool(said > 0.0)
+
+
+def share_of(batch: Batch, rank: int, world: int) -> Batch:
+    """The part of a batch that process ``rank`` of ``world`` sums: whole people, where records are people's.
+
+    By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    """
+    everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
+    return batch._replace(indices=everyone[RecordKeys.of(batch.key, everyone).share(rank, world)])
+
+
+def _mine(batch: Batch) -> Batch:
+    return share_of(batch, dist.get_rank(), dist.get_world_size())
+
+
+def _told(message: Any = None) -> Any:
+    """What the leading process says, on all."""
+    box: list[Any] = [message]
+    dist.broadcast_object_list(box, _LEADER)
+    return box[0]
+
+
+def _refuse_others(digests: Callable[[bytes], Mapping[str, str]], why: str) -> None:
+    """Raise on all processes unless all hold the same; what differs is named.
+
+    A record that lies elsewhere on another process would be in two shares and contribute twice. What is compared is
+    a digest under a key of this run, so that it tells nobody else anything; nothing has been reserved yet.
+    """
+    key = _told(fresh_key())
+    mine = _all_or_none(lambda: digests(key), why)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    for what in mine:
+        if len({answer[what] for answer in answers}) > 1:
+            raise DataError(_AGREED.format(what))
+
+
+def _all_or_none(make: Callable[[], Any], why: str) -> Any:
+    """What ``make`` makes, if it does so on every process; else all raise."""
+    made, failed = None, None
+    try:
+        made = make()
+    except BaseException as error:
+        failed = error
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, failed is None)
+    if failed is not None:
+        raise failed
+    if not all(answers):
+        raise QuietgradError(f"{why}, and said why there; nothing was released.")
+    return made
+
+
+def _digest(key: bytes, parts: Iterable[bytes | memoryview]) -> str:
+    mac = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        mac.update(part)
+    return mac.hexdigest()
+
+
+def _modes(module: nn.Module) -> str:
+    return "".join("t" if layer.training else "e" for layer in module.modules())
+
+
+# --- fits: one process leads, the others answer -----------------------------------------------------------------
+
+
+def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) -> Result:
+    """Prepare ``data`` and ``lead(objective, examples)``, on the leading process if there are several.
+
+    All processes return its result. They must agree first on all that a sum depends on.
+    """
+    if not several():
+        return lead(objective, objective.prepare(data))
+    held: list[Any] = []
+
+    def prepared(key: bytes) -> Mapping[str, str]:
+        held.append(objective.prepare(data))
+        return _digests(objective, held[0], key)
+
+    _refuse_others(prepared, "another process refused its model or its data")
+    if not leads():
+        return _serve(objective, held[0])
+    shared = _SharedPeople.of(objective) if isinstance(objective, OfPeople) else _Shared(objective)
+    try:
+        result = lead(shared, held[0])
+    except BaseException as error:
+        _told(("failed", f"{type(error).__name__}: {error}"))
+        raise
+    _told(("done", result))
+    return result
+
+
+def _digests(objective: Asked, examples: Any, key: bytes) -> dict[str, str]:
+    start: Any = objective.initial(examples)
+    settings = f"{objective!r} {len(examples)} {_modes(told(objective).module)}"
+    return {
+        "the records, their order, whose they are, frozen parameters or buffers": _digest(key, examples.contents()),
+        "the parameters that training begins with": _digest(key, [start.cpu().numpy().tobytes()]),
+        "model, loss or settings": _digest(key, [settings.encode()]),
+    }
+
+
+class _Shared(BaseObjective):
+    """A :class:`ModuleObjective` whose sums are computed by all processes together."""
+
+    def __init__(self, objective: ModuleObjective) -> None:
+        self._objective = objective
+
+    def __repr__(self) -> str:
+        return f"{self._objective!r} on {dist.get_world_size()} processes"
+
+    @property
+    def regularizer(self) -> Regularizer:
+        return self._objective.regularizer
+
+    def prepare(self, data: Any) -> Examples:
+        return self._objective.prepare(data)
+
+    def initial(self, records: Examples) -> Tensor:
+        return self._objective.initial(records)
+
+    def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+        out += _sum(self._objective, batch, points, rule)
+
+    def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
+        return self._objective.loss_sum(batch, params, bound)
+
+    def risk(self, records: Examples, params: Tensor) -> float:
+        return self._objective.risk(records, params)
+
+    def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
+        return self._objective.risk_gradient(records, params)
+
+
+class _SharedPeople(OfPeople):
+    """The same, asked about people: they are what is shared out, so that each is on one process with all theirs."""
+
+    @staticmethod
+    def of(asked: OfPeople) -> _SharedPeople:
+        return _SharedPeople(asked.loss, asked.combine, asked.records_per_person)
+
+    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+        out += _sum(self.around(self.loss), batch, points, rule)
+
+
+def _serve(objective: Asked, examples: Any) -> Result:
+    """Answer the leader's queries until it is done."""
+    like: Any = objective.initial(examples)
+    while True:
+        word, *rest = _told()
+        if word == "done":
+            result: Result = rest[0]
+            return result
+        if word == "failed":
+            raise QuietgradError(f"the leading process stopped: {rest[0]}")
+        indices, key, count, rule = rest
+        points = tuple(torch.empty_like(like) for _ in range(count))
+        for point in points:
+            dist.broadcast(point, _LEADER)
+        _shares_added(objective, Batch(examples, indices, key), points, rule)
+
+
+def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+    """The leader's side of a sum: everybody is told what is asked, and gives their share."""
+    if batch.key is None:
+        batch = batch._replace(key=fresh_key())  # one for all processes
+    _told(("add", batch.indices, batch.key, len(points), rule))
+    for point in points:
+        dist.broadcast(point, _LEADER)
+    return _shares_added(objective, batch, points, rule)
+
+
+def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+    total = torch.zeros_like(points[0], dtype=torch.float64)
+    objective.add(_mine(batch), points, rule, total)
+    dist.reduce(total, _LEADER)
+    return total
+
+
+# --- loops: every process runs the loop -------------------------------------------------------------------------
+
+
+class DifferentiallyPrivateDistributedDataParallel(nn.Module):
+    """Opacus's wrapper by name: every process begins with the leader's parameters; ``make_private`` does the rest.
+
+    torch's own ``DistributedDataParallel`` may be used as well: what it would add up are gradients that were not
+    clipped, so its sums are replaced by those of the private loop.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        if several():
+            for value in (*module.parameters(), *module.buffers()):
+                dist.broadcast(value.detach(), _LEADER)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
+        return self.module(*args, **kwargs)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside what distributes it."""
+    while isinstance(module, DifferentiallyPrivateDistributedDataParallel | nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
+
+
+class SharedSession:
+    """The door of a loop on several processes: each reads and sums its share, the leader's session releases.
+
+    Followers draw the same samples from the same key and add no noise.
+    """
+
+    def __init__(self, curator: CentralCurator, plan: Plan, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+
+        def digests(key: bytes) -> Mapping[str, str]:
+            start = [value.detach().cpu() for value in (*module.parameters(), *module.buffers())]
+            values = (value.reshape(-1).view(torch.uint8).numpy().data for value in start if value.numel())
+            settings = f"{module!r} {_modes(module)} {json.dumps(plan.to_json())}"
+            return {
+                "the records, their order or whose they are": _digest(key, curator.records.contents()),
+                "the parameters that training begins with": _digest(key, values),
+                "model or settings": _digest(key, [settings.encode()]),
+                "seed": _digest(key, [curator._key]),
+            }
+
+        _refuse_others(digests, "another process cannot read its data")
+        self._session: CentralSession = _all_or_none(lambda: curator.open(plan), "the ledger refused the loop")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "plan":
+            self._session.plan = value
+        else:
+            super().__setattr__(name, value)
+
+    def batch(self, drawn: Drawn) -> Batch:
+        """This process's share of a sample: whole people, where records are people's."""
+        return _mine(self._session.batch(drawn))
+
+    def release_drawn(self, drawn: Drawn, query: Query) -> Tensor:
+        """The noisy sum over all shares; noise is added once, and everybody gets the same numbers."""
+        dim = query.dim(self._session._records)
+        # Behind the sum: whether a share failed, and of which sample it is.
+        share = torch.zeros(dim + 3, dtype=torch.float64, device=self._device)
+        sums, place = share[:-3], float(self._place(drawn))
+        failed: BaseException | None = None
+        try:
+            with np.errstate(all="ignore"):
+                query.sum_into(self._session._reading, self.batch(drawn), sums)
+        except BaseException as error:
+            failed = error
+            sums.zero_()
+        sums.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        share[-3:] = torch.tensor([float(failed is not None), place, place**2])
+        dist.all_reduce(share)
+        world = dist.get_world_size()
+        if share[-2:].tolist() != [world * place, world * place**2]:
+            raise BudgetError(
+                "the processes step on different samples: a record could be in two shares and count twice. Nothing "
+                "was released; every process must take every batch and step on it, also if its own share is empty."
+            )
+        if float(share[-3]) > 0.0:
+            raise failed or QuietgradError(
+                "another process failed in its share of this step; nothing was released."
+            )
+        answer = torch.zeros(dim + 1, dtype=torch.float64, device=self._device)
+        if leads():
+            try:
+                answer[:-1] = torch.as_tensor(self._session.release_drawn(drawn, _Summed(query, sums)))
+            except BaseException as error:
+                failed = error
+                answer.zero_()[-1] = 1.0
+        else:
+            self._session.forget(drawn)
+        dist.broadcast(answer, _LEADER)
+        if float(answer[-1]) > 0.0:
+            raise failed or QuietgradError("the leading process could not release this step.")
+        return answer[:-1].to(self._session._zero.dtype)
+
+    def _place(self, drawn: Drawn) -> int:
+        """The number of a sample among all of the plan."""
+        before = 0
+        for slot in self._session.plan.schedule.slots:
+            if slot.name == drawn.slot:
+                break
+            before += slot.count
+        return before + drawn.number
+
+
+class _Summed:
+    """A query whose sum was formed by all processes."""
+
+    def __init__(self, query: Query, total: Tensor) -> None:
+        self._query, self._total = query, total
+
+    @property
+    def bound(self) -> float:
+        return self._query.bound
+
+    def dim(self, records: Any) -> int:
+        return self._query.dim(records)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
+        out = torch.as_tensor(out)
+        out += self._total.to(out.device)

@@ -1,0 +1,400 @@
+"""The loop behind Opacus' verbs: the model and the criterion are run record by record, and autograd goes back.
+
+The loop's own code calls ``model(x)``, ``criterion(output, y)`` and ``loss.backward()``. What each record sends
+back to the parameters is kept by the engine, and never reaches a parameter; ``optimizer.step()`` clips, adds up
+and releases.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.session import Drawn
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, NoRegularizer
+from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.one_record import each_record
+from quietgrad.objectives.networks.persons import Persons
+from quietgrad.objectives.networks.randomness import RecordKeys, preserved
+from quietgrad.objectives.networks.records import Collate, Examples, Padding, RecordGroup, examples_of
+from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of, with_parameters
+from quietgrad.objectives.people import PeopleRecords
+from quietgrad.plans.schedule import Plan
+from quietgrad.torch.clip_rules import ClipRule
+from quietgrad.torch.loops import Loop
+from quietgrad.torch.private_batch import (
+    Call,
+    Handle,
+    Part,
+    Sample,
+    aligned,
+    noted,
+    one_axis,
+    plain,
+    reduced,
+    together,
+    undone,
+)
+from quietgrad.torch.processes import processes_now
+from quietgrad.torch.shards import Shards
+
+__all__ = ["PrivateCriterion", "RecordReading", "RecordedLoop", "pieces_of"]
+
+
+class RecordReading:
+    """How a loop's records are read: what a curator needs to know of a module that the loop calls itself."""
+
+    silent_batches = False
+
+    def __init__(self, engine: PerExampleEngine, collate: Collate | None, pad: Padding | None) -> None:
+        self.engine, self._collate, self._pad = engine, collate, pad
+        self.regularizer = NoRegularizer()
+
+    def prepare(self, data: Any) -> Examples:
+        """The records, each read, collated and padded by itself."""
+        module = self.engine.module
+        fixed = [param.detach() for param in module.parameters() if not param.requires_grad]
+        return examples_of(data, self.engine.dim, self._collate, self._pad, (*fixed, *module.buffers()))
+
+    def initial(self, records: Any) -> Tensor:
+        """The module's parameters as they are."""
+        return self.engine.flatten(dict(self.engine.module.named_parameters()))
+
+
+class RecordedLoop(Loop):
+    """A loop whose forward passes are recorded, record by record, until its optimizer steps."""
+
+    def __init__(
+        self, plan: Plan, curator: CentralCurator, engine: PerExampleEngine, rule: ClipRule, shards: Shards | None,
+        warns: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(plan, curator, engine, rule, shards)
+        self.sample: Sample | None = None  # the records in hand; None once they are released
+        self.partial = False  # whether more pieces of the sample follow: a step then waits for them
+        self._people = curator.records.people if isinstance(curator.records, PeopleRecords) else None
+        records: Any = curator.records
+        self._examples: Examples = records if self._people is None else records.rows
+        self._drawn: Drawn | None = None
+        self._sum: Tensor | None = None  # of the pieces that were differentiated
+        self._waiting = False  # whether something was released since the last step
+        self._warns = warns
+        self.axes: dict[tuple[int, int], int | None] = {}  # where calls with plain tensors have their rows
+        self._two: dict[Any, list[torch.Size] | None] = {}
+
+    def rest_on_code(self) -> None:
+        """As any loop's; one that began with a criterion warns."""
+        if self.condition is None and self._warns:
+            warnings.warn(
+                "a private batch, an output or a loss was read or changed: from here on its ε is conditional, and "
+                "privacy, ledger and reports say so. To keep it unconditional, hand batches to the private model "
+                "and outputs to the private criterion as they are, and change records by transform=.",
+                stacklevel=_outside(),
+            )
+        super().rest_on_code()
+
+    # --- samples ------------------------------------------------------------------------------------------------
+
+    def batches(self, most: int | None = None) -> Iterator[Any]:
+        """The next sample: whole, or in pieces of whole people with at most ``most`` records."""
+        if self._drawn is not None and self._has_gradient:
+            self.write_gradients()  # a sample of its own, whose gradient is added to the next one's
+        expected = self.expected_batch / processes_now()
+        self._drawn = self.draw()
+        self._sum = None
+        sample = self._sample(self._drawn)
+        bound = None if self._people is None else self._people.records_per_person
+        pieces = [sample] if most is None else _pieces(sample, most, expected, bound)
+        for number, piece in enumerate(pieces):
+            self.partial = number + 1 < len(pieces)
+            self.sample = piece
+            yield piece.handles(self._groups(piece))
+
+    def _sample(self, drawn: Drawn) -> Sample:
+        _, indices, key = self._session.batch(drawn)
+        if self._people is None:
+            everyone = np.arange(len(self._examples)) if indices is None else indices
+            return Sample(self, RecordKeys.of(key, everyone), None)
+        groups = self._people.groups(indices, key)
+        rows, starts = groups.flat()
+        owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        return Sample(self, RecordKeys.of(key, rows), Persons.numbered(owners, mean=groups.mean))
+
+    def _groups(self, sample: Sample) -> list[RecordGroup]:
+        if len(sample):
+            groups = self._examples.read(sample.keys)
+        else:  # of somebody else's record nothing but its form is left
+            found = self._examples.read(RecordKeys(sample.keys.key, np.array([0])))
+            groups = [RecordGroup(np.arange(0), mapped(found[0].record, lambda tensor: tensor[:0]))]
+        device = self.engine.device
+        return [RecordGroup(rows, mapped(record, lambda t: t.to(device))) for rows, record in groups]
+
+    # --- forward passes -----------------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's outputs for records in hand, as handles; what comes back to them is kept for the step."""
+        sample = self.sample
+        assert sample is not None
+        self._refuse_other_parameters()
+        given = (args, kwargs)
+        rows, values = sample.stacked(tensors_of(given))
+        call = Call(sample, rows, None)
+        if self.condition is not None:
+            values = [[Part(r, undone(v, call, outputs=False)) for r, v in parts] for parts in values]
+        groups = [RecordGroup(mine, refilled(given, iter(own))) for mine, own in aligned(values)]
+        if len(rows):
+            call.recording = self.engine.record(groups, sample.keys)
+            sample.calls.append(call)
+            parts = call.recording.parts
+        else:
+            parts = self._of_nobody(groups[0], call)
+        columns = zip(*(tensors_of(outputs) for _, outputs in parts), strict=True)
+        made = [
+            self._output(
+                call, number, [Part(r, t) for (r, _), t in zip(parts, column, strict=True)], groups[0].record
+            )
+            for number, column in enumerate(columns)
+        ]
+        return refilled(parts[0][1], iter(made))
+
+    def _output(self, call: Call, number: int, parts: list[Part], record: Any) -> Handle:
+        """A handle of one of the module's outputs, with records on the axis on which a batch would have them."""
+        sample, shape, axis = call.sample, parts[0].values.shape[1:], 0
+        if not shape or shape[0] != 1:
+            two = self._of_two(record)
+            several = None if two is None or number >= len(two) else two[number]
+            several = shape if several is None else several
+            if len(several) == len(shape) + 1 and several[0] == 2:  # the module squeezed its batch of one
+                parts = [Part(rows, values.unsqueeze(1)) for rows, values in parts]
+            elif not shape and parts[0].values.is_floating_point():  # the module's own loss of a record
+                return reduced(sample, [Part(rows, noted(values, call)) for rows, values in parts], "mean")
+            elif len(several) == len(shape):
+                axis = next((k for k, size in enumerate(several) if size == 2 * shape[k]), 0)
+        parts = [Part(rows, noted(values, call)) for rows, values in parts]
+        return Handle.of(
+            sample, parts, lambda: undone(together(parts, axis if shape else None), call, outputs=True)
+        )
+
+    def _of_two(self, record: Any) -> list[torch.Size] | None:
+        """The shapes of the outputs for a made-up batch of two records like this: they tell where the batch is.
+
+        Only how outputs are laid out for the loop's own code depends on it.
+        """
+        known = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(record))
+        if known not in self._two:
+            self._two[known] = _tried(self.engine.module, record)
+        return self._two[known]
+
+    def _of_nobody(self, group: RecordGroup, call: Call) -> list[tuple[Any, Any]]:
+        """The outputs of an empty sample: those of a made-up record, without it."""
+        record = mapped(group.record, lambda t: torch.zeros((1, *t.shape[1:]), dtype=t.dtype, device=t.device))
+        keys = RecordKeys(call.sample.keys.key, np.array([0]))
+        (_, outputs), *_ = self.engine.record([RecordGroup(np.array([0]), record)], keys).parts
+        call.sample.calls.append(call)
+
+        def nobody(tensor: Tensor) -> Tensor:
+            left = tensor.detach()[:0]
+            return left.requires_grad_() if left.is_floating_point() else left
+
+        return [(np.arange(0), mapped(outputs, nobody))]
+
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    @property
+    def _has_gradient(self) -> bool:
+        return self._sum is not None or (
+            self.sample is not None and any(call.reached for call in self.sample.calls)
+        )
+
+    def clear(self) -> None:
+        """Forget what came back to the records in hand: ``zero_grad()``.
+
+        Outputs whose loss is yet to be differentiated stay: many loops call ``zero_grad()`` just before. So
+        does the sum of a sample's earlier pieces.
+        """
+        if self.sample is not None:
+            self.sample.calls = [call for call in self.sample.calls if not call.reached]
+
+    def collect(self) -> None:
+        """Clip and add up what came back to the records in hand, and let go of it."""
+        sample, drawn = self.sample, self._drawn
+        assert sample is not None
+        assert drawn is not None
+        if self._sum is None:
+            dim, device = self.engine.dim + self.rule.extra, self.engine.device
+            self._sum = torch.zeros(dim, dtype=torch.float64, device=device)
+        recordings = [call.recording for call in sample.calls if call.reached and call.recording is not None]
+        sample.calls = []
+        if not recordings:
+            return
+        gradients = self.engine.gradients_recorded(recordings, len(sample))
+        persons = sample.persons
+        if persons is not None:
+            gradients = gradients.together(persons)
+        norms = self.rule.norms(gradients)
+        finite = norms.isfinite() if norms.dim() == 1 else norms.isfinite().all(1)
+        if not bool(finite.all()):  # 0 · inf is not 0: the sum is formed without these
+            rows = finite.nonzero().flatten().cpu()
+            if persons is not None:
+                places, persons = persons.some(rows.numpy())
+                rows = torch.from_numpy(places)
+            gradients = self.engine.gradients_recorded(recordings, len(sample), rows)
+            gradients = gradients if persons is None else gradients.together(persons)
+            norms = norms[finite]
+        if len(norms):
+            self.rule.add(gradients, norms, self._sum, self.multiplier(drawn.slot))
+
+    def write_gradients(self) -> bool:
+        """Make the noisy sum of the sample in hand the parameters' gradient; false while pieces of it follow."""
+        if not self._has_gradient:
+            if self._waiting:  # an earlier sample's gradient
+                return True
+            raise RuntimeError(
+                "optimizer.step(): no loss.backward() has reached an output of the private model since the last "
+                "step. Call the model that make_private returned, in training mode, on a fresh batch of its loader."
+            )
+        self.collect()
+        if self.partial:
+            return False
+        if self.has_other_gradients():  # of a penalty in the loss, or of other data
+            self.rest_on_code()
+        assert self._drawn is not None
+        assert self._sum is not None
+        drawn, total = self._drawn, self._sum
+        self._drawn = self._sum = self.sample = None
+        self._waiting = True
+        self.release(drawn, _Summed(total, self.rule.bound(self.multiplier(drawn.slot))))
+        return True
+
+    def has_stepped(self) -> None:
+        """The optimizer has stepped: what computes follows what is stepped."""
+        self._waiting = False
+        if self.shards is not None:
+            self.shards.gather()
+
+
+class _Summed:
+    """A query whose sum was formed while the loop went back through its own graph."""
+
+    def __init__(self, total: Tensor, bound: float) -> None:
+        self._total, self.bound = total, bound
+
+    def dim(self, records: Any) -> int:
+        return len(self._total)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
+        out = torch.as_tensor(out)  # of an array: its own memory
+        out += self._total.to(out.device)
+
+
+def _pieces(sample: Sample, most: int, expected: float, records_per_person: int | None) -> list[Sample]:
+    """Parts of a sample by secret words: by position, one record less would move all that follow.
+
+    How many there are is public: enough for pieces to be six standard deviations below ``most``. Only where nobody
+    said how many records a person has at most it follows from the sample, which a loop that counts them learns.
+    """
+    keys, persons = sample.keys, sample.persons
+    if persons is None:
+        return [Sample(sample.loop, keys.rows(rows), None) for rows in keys.dealt(pieces_of(most, expected))]
+    if records_per_person is None:
+        sample.loop.rest_on_code()
+        parts = list(persons.passes(keys, most))
+    else:
+        first = np.unique(persons.owners, return_index=True)[1]
+        parts = keys.rows(first).dealt(pieces_of(max(1, most // records_per_person), expected))
+    taken = [persons.some(people) for people in parts]
+    return [Sample(sample.loop, keys.rows(rows), whose) for rows, whose in taken]
+
+
+def pieces_of(most: int, expected: float) -> int:
+    """Into how many pieces of at most ``most`` a sample of a public expected size is cut.
+
+    >>> pieces_of(128, 512.0), pieces_of(1000, 512.0)
+    (7, 1)
+    """
+    mean = (math.sqrt(9.0 + most) - 3.0) ** 2  # m with m + 6√m = most
+    return max(1, math.ceil(expected / mean))
+
+
+def _tried(module: nn.Module, record: Any) -> list[torch.Size] | None:
+    def two(tensor: Tensor, fill: int) -> Tensor:
+        shape = list(tensor.shape[1:])
+        if shape:
+            shape[one_axis(tensor)] *= 2
+        return torch.full(shape, fill, dtype=tensor.dtype, device=tensor.device)
+
+    for fill in (0, 1):  # a length of zero is not taken by all
+        args, kwargs = mapped(record, partial(two, fill=fill))
+        with suppress(Exception), preserved(), torch.no_grad(), with_parameters(module, {}, torch.clone):
+            return [tensor.shape for tensor in tensors_of(module(*args, **kwargs))]
+    return None
+
+
+def _outside() -> int:
+    """How far up the stack the loop's own code is, for a warning."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("quietgrad.torch", "torch")):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+class PrivateCriterion(nn.Module):
+    """The loop's criterion: of batches and outputs as they were handed out it is made record by record."""
+
+    def __init__(self, criterion: Any, loop: RecordedLoop, reduction: str) -> None:
+        super().__init__()
+        self.criterion, self._loop, self.reduction = criterion, loop, reduction
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the records in hand; of plain tensors what the criterion itself gives."""
+        sample, given = self._loop.sample, (args, kwargs)
+        tensors = tensors_of(given)
+        own = [tensor for tensor in tensors if isinstance(tensor, Handle) and tensor.untouched]
+        others = len(own) < len(tensors) and self._loop.condition is not None
+        if sample is None or not own or others:
+            return self.criterion(*plain(args), **plain(kwargs))
+        _, values = sample.stacked(tensors)
+        parts = []
+        for rows, stacked in aligned(values):
+            record = refilled(given, iter(stacked))
+            parts.append(Part(rows, self._losses(record, sample.keys.rows(rows))))
+        return reduced(sample, parts, self.reduction)
+
+    def _losses(self, record: Any, keys: RecordKeys) -> Tensor:
+        if not len(keys.indices):  # an empty sample's: none, of the graph that its outputs are of
+            return torch.stack([t.flatten()[:0].float() for t in tensors_of(record) if t.requires_grad]).sum(0)
+
+        def one(own: Any) -> Tensor:
+            with _NoParameters():
+                loss: Tensor = self.criterion(*own[0], **own[1])
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise DataError(
+                    "criterion: must give one number for one record; average or sum over its positions there."
+                )
+            return loss.reshape(())
+
+        losses: Tensor = each_record(one, record, keys, self.criterion)
+        return losses
+
+
+class _NoParameters(TorchFunctionMode):
+    """Refuses parameters in a criterion: their gradients would be neither clipped nor noisy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            raise DataError(
+                "criterion: uses trained parameters, whose gradients would be neither clipped nor noisy. Make them "
+                "part of the module that is made private, or use the optimizer's weight_decay for a penalty."
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,142 @@
+"""Deliberately broken pieces of private loops, each a defect that was once there; none may pass an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.torch import loader, loops, opacus, private_loop, processes, recorded_loop
+from quietgrad.torch.checkpoints import LoopCost
+from quietgrad.torch.private_batch import Handle, Part, Sample
+
+Patch = pytest.MonkeyPatch
+
+
+def samples_serve_again(patch: Patch) -> None:
+    """A sample stays in hand after its step."""
+    write = recorded_loop.RecordedLoop.write_gradients
+
+    def kept(self: Any) -> bool:
+        sample, drawn = self.sample, self._drawn
+        written = write(self)
+        self._session._begun.add(drawn)
+        self._drawn, self.sample = drawn, sample
+        return written
+
+    patch.setattr(recorded_loop.RecordedLoop, "write_gradients", kept)
+
+
+def old_batches_accepted(patch: Patch) -> None:
+    """Rows of any sample are those of the last."""
+    stacked = Sample.stacked
+
+    def of_anyone(self: Any, tensors: Any) -> Any:
+        for tensor in tensors:
+            if isinstance(tensor, Handle) and tensor._sample is not self:
+                (part,) = tensor._parts
+                places = torch.from_numpy(np.resize(np.arange(len(part.rows)), len(self)))
+                tensor._sample, tensor._parts = self, [Part(np.arange(len(self)), part.values[places])]
+        return stacked(self, tensors)
+
+    patch.setattr(Sample, "stacked", of_anyone)
+
+
+def two_iterators(patch: Patch) -> None:
+    """Iterators do not know of each other."""
+
+    def pieces(self: Any, most: Any) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield from self.loop.batches(most)
+
+    patch.setattr(loader.PrivateLoader, "pieces", pieces)
+
+
+def opaque_batches_serve_again(patch: Patch) -> None:
+    """A batch does not know that it was stepped on."""
+
+    def backward(self: Any, batch: Any) -> None:
+        self._session._begun.add(batch._drawn)
+        self.release(batch._drawn, Gradient(self.engine.flatten(self.parameters()), self.rule.clip))
+
+    patch.setattr(private_loop.PrivateLoop, "backward", backward)
+
+
+def looks_are_free(patch: Patch) -> None:
+    """What the loop's own code reads leaves ε as it was."""
+    patch.setattr(recorded_loop.RecordedLoop, "rest_on_code", lambda self: None)
+
+
+def sizes_are_free(patch: Patch) -> None:
+    """How large a sample is may be asked."""
+    answer = Handle._answer
+
+    def told(self: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(func, "__name__", "") == "__len__":
+            return len(self._sample)
+        return answer(self, func, args, kwargs)
+
+    patch.setattr(Handle, "_answer", told)
+
+
+def ledgers_are_not_told(patch: Patch) -> None:
+    """The loop knows that its ε is conditional, and its ledger does not."""
+    patch.setattr(Ledger, "set_condition", lambda self, reservation_id, condition: None)
+
+
+def last_loop_only(patch: Patch) -> None:
+    """An engine forgets its earlier loops."""
+    costs = opacus.Accountant.costs.fget  # type: ignore[attr-defined]
+    patch.setattr(opacus.Accountant, "costs", property(lambda self: costs(self)[-1:]))
+
+
+def stepped_samples_only(patch: Patch) -> None:
+    """Samples that were seen and not stepped on are not charged."""
+    patch.setattr(LoopCost, "of", staticmethod(lambda loop: replace(_cost(loop), used=max(0, loop.handed_out - 1))))
+
+
+_cost = LoopCost.of
+
+
+def states_are_free(patch: Patch) -> None:
+    """What a loaded state cost stays behind."""
+    patch.setattr(opacus.Accountant, "add", lambda self, costs: None)
+
+
+def stops_are_public(patch: Patch) -> None:
+    """A loop that ends early pays for what it had, whatever ended it."""
+    close = loops.Loop.close
+    patch.setattr(loops.Loop, "close", lambda self, *, data_dependent=True: close(self, data_dependent=False))
+
+
+def seeded_says_nothing(patch: Patch) -> None:
+    """A loop whose noise can be subtracted says what it would have cost."""
+    init = loops.Loop.__init__
+
+    def silent(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.is_private = True
+
+    patch.setattr(loops.Loop, "__init__", silent)
+
+
+def records_drawn(patch: Patch) -> None:
+    """A loop's samples are of records, whoever they are about."""
+
+    def sample(self: Any, drawn: Any) -> Sample:
+        _, indices, key = self._session.batch(drawn)
+        return Sample(self, RecordKeys.of(key, indices * 3), None)
+
+    patch.setattr(recorded_loop.RecordedLoop, "_sample", sample)
+
+
+def processes_by_settings(patch: Patch) -> None:
+    """Processes compare models and settings by name, and how many records there are."""
+    patch.setattr(processes, "_digests", lambda objective, records, key: {repr(objective): str(len(records))})

@@ -1,0 +1,50 @@
+"""The mutation table of private loops: every defect that was once there, and the layer that notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quietgrad.audit.network_people import probe_people_drawn
+from quietgrad.audit.own_loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
+from tests import broken_loops as broken
+
+
+def probe_agreement() -> Any:
+    from quietgrad.audit.networks import probe_agreement as probe
+
+    return probe()
+
+
+TABLE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
+    "a sample again": ("L0 reuse", broken.samples_serve_again, probe_loop_reuse),
+    "an old batch": ("L0 reuse", broken.old_batches_accepted, probe_loop_reuse),
+    "two iterators": ("L0 reuse", broken.two_iterators, probe_loop_reuse),
+    "an opaque batch again": ("L0 reuse", broken.opaque_batches_serve_again, probe_loop_reuse),
+    "looks are free": ("L0 condition", broken.looks_are_free, probe_loop_conditions),
+    "sizes are free": ("L0 condition", broken.sizes_are_free, probe_loop_conditions),
+    "ledgers are not told": ("L0 condition", broken.ledgers_are_not_told, probe_loop_conditions),
+    "earlier loops forgotten": ("L0 charge", broken.last_loop_only, probe_loop_charges),
+    "skipped samples free": ("L0 charge", broken.stepped_samples_only, probe_loop_charges),
+    "loaded states are free": ("L0 charge", broken.states_are_free, probe_loop_charges),
+    "stops are public": ("L0 charge", broken.stops_are_public, probe_loop_charges),
+    "seeded loop says nothing": ("L0 charge", broken.seeded_says_nothing, probe_loop_charges),
+    "records drawn, not people": ("L0 sampling", broken.records_drawn, probe_people_drawn),
+    "processes compared by name": ("L0 agreement", broken.processes_by_settings, probe_agreement),
+}
+
+
+@pytest.mark.parametrize("bug", TABLE)
+def test_named_layer_catches_the_bug(bug: str) -> None:
+    layer, make, probe = TABLE[bug]
+    with pytest.MonkeyPatch.context() as patch:
+        make(patch)
+        found = probe()
+    assert (found.layer, found.verdict) == (layer, "violation"), f"{bug}: {found}"
+
+
+@pytest.mark.parametrize("probe", {entry[2] for entry in TABLE.values()}, ids=lambda probe: probe.__name__)
+def test_the_sound_twin_is_spared(probe: Callable[[], Any]) -> None:
+    assert probe().verdict == "pass"

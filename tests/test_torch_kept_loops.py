@@ -1,0 +1,248 @@
+"""Loops that are kept in a folder: the same call goes on with them, for the price that is sealed there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.privacy.accounting import account
+from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.training import checkpoint
+from quietgrad.training.runs import FILE, is_kept
+from quietgrad.training.verification import ledger_of, problems_of
+from tests.kept_runs import Killed
+
+BUDGET = qg.Budget(2.0, 1e-5)
+ADAPTIVE: dict[str, Any] = {
+    "clipping": "adaptive", "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2,
+    "max_clipbound": 10.0, "min_clipbound": 0.001, "unclipped_num_std": 4.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def loop_of(dtype: torch.dtype = torch.float32, moved: float = 0.0, **settings: Any) -> qt.PrivateLoop:
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    y = (x[:, 0] > 0).long()
+    x[:10] += moved
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2).to(dtype)
+    settings = {
+        "budget": BUDGET, "steps": 6, "batch_size": 20, "max_grad_norm": 0.5, "n_public": 60, "folder": "run",
+        "checkpoint_seconds": 0.0, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1), **settings,
+    }  # fmt: skip
+    return qt.PrivateLoop(model, nn.CrossEntropyLoss(), (x, y), **settings)
+
+
+def train(loop: qt.PrivateLoop, form: str = "step", die: int | None = None) -> Tensor:
+    """A loop of one's own, with a step for each sample or for two; it dies after sample ``die``."""
+    try:
+        for k, batch in enumerate(loop, start=loop.handed_out + 1):
+            if form == "step":
+                loop.step(batch)
+            else:
+                loop.backward(batch)
+                if k % 2 == 0:
+                    assert loop.optimizer is not None
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
+            if k == die:
+                raise Killed
+    finally:
+        if loop._kept is not None:
+            loop._kept.close()
+    return loop.engine.flatten(loop.parameters())
+
+
+def interrupted(die: int = 4, form: str = "step", **settings: Any) -> None:
+    with pytest.raises(Killed):
+        train(loop_of(**settings), form, die)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "adaptive": ADAPTIVE,
+    "bfloat16": {"dtype": torch.bfloat16},
+    "replace-one": {"n_public": None, "budget": qg.Budget(2.0, 1e-5, qg.Relation.REPLACE_ONE)},
+    "cut short": {"noise_multiplier": 1.0, "budget": qg.Budget(6.5, 1e-5), "steps": 600},
+    "own noise": {"noise_multiplier": 1.0, "budget": None},
+    "epochs": {"steps": None, "epochs": 3, "noise_schedule": lambda epoch: 1.0 - 0.1 * epoch},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("form", ["step", "two samples a step"])
+def test_a_loop_goes_on_as_if_nothing_had_happened(
+    form: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam's moments, a gradient that waits, the clip that was learnt: bit for bit, for one charge."""
+    interrupted(4, form, **settings)
+    (key,) = (file.read_bytes() for file in KeyFile.directory().glob("*.key"))
+    with monkeypatch.context() as patch:
+        patch.setattr("quietgrad.torch.loops.key_for_all", lambda: key)
+        undisturbed = train(loop_of(**{**settings, "folder": None, "ledger": "other.jsonl"}), form)
+    loop = loop_of(**settings)
+    assert loop.handed_out == 3
+    assert loop.cost.used == 4  # the last release was made, whatever the checkpoint knows
+    assert torch.equal(train(loop, form), undisturbed)
+    result = qg.load("run")
+    assert not is_kept("run")
+    assert not list(KeyFile.directory().iterdir())
+    assert result.params.tolist() == undisturbed.tolist()
+    assert result.privacy.epsilon == pytest.approx(loop.plan.epsilon())
+    assert result.algorithm == "own-loop"
+    assert str(result.privacy) == str(loop.privacy)
+    assert problems_of(result, Path("run"), ledger_of(Path("run"))) == []
+
+
+def test_other_sums_are_charged_again_and_said_on_the_way() -> None:
+    interrupted(ledger="ledger.jsonl", account="people")
+    loop = loop_of(moved=0.5, ledger="ledger.jsonl", account="people")
+    loop.step(next(iter(loop)))
+    twice = account(loop.plan.event, delta=1e-5, relation=BUDGET.relation) * 1.2
+    assert loop.epsilon() > twice  # after one step of it, with two left
+    assert loop.privacy.epsilon == pytest.approx(loop.epsilon())
+    assert any("charged again" in note for note in loop.privacy.notes)
+    train(loop)
+    assert len(Ledger("ledger.jsonl").book().held) == 2
+    spent = Ledger("ledger.jsonl").spent("people", delta=1e-5, relation="add-remove").epsilon
+    assert qg.load("run").privacy.epsilon == pytest.approx(spent) == pytest.approx(loop.epsilon())
+
+
+def test_people_who_were_counted_are_not_counted_again() -> None:
+    counted: dict[str, Any] = {"n_public": None, "budget": qg.Budget(200.0, 1e-5), "ledger": "ledger.jsonl"}
+    interrupted(**counted)
+    before = list(Ledger("ledger.jsonl").book().held)
+    train(loop_of(**counted))
+    assert list(Ledger("ledger.jsonl").book().held) == before
+    assert qg.load("run").privacy.epsilon == 200.0
+
+
+def noise(header: dict[str, Any]) -> None:
+    header["plan"]["noise_multiplier"] = 20.0
+
+
+def rate(header: dict[str, Any]) -> None:
+    header["plan"]["n_public"] = 6000
+
+
+def count(header: dict[str, Any]) -> None:
+    header["plan"]["config"]["stretches"] = [[600, 20, 1.0]]
+
+
+def clip(header: dict[str, Any]) -> None:
+    header["plan"]["config"]["clip"] = 50.0
+
+
+@pytest.mark.parametrize("change", [noise, rate, count, clip])
+def test_an_edited_loop_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+    interrupted()
+    name, content = checkpoint.load(Path("run") / FILE, KeyFile.load)
+    header = json.loads(content["header"])
+    change(header)
+    checkpoint.save(Path("run") / FILE, name, {**content, "header": json.dumps(header)}, bytes(32))
+    with pytest.raises(DataError, match="was altered"):
+        loop_of()
+
+
+@pytest.mark.parametrize(("given", "what"), [
+    ({"steps": 7}, "stretches"), ({"batch_size": 10}, "stretches"), ({"max_grad_norm": 0.6}, "clip"),
+    ({"clipping": "per_layer"}, "clip"), ({"poisson_sampling": False}, "poisson"),
+    ({"budget": qg.Budget(9.0, 1e-5)}, "budget"), ({"noise_multiplier": 20.0}, "noise_multiplier"),
+    ({"n_public": 6000}, "n_public"), ({"account": "others"}, "account"), ({"cap": BUDGET}, "cap"),
+    ({"optimizer": None}, "optimizer"), ({"person": list(range(60))}, "people"),
+])  # fmt: skip
+def test_what_the_call_says_must_agree(given: dict[str, Any], what: str) -> None:
+    interrupted(account="people")
+    with pytest.raises(DataError, match=f"another {what}"):
+        loop_of(**{"account": "people", **given})
+    train(loop_of())  # which is let go: the folder says the account
+    assert qg.load("run").privacy.account == "people"
+
+
+def test_an_older_transcript_gives_nothing_back() -> None:
+    """Of a loop whose transcript was put back nobody knows how many steps it made: a public stop costs the plan."""
+    loop = loop_of()
+    samples = iter(loop)
+    loop.step(next(samples))
+    files = [Path("run") / FILE, *KeyFile.directory().glob("*.transcript")]
+    older = [file.read_bytes() for file in files]
+    for _ in range(4):
+        loop.step(next(samples))
+    assert loop._kept is not None
+    loop._kept.close()
+    time.sleep(0.03)
+    for file, content in zip(files, older, strict=True):
+        file.write_bytes(content)
+    again = loop_of()
+    assert again.handed_out < 5
+    assert again.cost.used == 6
+    assert again.close(data_dependent=False).epsilon == pytest.approx(again.plan.epsilon())
+
+
+def test_pause_and_close() -> None:
+    loop = loop_of()
+    samples = iter(loop)
+    for _ in range(2):
+        loop.step(next(samples))
+    held = next(samples)
+    with pytest.raises(DataError, match="is running"):
+        loop_of()
+    loop.pause()
+    loop.pause()
+    assert list(samples) == []
+    with pytest.raises(BudgetError, match="was paused"):
+        iter(loop)
+    with pytest.raises(BudgetError, match="was paused"):  # it would give back what another process releases
+        loop.close(data_dependent=False)
+    with pytest.raises((QuietgradError, OSError, ValueError)):
+        loop.step(held)
+    again = loop_of()
+    assert again.handed_out == 3
+    said = again.close(data_dependent=False)
+    assert (
+        said.epsilon == pytest.approx(again.epsilon()) == pytest.approx(again.plan.epsilon_after({"stretch-0": 3}))
+    )
+    assert qg.load("run").privacy.to_json() == said.to_json()
+    assert loop_of().handed_out == 0  # what is over is over: a new loop, with its own charge
+
+
+def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="needs its length"):
+        loop_of(steps=None, budget=None, noise_multiplier=1.0)
+    with pytest.warns(UserWarning, match="not private"):
+        seeded = loop_of(seed=3)
+    with pytest.raises(ValueError, match="not kept"):
+        seeded.pause()
+    train(seeded)
+    assert not qg.load("run").privacy.is_private
+    interrupted()
+    with pytest.raises(ValueError, match="leave seed out"):
+        loop_of(seed=3)
+    with pytest.raises(DataError, match="a loop run"):
+        qg.resume(folder="run", data=([[0.0]], [0.0]))
+    monkeypatch.setattr("quietgrad.torch.kept_loops.several", lambda: True)
+    with pytest.raises(ValueError, match="several processes"):
+        loop_of()
+
+
+def test_a_loop_that_was_refused_leaves_nothing() -> None:
+    with pytest.raises(BudgetError):
+        loop_of(ledger="ledger.jsonl", cap=qg.Budget(0.1, 1e-5))
+    assert not is_kept("run")
+    assert not list(KeyFile.directory().glob("*.key"))

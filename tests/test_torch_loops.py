@@ -1,0 +1,797 @@
+"""Loops by construction: what a step releases, what an opaque batch tells, and when ε becomes conditional."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.errors import BudgetError, DataError
+from quietgrad.privacy.accounting import account
+from quietgrad.privacy.events import composed, gaussian, poisson_gaussian
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.torch.checkpoints import LoopCost
+
+F: Any = nn.functional
+QUIET = 1e-7  # a noise multiplier that leaves the clipped sum readable
+CLIP = 0.3
+ADAPTIVE: dict[str, Any] = {
+    "clipping": "adaptive", "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2,
+    "max_clipbound": 10.0, "min_clipbound": 0.001, "unclipped_num_std": 4.0,
+}  # fmt: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore:seed=")
+
+
+def table(n: int = 60, seed: int = 0) -> TensorDataset:
+    x = torch.randn(n, 5, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def gradients(model: nn.Module, x: Any, y: Any, loss: Callable[..., Tensor] = F.cross_entropy) -> list[Tensor]:
+    """Each record's gradient by autograd on it alone: one (records, …) tensor for each parameter."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    rows = [
+        torch.autograd.grad(loss(model(one[None]), label[None]), params) for one, label in zip(x, y, strict=True)
+    ]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def clipped_mean(rows: list[Tensor], divisor: float, clip: float = CLIP) -> list[Tensor]:
+    norms = torch.stack([row.flatten(1).square().sum(1) for row in rows]).sum(0).sqrt()
+    weights = (clip / norms).clamp(max=1.0)
+    return [torch.einsum("b,b...->...", weights, row) / divisor for row in rows]
+
+
+def assert_gradients(model: nn.Module, expected: list[Tensor]) -> None:
+    for param, value in zip((p for p in model.parameters() if p.requires_grad), expected, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, value.to(param.grad), rtol=1e-3, atol=1e-6)
+
+
+# --- PrivateLoop --------------------------------------------------------------------------------------------------
+
+
+def loop_of(model: nn.Module, data: Any = None, loss: Any = None, **settings: Any) -> qt.PrivateLoop:
+    settings = {
+        "noise_multiplier": QUIET,
+        "batch_size": 15,
+        "max_grad_norm": CLIP,
+        "seed": 3,
+        "epochs": 2,
+    } | settings
+    if "person" not in settings:
+        settings.setdefault("n_public", 60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return qt.PrivateLoop(model, loss or nn.CrossEntropyLoss(), data or table(), optimizer=optimizer, **settings)
+
+
+def indices(loop: Any, batch: Any) -> Any:
+    return np.array(loop._session.batch(batch._drawn).indices)
+
+
+@pytest.mark.parametrize("form", ["output", "model", "rows"])
+def test_a_batch_becomes_the_clipped_mean_by_the_public_size(form: str) -> None:
+    loss: Any = {
+        "output": nn.CrossEntropyLoss(),
+        "model": lambda model, x, y: F.cross_entropy(model(x), y),
+        "rows": nn.CrossEntropyLoss(reduction="none"),
+    }[form]
+    model = network()
+    loop = loop_of(model, loss=loss)
+    batch = next(iter(loop))
+    x, y = table()[indices(loop, batch)]
+    expected = clipped_mean(gradients(model, x, y), 15)
+    loop.backward(batch)
+    assert_gradients(model, expected)
+    again = next(iter(loop))
+    x, y = table()[indices(loop, again)]
+    more = clipped_mean(gradients(model, x, y), 15)
+    loop.backward(again)  # gradients add up, as torch's do
+    assert_gradients(model, [a + b for a, b in zip(expected, more, strict=True)])
+
+
+def test_per_layer_and_adaptive_clipping() -> None:
+    clips = [0.3, 0.1, 0.2, 0.05]
+    model = network()
+    loop = loop_of(model, clipping="per_layer", max_grad_norm=clips)
+    assert loop.rule.bound(1.0) == pytest.approx(math.sqrt(sum(c * c for c in clips)))
+    batch = next(iter(loop))
+    rows = gradients(model, *table()[indices(loop, batch)])
+    expected = [clipped_mean([row], 15, clip)[0] for clip, row in zip(clips, rows, strict=True)]
+    loop.backward(batch)
+    assert_gradients(model, expected)
+    model = network()
+    loop = loop_of(model, max_grad_norm=5.0, noise_multiplier=1.5, epochs=10, seed=None, **ADAPTIVE)
+    noise = 1.5 * loop.rule.bound(1.5) / 5.0  # the gradient's, in C
+    assert noise**-2 + 8.0**-2 == pytest.approx(1.5**-2)  # Andrew et al. (2021), Theorem 1
+    for batch in loop:
+        loop.step(batch)
+    assert float(loop.rule.clip) < 4.0  # type: ignore[arg-type]  # it began far above all norms
+    event = poisson_gaussian(rate=0.25, noise_multiplier=1.5, steps=40)
+    assert loop.privacy.epsilon == pytest.approx(account(event, delta=1e-5, relation="add-remove"))
+    with pytest.raises(ValueError, match="no noise left"):
+        loop_of(network(), noise_multiplier=8.0, **ADAPTIVE)
+
+
+@pytest.mark.parametrize("combine", ["mean", "sum"])
+def test_people_are_clipped_whole(combine: Any) -> None:
+    ids = np.arange(60) // 3
+    model = network()
+    loop = loop_of(model, person=ids, combine=combine, batch_size=8)
+    batch = next(iter(loop))
+    people = indices(loop, batch)
+    whole = [gradients(model, *table()[np.flatnonzero(ids == person)]) for person in people]
+    made = [[row.mean(0) if combine == "mean" else row.sum(0) for row in rows] for rows in whole]
+    expected = clipped_mean([torch.stack(column) for column in zip(*made, strict=True)], 8)
+    loop.backward(batch)
+    assert_gradients(model, expected)
+    assert "per person" in str(loop.privacy)
+    with pytest.raises(ValueError, match="clipping='flat'"):
+        loop_of(network(), person=ids, clipping="per_layer")
+
+
+def test_a_batch_tells_nothing_and_serves_once() -> None:
+    model = network()
+    loop = loop_of(model, epochs=None, steps=3)
+    batch = next(iter(loop))
+    assert bool(batch)
+    assert repr(batch) == "PrivateBatch()"
+    with pytest.raises(BudgetError, match="size of a sample is secret"):
+        len(batch)
+    with pytest.raises(TypeError, match="not iterable"):
+        list(batch)  # type: ignore[call-overload]
+    loop.step(batch)
+    with pytest.raises(BudgetError, match="stepped on already"):
+        loop.step(batch)
+    with pytest.raises(TypeError, match="this loop handed out"):
+        loop.step(next(iter(loop_of(network()))))
+    assert len(list(loop)) == 2 == len(loop) - 1
+    with pytest.raises(BudgetError, match="3 steps that were planned"):
+        iter(loop)
+    with pytest.raises(BudgetError, match="planned"):
+        loop.epochs()
+
+
+def test_epochs_schedules_and_what_they_cost() -> None:
+    model = network()
+    loop = loop_of(
+        model, seed=None, epochs=3, noise_multiplier=1.5, noise_schedule=lambda epoch: 0.8**epoch,
+        batch_schedule=lambda epoch: 15 if epoch < 2 else 30,
+    )  # fmt: skip
+    lengths = []
+    for epoch in loop.epochs():
+        batches = list(epoch)
+        lengths.append(len(batches))
+        for batch in batches:
+            loop.step(batch)
+    assert lengths == [4, 4, 2]
+    settings = [(0.25, 1.5, 4), (0.25, 1.2, 4), (0.5, 0.96, 2)]
+    event = composed([poisson_gaussian(rate=q, noise_multiplier=z, steps=k) for q, z, k in settings])
+    assert loop.privacy.epsilon == pytest.approx(account(event, delta=1e-5, relation="add-remove"))
+    assert loop.privacy.condition is None
+    assert not loop.privacy.notes
+    turns = loop_of(network(), seed=None, noise_multiplier=2.0, poisson_sampling=False)
+    for batch in next(turns.epochs()):
+        turns.step(batch)
+    whole = account(gaussian(2.0, steps=1), delta=1e-5, relation="add-remove")
+    assert turns.privacy.epsilon == pytest.approx(whole)
+
+
+def test_samples_count_when_they_are_handed_out_and_a_stop_costs_the_plan(tmp_path: Path) -> None:
+    def epsilon(steps: int) -> float:
+        event = poisson_gaussian(rate=0.25, noise_multiplier=1.5, steps=steps)
+        return account(event, delta=1e-5, relation="add-remove")
+
+    settings: dict[str, Any] = {"seed": None, "noise_multiplier": 1.5, "ledger": tmp_path / "ledger.jsonl"}
+    loop = loop_of(network(), account="a", **settings)
+    assert loop.privacy.epsilon == 0.0
+    samples = iter(loop)
+    next(samples)
+    loop.step(next(samples))
+    assert loop.privacy.epsilon == pytest.approx(epsilon(2))
+    assert "2 of 8 planned steps" in loop.privacy.notes[0]
+    assert loop.close().epsilon == pytest.approx(epsilon(8))
+    public = loop_of(network(), table(60, seed=1), account="b", **settings)
+    public.step(next(iter(public)))
+    assert public.close(data_dependent=False).epsilon == pytest.approx(epsilon(1))
+    book = Ledger(tmp_path / "ledger.jsonl")
+    spent = [book.spent(name, delta=1e-5, relation="add-remove").epsilon for name in "ab"]
+    assert spent == pytest.approx([epsilon(8), epsilon(1)])
+    with pytest.raises(BudgetError, match="planned"):
+        next(iter(public))
+
+
+def test_a_private_count_is_part_of_what_a_loop_costs() -> None:
+    """Another count would have led to another plan: the promise of all of them counts from the first release on."""
+    model, engine = network(), qt.PrivacyEngine()
+    loop = loop_of(model, noise_multiplier=None, budget=qg.Budget(2.0, 1e-5), n_public=None, seed=None)
+    assert loop.privacy.epsilon == 2.0
+    assert 1.9 < loop.epsilon() <= 2.0
+    assert LoopCost.from_json(loop.cost.to_json()) == loop.cost
+    engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), target_epsilon=2.0, target_delta=1e-5,
+        data_loader=DataLoader(table(), batch_size=15), epochs=2, max_grad_norm=1.0,
+    )  # fmt: skip
+    assert 1.9 < engine.get_epsilon(1e-5) <= 2.0
+
+
+def test_ordinary_torch_around_a_loop() -> None:
+    """Schedulers, averages, copies and states are the plain module's, and cost nothing more."""
+    model = network()
+    loop = loop_of(model, seed=None, noise_multiplier=1.0)
+    assert loop.optimizer is not None
+    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.5)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    best: Any = None
+    for epoch in loop.epochs():
+        for batch in epoch:
+            loop.step(batch)
+            average.update_parameters(model)
+        best = best or {name: value.clone() for name, value in model.state_dict().items()}
+        schedule.step()
+    model.load_state_dict(best)
+    copied = copy.deepcopy(model)
+    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), best.values(), strict=True))
+    assert loop.optimizer.param_groups[0]["lr"] == 0.025
+    assert loop.privacy.condition is None
+
+
+def test_callbacks_are_told_and_may_stop_the_loop(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    def stop(progress: Any) -> None:
+        told.append((progress.step, progress.planned, progress.epsilon, progress.estimate))
+        if progress.step == 2:
+            progress.stop()
+
+    def unable(progress: Any) -> None:
+        raise OSError("no such place")
+
+    ledger = tmp_path / "ledger.jsonl"
+    settings: dict[str, Any] = {"seed": None, "noise_multiplier": 1.5, "ledger": ledger}
+    with pytest.raises(OSError, match="no such place"):
+        loop_of(network(), callbacks=[unable], **settings)
+    assert not ledger.exists()
+    loop = loop_of(network(), callbacks=[stop], **settings)
+    for batch in loop:
+        loop.step(batch)
+    assert [(step, planned) for step, planned, _, _ in told] == [(0, 0), (1, 8), (2, 8)]
+    assert told[0][2] == 0.0 < told[1][2] < told[2][2] < loop.privacy.epsilon
+    assert told[2][3].shape == (loop.engine.dim,)
+    assert loop.privacy.epsilon == pytest.approx(loop.plan.epsilon())  # what it saw may have stopped it
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"noise_multiplier": None}, "needs a budget"), ({"epochs": None, "ledger": "x"}, "needs the number of epochs"),
+    ({"steps": 3}, "give one of them"), ({"epochs": 0}, "whole number"),
+    ({"batch_schedule": lambda epoch: 99}, "between 1"),
+    ({"noise_multiplier": None, "budget": qg.Budget(1.0, 1e-5), "epochs": None}, "epochs= or steps="),
+    ({"clipping": "layers"}, "must be"), ({"max_grad_norm": -1.0}, "finite number > 0"),
+    ({"views": 2, "clipping": "per_layer"}, "views"),
+])  # fmt: skip
+def test_what_is_refused_says_why(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if "ledger" in settings:
+        settings = {**settings, "ledger": tmp_path / "ledger.jsonl"}
+    with pytest.raises(ValueError, match=message):
+        loop_of(network(), **settings)
+
+
+def test_parameters_that_join_or_leave_are_refused() -> None:
+    model: Any = network()
+    loop = loop_of(model)
+    model[0].requires_grad_(False)
+    with pytest.raises(BudgetError, match=r"'0\.\w+' was frozen"):
+        loop.step(next(iter(loop)))
+
+
+# --- the verbs, untouched -----------------------------------------------------------------------------------------
+
+
+def private(model: nn.Module, criterion: Any = None, data: Any = None, **settings: Any) -> Any:
+    settings = {"noise_multiplier": QUIET, "max_grad_norm": CLIP, "seed": 3} | settings
+    loader = DataLoader(
+        data or table(), batch_size=settings.pop("batch_size", 15), collate_fn=settings.pop("collate_fn", None)
+    )
+    optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    return qt.make_private(module=model, optimizer=optimizer, data_loader=loader, criterion=criterion, **settings)
+
+
+def in_hand(loader: Any, data: Any = None) -> Any:
+    """The records of the sample that the loader handed out last."""
+    return (data or table())[np.array(loader.loop.sample.keys.indices)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_untouched_handles_are_unconditional(reduction: str) -> None:
+    model = network()
+    made, optimizer, loader, criterion = private(model, nn.CrossEntropyLoss(reduction=reduction))
+    for number, (x, y) in enumerate(loader):
+        expected = clipped_mean(gradients(model, *in_hand(loader)), 1 if reduction == "sum" else 15)
+        optimizer.zero_grad()
+        loss = criterion(made(x.to("cpu").float()), y)
+        loss = loss.mean() if reduction == "none" else loss
+        loss.backward()
+        assert all(param.grad is None for param in model.parameters())
+        optimizer.step()
+        assert_gradients(model, expected)
+        assert (number, loader.privacy.condition) == (loader.loop.handed_out - 1, None)
+
+
+def test_a_function_as_criterion_class_weights_and_a_transform() -> None:
+    """A criterion sees one record: a weighted mean is that record's own, and rows cannot silence each other."""
+    model = nn.Sequential(nn.Linear(10, 2))
+    hard = lambda out, y: (F.cross_entropy(out, y, reduction="none") * (out.max() > 0)).sum()  # noqa: E731
+    made, optimizer, loader, criterion = private(
+        model, hard, transform=lambda batch: (torch.cat([batch[0], -batch[0]], 1), batch[1])
+    )
+    x, y = next(iter(loader))
+    plain, labels = in_hand(loader)
+    expected = clipped_mean(gradients(model, torch.cat([plain, -plain], 1), labels, hard), 15)
+    criterion(made(x), y).backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+    assert loader.privacy.condition is None
+
+
+def test_questions_and_casts_are_free() -> None:
+    made, optimizer, loader, criterion = private(network(), nn.CrossEntropyLoss())
+    x, y = next(iter(loader))
+    assert (x.dtype, x.device.type, x.dim(), x.ndim, x.requires_grad) == (torch.float32, "cpu", 2, 2, False)
+    assert x.to("cpu") is x
+    assert x.float() is x
+    assert x.double().dtype == torch.float64
+    assert isinstance(x, Tensor)
+    out = made(x)
+    assert out.requires_grad
+    assert out.is_floating_point()
+    criterion(out, y.long()).backward()
+    optimizer.step()
+    assert loader.privacy.condition is None
+
+
+TOUCHED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
+    "loss.item()": lambda x, y, out, loss: loss.item(),
+    "loss.detach()": lambda x, y, out, loss: loss.detach(),
+    "loss / 2": lambda x, y, out, loss: loss / 2,
+    "out.argmax(1)": lambda x, y, out, loss: out.argmax(1),
+    "x.size(0)": lambda x, y, out, loss: x.size(0),
+    "x.shape": lambda x, y, out, loss: x.shape,
+    "len(x)": lambda x, y, out, loss: len(x),
+    "x[0]": lambda x, y, out, loss: x[0],
+    "for row in x": lambda x, y, out, loss: next(iter(x)),
+    "x.numpy()": lambda x, y, out, loss: x.numpy(),
+    "np.asarray(y)": lambda x, y, out, loss: np.asarray(y),
+    "y.tolist()": lambda x, y, out, loss: y.tolist(),
+    "x - x.mean()": lambda x, y, out, loss: x - x.mean(),
+    "torch.stack": lambda x, y, out, loss: torch.stack([x, x]),
+    "print": lambda x, y, out, loss: repr(x),
+    "deepcopy": lambda x, y, out, loss: copy.deepcopy(x),
+    "x.numel()": lambda x, y, out, loss: x.numel(),
+    "x.data": lambda x, y, out, loss: x.data,
+    "without torch functions": lambda x, y, out, loss: _quietly(x),
+}
+
+
+def _quietly(x: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.sum()
+
+
+@pytest.mark.parametrize("what", TOUCHED)
+def test_whatever_is_read_makes_epsilon_conditional_and_the_ledger_knows(what: str, tmp_path: Path) -> None:
+    made, optimizer, loader, criterion = private(
+        network(),
+        nn.CrossEntropyLoss(),
+        epochs=1,
+        ledger=tmp_path / "ledger.jsonl",
+        noise_multiplier=1.0,
+        seed=None,
+    )
+    x, y = next(iter(loader))
+    out = made(x)
+    loss = criterion(out, y)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    assert ledger.book().conditions("default") == ()
+    with pytest.warns(UserWarning, match="its ε is conditional"):
+        TOUCHED[what](x, y, out, loss)
+    assert loader.privacy.condition.startswith("if the loop's own code treats records apart")
+    assert ledger.book().conditions("default") == (loader.privacy.condition,)
+    assert str(loader.privacy).endswith("(not checked)")
+    loss.backward()
+    optimizer.step()
+
+
+def test_a_ledger_that_cannot_be_told_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, loader, _ = private(
+        network(), nn.CrossEntropyLoss(), epochs=1, ledger=tmp_path / "l", noise_multiplier=1.0
+    )
+    x, _ = next(iter(loader))
+
+    def full(*_: Any) -> Any:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(Ledger, "set_condition", full)
+        with pytest.raises(OSError, match="no space"):
+            x.sum()
+        assert loader.privacy.condition is None
+    with pytest.warns(UserWarning, match="conditional"):
+        x.sum()
+    assert Ledger(tmp_path / "l").book().conditions("default")
+
+
+def test_a_gradient_other_than_one_is_conditional() -> None:
+    made, optimizer, loader, criterion = private(network(), nn.CrossEntropyLoss())
+    x, y = next(iter(loader))
+    loss = criterion(made(x), y)
+    with pytest.warns(UserWarning, match="conditional"):
+        loss.backward(torch.tensor(0.5))
+    optimizer.step()
+
+
+class Records(Dataset[Any]):
+    """Words of several lengths."""
+
+    def __init__(self, lengths: tuple[int, ...] = (3, 4, 5)) -> None:
+        rows = torch.Generator().manual_seed(0)
+        self.words = [torch.randint(1, 9, (lengths[k % len(lengths)],), generator=rows) for k in range(48)]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"ids": self.words[index], "label": int(self.words[index].sum()) % 3, "name": f"record {index}"}
+
+
+class Reader(nn.Module):
+    """Tokens, a recurrent layer, and a loss of its own if it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.rnn, self.out = nn.Embedding(9, 4), nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor, label: Tensor | None = None) -> Any:
+        scores = self.out(self.rnn(self.table(ids))[0][:, -1])
+        return {"scores": scores, "loss": None if label is None else F.cross_entropy(scores, label)}
+
+
+@pytest.mark.parametrize("pad", [None, 4, qt.Multiple(3)])
+def test_records_of_several_shapes_and_a_models_own_loss(pad: Any) -> None:
+    model = Reader()
+    made, optimizer, loader = private(model, data=Records(), pad=pad, batch_size=12)
+    batch = next(iter(loader))
+    assert repr(batch.pop("name")) in ("[Hidden()]", "Hidden()")
+    rows = []
+    for index in loader.loop.sample.keys.indices:
+        word = Records()[index]
+        size = {None: len(word["ids"]), 4: 4}.get(pad, -(-len(word["ids"]) // 3) * 3)
+        ids = F.pad(word["ids"], (0, max(0, size - len(word["ids"]))))[:size]
+        loss = model(ids[None], torch.tensor([word["label"]]))["loss"]
+        rows.append(torch.autograd.grad(loss, list(model.parameters())))
+    expected = clipped_mean([torch.stack(column) for column in zip(*rows, strict=True)], 12)
+    made(**batch)["loss"].backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+    assert loader.privacy.condition is None
+    if pad is None:
+        batch = next(iter(loader))
+        with pytest.raises(DataError, match="several shapes"):
+            len(batch["ids"])
+        assert loader.privacy.condition is not None  # that there are several tells who is in the sample
+
+
+# --- the verbs, with code of one's own ----------------------------------------------------------------------------
+
+
+def _pieces(made: Any, x: Any, y: Any) -> None:
+    for part, labels in zip(x.split(4), y.split(4), strict=True):
+        F.cross_entropy(made(part), labels).backward()
+
+
+OWN: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "mean": lambda made, x, y: F.cross_entropy(made(x), y).backward(),
+    "rows of one's own": lambda made, x, y: F.cross_entropy(made(x * 1.0), y).backward(),
+    "pieces": _pieces,
+    "pieces put together": lambda made, x, y: F.cross_entropy(
+        torch.cat([made(p) for p in x.split(4)]), y
+    ).backward(),
+    "by a keyword": lambda made, x, y: F.cross_entropy(made(input=x), y).backward(),
+    "mean of losses": lambda made, x, y: F.cross_entropy(made(x), y, reduction="none").mean().backward(),
+    "under autocast": lambda made, x, y: _autocast(made, x, y),
+}
+
+
+def _autocast(made: Any, x: Tensor, y: Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = made(x)
+    assert out.dtype == torch.float32
+    F.cross_entropy(out, y).backward()
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_a_loss_of_ones_own_is_conditional_and_right(what: str) -> None:
+    model = network()
+    made, optimizer, loader = private(model)
+    for x, y in loader:
+        expected = clipped_mean(gradients(model, *in_hand(loader)), 15)
+        optimizer.zero_grad()
+        OWN[what](made, x, y)
+        optimizer.step()
+        assert_gradients(model, expected)
+    assert loader.privacy.condition is not None
+
+
+def test_two_calls_of_a_record_add_up_before_clipping() -> None:
+    model = network()
+    made, optimizer, loader = private(model)
+    x, _ = next(iter(loader))
+    plain, _ = in_hand(loader)
+
+    def distance(a: Any, b: Any) -> Any:
+        return (a - b).square().sum(1).mean()
+
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(distance(model(one[None]), model(-one[None])), params) for one in plain]
+    expected = clipped_mean([torch.stack(column) for column in zip(*rows, strict=True)], 15)
+    distance(made(x), made(-x)).backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+
+
+def test_samples_add_up_and_each_has_its_own_noise() -> None:
+    model = network()
+    made, optimizer, loader, criterion = private(model, nn.CrossEntropyLoss())
+    total = [torch.zeros_like(param) for param in model.parameters()]
+    for number, (x, y) in zip(range(2), loader, strict=False):
+        for sum_, more in zip(total, clipped_mean(gradients(model, *in_hand(loader)), 15), strict=True):
+            sum_ += more
+        criterion(made(x), y).backward()
+        assert number == 0 or model[0].weight.grad is not None  # type: ignore[index]
+    optimizer.step()
+    assert_gradients(model, total)
+    assert loader.privacy.condition is None
+    with pytest.raises(RuntimeError, match=r"no loss\.backward"):
+        optimizer.step()
+
+
+def test_penalties_are_added_and_make_it_conditional() -> None:
+    model = network()
+    made, optimizer, loader, criterion = private(model, nn.CrossEntropyLoss())
+    x, y = next(iter(loader))
+    expected = clipped_mean(gradients(model, *in_hand(loader)), 15)
+    criterion(made(x), y).backward()
+    (0.1 * sum(param.square().sum() for param in made.parameters())).backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.warns(UserWarning, match="conditional"):
+        optimizer.step()
+    assert_gradients(model, [grad + 0.2 * param for grad, param in zip(expected, before, strict=True)])
+
+
+def test_inputs_get_their_gradients() -> None:
+    """FGSM: the gradient of the mean loss by the inputs, then a step on the changed records."""
+    model = network()
+    made, optimizer, loader = private(model)
+    x, y = next(iter(loader))
+    plain, labels = in_hand(loader)
+    x.requires_grad_()
+    F.cross_entropy(made(x), y).backward()
+    own = plain.clone().requires_grad_()
+    F.cross_entropy(model(own), labels).backward()
+    torch.testing.assert_close(x.grad, own.grad, rtol=1e-4, atol=1e-7)
+    assert own.grad is not None
+    changed = plain + 0.1 * own.grad.sign()
+    model.zero_grad()
+    expected = clipped_mean(gradients(model, changed, labels), 15)
+    optimizer.zero_grad()
+    F.cross_entropy(made((x + 0.1 * x.grad.sign()).detach()), y).backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+
+
+def test_a_generator_learns_through_the_private_model() -> None:
+    """A GAN: the discriminator is private; after its step its parameters are constants, and noise has no labels."""
+    generator, model = nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    made, optimizer, loader = private(model, noise_multiplier=1.0, seed=None)
+    own = torch.optim.SGD(generator.parameters(), lr=0.1)
+    loss = nn.BCEWithLogitsLoss()
+    for x, _ in loader:
+        size = x.size(0)
+        made.zero_grad()
+        loss(made(x), torch.ones(size, 1)).backward()
+        fake = generator(torch.randn(size, 3))
+        loss(made(fake.detach()), torch.zeros(size, 1)).backward()
+        optimizer.step()
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        generator.zero_grad()
+        loss(made(fake), torch.ones(size, 1)).backward()
+        own.step()
+        for param, grad in zip(model.parameters(), before, strict=True):
+            assert grad is not None
+            assert torch.equal(param.grad, grad)  # type: ignore[arg-type]
+        assert all(param.grad is not None for param in generator.parameters())
+
+
+class Stateful(nn.Module):
+    """A recurrent layer whose state the loop keeps, with the batch on the second axis; flat outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(5, 4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        read, state = self.rnn(x[:, None], state)
+        return self.out(read).view(-1, 2), state
+
+
+def test_states_of_the_loop_and_flat_outputs() -> None:
+    model = Stateful()
+    made, optimizer, loader = private(model, noise_multiplier=1.0, seed=None)
+    for x, y in loader:
+        state = torch.zeros(2, len(x), 4), torch.zeros(2, len(x), 4)
+        out, state = made(x, state)
+        assert out.shape == (len(x), 2)
+        assert state[0].shape == (2, len(x), 4)
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+
+
+class Squeezed(nn.Module):
+    """Leaves its batch of one out, as Opacus' own example of texts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.pool, self.out = nn.Embedding(9, 4), nn.AdaptiveAvgPool1d(1), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        pooled: Tensor = self.out(self.pool(self.words(ids).transpose(1, 2)).squeeze())
+        return pooled
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_module_that_squeezes_its_batch_of_one(given: bool) -> None:
+    model = Squeezed()
+    made, optimizer, loader, *rest = private(
+        model, nn.CrossEntropyLoss() if given else None, data=Records(), pad=6, batch_size=12, noise_multiplier=1.0,
+    )  # fmt: skip
+    batch = next(iter(loader))
+    out = made(batch["ids"])
+    if given:
+        rest[0](out, batch["label"]).backward()
+    else:
+        assert out.shape == (len(loader.loop.sample), 3)
+        F.cross_entropy(out, batch["label"]).backward()
+    optimizer.step()
+    assert (loader.privacy.condition is None) is given
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------
+
+
+def test_a_sample_serves_one_step_and_iterators_end_each_other() -> None:
+    made, optimizer, loader, criterion = private(network(), nn.CrossEntropyLoss())
+    first = iter(loader)
+    x, y = next(first)
+    with pytest.raises(RuntimeError, match=r"no loss\.backward"):
+        optimizer.step()
+    criterion(made(x), y).backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(BudgetError, match="no step can use"):
+            F.cross_entropy(made(x), y).backward()
+    u, _ = next(first)
+    with pytest.raises(BudgetError, match="another batch than the loader's last"):
+        made(x)
+    with pytest.raises(BudgetError, match="another batch"):
+        criterion(made(u), y)
+    second = iter(loader)
+    next(second)
+    with pytest.raises(BudgetError, match="newer one was made"):
+        next(first)
+
+
+def test_rows_that_are_nobodys_are_refused_without_a_number() -> None:
+    made, _, loader = private(network())
+    next(iter(loader))
+    with pytest.raises(BudgetError, match="cannot be told to be those of this batch") as refusal:
+        made(torch.zeros(61, 5))
+    assert not any(character.isdigit() for character in str(refusal.value).replace("split(16)", ""))
+    with torch.no_grad():
+        assert made(torch.zeros(61, 5)).shape == (61, 2)
+    assert made.eval()(torch.zeros(61, 5)).shape == (61, 2)
+
+
+def test_criteria_with_parameters_and_several_numbers_are_refused() -> None:
+    model: Any = network()
+    made, _, loader, criterion = private(
+        model, lambda out, y: F.cross_entropy(out, y) + model[0].weight.square().sum()
+    )
+    x, y = next(iter(loader))
+    with pytest.raises(DataError, match="trained parameters"):
+        criterion(made(x), y)
+    made, _, loader, criterion = private(network(), lambda out, y: out)
+    x, y = next(iter(loader))
+    with pytest.raises(DataError, match="one number for one record"):
+        criterion(made(x), y)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_empty_sample_is_a_step_of_pure_noise(given: bool) -> None:
+    criterion = nn.CrossEntropyLoss()
+    model = network()
+    made, optimizer, loader, *rest = private(
+        model, criterion if given else None, data=table(10), batch_size=1, noise_multiplier=1.0
+    )
+    empty = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        sample = loader.loop.sample
+        (rest[0] if given else criterion)(made(x), y).backward()
+        optimizer.step()
+        empty += not len(sample)
+        assert all(param.grad is not None and bool(param.grad.any()) for param in model.parameters())
+    assert empty
+    assert (loader.privacy.condition is None) is given
+
+
+def test_a_record_that_is_not_finite_counts_as_zero() -> None:
+    model = network()
+    made, optimizer, loader = private(model)
+    batch, labels = next(iter(loader))
+    plain, right = in_hand(loader)
+    expected = clipped_mean(gradients(model, plain[1:], right[1:]), 15)
+    batch[0, 0] = torch.inf
+    F.cross_entropy(made(batch), labels).backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+
+
+compiled: Any = torch.compile
+
+
+def test_the_private_model_is_the_plain_module_to_everyone_else() -> None:
+    model: Any = network()
+    model.note = "mine"
+    made, optimizer, loader = private(model)
+    assert list(made.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in made.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert made.note == "mine"
+    made.note = "changed"
+    assert model.note == "changed"
+    made.eval()
+    assert not model.training
+    made.train()
+    assert model[0].training
+    for copied in (copy.deepcopy(made), torch.optim.swa_utils.AveragedModel(made).module):
+        assert type(copied) is nn.Sequential
+    best = {name: value.clone() for name, value in made.state_dict().items()}
+    made.load_state_dict(best)
+    with pytest.raises(ValueError, match="assign"):
+        made.load_state_dict(best, assign=True)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(TypeError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(BudgetError, match="noise_schedule"):
+        optimizer.noise_multiplier = 0.1
+    with pytest.raises(Exception, match="would fuse"):
+        compiled(made, backend="eager")(next(iter(loader))[0])

@@ -1,0 +1,320 @@
+"""Brute force: one record more or less moves a clipped sum by at most C, whatever models, losses and data sets do.
+
+Each sum is the one that is released, before noise, on 200 rows of which one is far away (fewer where a row is an
+image or a text). It must also be what plain autograd makes of the records one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.errors import QuietgradError
+from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.networks.module import ModuleObjective
+from tests.one_record.cases import (
+    CLASSES,
+    CLIP,
+    FAR,
+    FEATURES,
+    KEY,
+    Case,
+    Texts,
+    by_autograd,
+    clipped_sum,
+    moved,
+    table,
+)  # fmt: skip
+from tests.one_record.every import MODULES, STATEFUL
+from tests.one_record.layers import Mean
+from tests.one_record.losses import LOSSES, contrastive, mined, plain, triplet
+from tests.one_record.modules import MIXING, Between
+
+AT_MOST = 1.0001
+CASES = {**MODULES, **{f"loss: {name}": case for name, case in LOSSES.items()}}
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch itself, in forward mode
+@pytest.mark.parametrize("name", CASES)
+def test_one_record_moves_a_sum_by_at_most_c(name: str) -> None:
+    case = CASES[name]
+    by, whole, data = moved(case)
+    assert by <= AT_MOST
+    if not case.random:
+        expected = by_autograd(case, data, range(len(data)))
+        assert float((whole - expected).norm()) <= case.rtol * max(1.0, float(expected.norm()))
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_what_keeps_something_stays_within_c_or_is_refused(name: str) -> None:
+    case = STATEFUL[name]
+    try:
+        by, _, _ = moved(case)
+    except (QuietgradError, ValueError) as error:
+        by, said = 0.0, str(error)
+    else:
+        said = "."
+    assert by <= AT_MOST
+    assert said.endswith(".")
+    assert "1000" not in said
+
+
+def test_what_needs_a_second_record_is_told_so() -> None:
+    with pytest.raises(QuietgradError, match="one record"):
+        clipped_sum(Case(plain, loss=triplet), table(), range(20))
+    with pytest.raises(ValueError, match="mixes the examples"):
+        clipped_sum(Case(lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))), table(), range(20))
+    # over one record there is nothing to contrast: it learns nothing, and tells nothing
+    assert not clipped_sum(Case(plain, loss=contrastive), table(), range(20)).any()
+
+
+# --- data sets and collate functions ----------------------------------------------------------------------------
+
+
+def to_the_longest(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    return pad_sequence([s[0] for s in samples], batch_first=True), torch.tensor([s[1] for s in samples])
+
+
+def sorted_by_length(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    return to_the_longest(sorted(samples, key=lambda sample: -len(sample[0])))
+
+
+def with_mixup(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = to_the_longest(samples)
+    return x.float().lerp(x.flip(0).float(), 0.5).long(), y
+
+
+def measured(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = to_the_longest(samples)
+    return x % (1 + int(x.max())), (y + len(samples)) % CLASSES
+
+
+COLLATES = [to_the_longest, sorted_by_length, with_mixup, measured]
+
+
+@pytest.mark.parametrize("pad", [None, qt.Padding(24), qt.Padding(qt.Multiple(8))])
+@pytest.mark.parametrize("collate", COLLATES)
+def test_a_collate_function_sees_one_record(collate: Any, pad: Any) -> None:
+    seen: list[int] = []
+
+    def watched(samples: list[Any]) -> Any:
+        seen.append(len(samples))
+        return collate(samples)
+
+    case = Case(Mean, lambda: Texts(60), settings={"collate_fn": watched, "pad": pad})
+    by, whole, data = moved(case)
+    assert by <= AT_MOST
+    assert set(seen) == {1}
+    expected = by_autograd(case, data, range(60))
+    assert float((whole - expected).norm()) <= 1e-4 * float(expected.norm())
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------
+
+
+def test_records_have_masks_of_their_own() -> None:
+    """Two records that are equal do not get the same mask, and neither gets another one if a third is added."""
+    same = TensorDataset(torch.ones(3, FEATURES), torch.zeros(3, dtype=torch.long))
+    case = Case(lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)))
+    first, second, both = (clipped_sum(case, same, rows) for rows in ([0], [1], [0, 1]))
+    assert not torch.allclose(first, second)
+    torch.testing.assert_close(first + second, both)
+    torch.testing.assert_close(both + clipped_sum(case, same, [2]), clipped_sum(case, same, [0, 1, 2]))
+
+
+# --- precision --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_rounding_is_covered_up_to_4096_rows(dtype: torch.dtype) -> None:
+    """All records are clipped, so that each adds C less the slack; one more changes how a pass is rounded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    x, y = 30 * torch.randn(4097, FEATURES, generator=generator), torch.randint(3, (4097,), generator=generator)
+    case = Case(lambda: model, loss=nn.CrossEntropyLoss(reduction="sum"))
+    data = TensorDataset(x.to(dtype), y)
+    for count in (1, 2, 63, 256, 1001, 4096):
+        rows = list(range(count))
+        by = (clipped_sum(case, data, [*rows, 4096], model) - clipped_sum(case, data, rows, model)).norm()
+        assert float(by) <= CLIP
+
+
+# --- two points -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["minus the mean of the batch", "sorted across the batch", "std().item()"])
+def test_differences_of_two_points_are_bounded_too(name: str) -> None:
+    objective = ModuleObjective(Between(MIXING[name]), nn.CrossEntropyLoss())
+    data = table()
+    examples: Any = objective.prepare(data)
+    now = objective.initial(examples)
+    before = now + 0.05 * torch.randn(len(now), generator=torch.Generator().manual_seed(1))
+
+    def difference(rows: list[int]) -> Tensor:
+        out = torch.zeros(len(now), dtype=torch.float64)
+        objective.add(Batch(examples, torch.tensor(rows).numpy(), KEY), (now, before), Rule.difference(0.1), out)
+        return out
+
+    everyone = list(range(len(data)))
+    assert float((difference(everyone) - difference(everyone[:FAR] + everyone[FAR + 1 :])).norm()) <= 0.1 * AT_MOST
+
+
+# --- the same through the front ends ----------------------------------------------------------------------------
+
+QUIET = 1e-7  # a noise multiplier that leaves the clipped sum readable
+Front = Callable[[nn.Module, Any, Any], Tensor]
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().double().flatten() for param in model.parameters()])
+
+
+def by_fit(model: nn.Module, loss: Any, data: Any, **settings: Any) -> Tensor:
+    before = vector(model)
+    method = qg.DPSGD(steps=1, batch_size=len(data), learning_rate=1.0, clip=CLIP)
+    qt.fit(
+        model, loss, data, method, budget=None, progress=False, **settings,
+    )  # fmt: skip
+    return (before - vector(model)) * len(data)
+
+
+def by_loop(model: nn.Module, loss: Any, data: Any, **settings: Any) -> Tensor:
+    before = vector(model)
+    loop = qt.PrivateLoop(
+        model, loss, data, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=QUIET, steps=1,
+        batch_size=len(data), max_grad_norm=CLIP, seed=0, **settings,
+    )  # fmt: skip
+    for batch in loop:
+        loop.step(batch)
+    assert loop.condition is None
+    return (before - vector(model)) * len(data)
+
+
+def by_sum(model: nn.Module, loss: Any, data: Any) -> Tensor:
+    sums, _ = qt.clipped_gradient_sum(model, loss, default_collate([data[k] for k in range(len(data))]), CLIP)
+    return torch.cat([value.double().flatten() for value in sums.values()])
+
+
+ATTACKS: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Any], dict[str, Any]]] = {
+    "padding to the longest": (Mean, nn.CrossEntropyLoss(), lambda: Texts(200), {"collate_fn": to_the_longest}),
+    "rows silence each other": (plain, mined, table, {}),
+    "the largest": (plain, LOSSES["the largest"].loss, table, {}),
+    "std().item()": (plain, LOSSES["outputs over their std"].loss, table, {}),
+    "loss.item()": (plain, LOSSES["divided by its own value"].loss, table, {}),
+    "standardised targets": (plain, LOSSES["targets standardised"].loss, table, {}),
+    "number of chunks": (plain, LOSSES["divided by the number of chunks"].loss, table, {}),
+    "a scripted mean": (lambda: Between(MIXING["a scripted mean"]), nn.CrossEntropyLoss(), table, {}),
+    "vmap of a mean": (lambda: Between(MIXING["vmap of a mean"]), nn.CrossEntropyLoss(), table, {}),
+    "above 512 rows": (
+        lambda: Between(MIXING["mixing above 512 rows"]), nn.CrossEntropyLoss(), lambda: table(1001), {}
+    ),
+}  # fmt: skip
+
+
+def without(data: Any, row: int) -> Any:
+    return torch.utils.data.Subset(data, [k for k in range(len(data)) if k != row])
+
+
+@pytest.mark.filterwarnings("ignore:seed=0")
+@pytest.mark.parametrize(
+    ("front", "name"),
+    [(front, name) for front in (by_fit, by_loop) for name in ATTACKS]
+    + [(by_sum, name) for name, attack in ATTACKS.items() if not attack[3]],  # a batch of tensors is padded already
+)
+def test_attacks_of_batches_come_to_nothing(front: Any, name: str) -> None:
+    model, loss, records, settings = ATTACKS[name]
+    torch.manual_seed(0)
+    made, data = model().state_dict(), records()
+
+    def released(data: Any) -> Tensor:
+        fresh = model()
+        fresh.load_state_dict(made)
+        summed: Tensor = front(fresh, loss, data, **settings)
+        return summed
+
+    by = released(data) - released(without(data, FAR))
+    assert float(by.norm()) <= AT_MOST * CLIP + 1e-3
+
+
+# --- loops of one's own: unconditional by identity, conditional otherwise ---------------------------------------
+
+
+def verbs(model: nn.Module, data: Any, *, criterion: Any = None, **settings: Any) -> Any:
+    known: dict[str, Any] = {"noise_multiplier": QUIET, "max_grad_norm": CLIP, "seed": 0}
+    collate = settings.pop("loader_collate", None)
+    return qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data, batch_size=len(data), collate_fn=collate),
+        **({} if criterion is None else {"criterion": criterion}), **(known | settings),
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:seed=0")
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "number of chunks"])
+def test_a_criterion_that_is_given_is_asked_of_one_record(name: str) -> None:
+    model, loss, records, settings = ATTACKS[name]
+    torch.manual_seed(0)
+    made, data = model().state_dict(), records()
+
+    def released(data: Any) -> Tensor:
+        fresh = model()
+        fresh.load_state_dict(made)
+        before = vector(fresh)
+        private, optimizer, loader, criterion = verbs(
+            fresh, data, criterion=loss, loader_collate=settings.get("collate_fn")
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(private(x), y).backward()
+            optimizer.step()
+        assert loader.loop.condition is None
+        return (before - vector(fresh)) * len(data)
+
+    by = released(data) - released(without(data, FAR))
+    assert float(by.norm()) <= AT_MOST * CLIP + 1e-3
+
+
+LOOPS: dict[str, Callable[[Any, Any, Tensor, Tensor], Any]] = {
+    "own loss": lambda model, criterion, x, y: F.cross_entropy(model(x), y).backward(),
+    "x minus its mean": lambda model, criterion, x, y: criterion(model(x - x.mean(0)), y).backward(),
+    "std().item()": lambda model, criterion, x, y: criterion(model(x / x.std().item()), y).backward(),
+    "outputs changed": lambda model, criterion, x, y: criterion(model(x) / 2, y).backward(),
+    "targets changed": lambda model, criterion, x, y: criterion(model(x), (y + 1) % CLASSES).backward(),
+    "loss scaled": lambda model, criterion, x, y: (criterion(model(x), y) / 3).backward(),
+    "scripted": lambda model, criterion, x, y: criterion(model(MIXING["a scripted mean"](x)), y).backward(),
+    "pieces": lambda model, criterion, x, y: criterion(torch.cat([model(p) for p in x.split(64)]), y).backward(),
+    "a value read": lambda model, criterion, x, y: ((v := criterion(model(x), y)).backward(), v.item()),
+    "a size read": lambda model, criterion, x, y: (len(x), criterion(model(x), y).backward()),
+    "two losses": lambda model, criterion, x, y: (criterion(model(x), y) + criterion(model(x), y)).backward(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_loop_does_itself_makes_its_epsilon_conditional(name: str) -> None:
+    private, optimizer, loader, criterion = verbs(
+        plain(), table(), criterion=nn.CrossEntropyLoss(), seed=None, noise_multiplier=1.0
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        LOOPS[name](private, criterion, x, y)
+        optimizer.step()
+    assert loader.privacy.condition is not None
+    assert loader.privacy.condition.startswith("if ")
+    assert loader.privacy.condition in str(loader.privacy)
