@@ -31,8 +31,9 @@ import quietgrad as qg
 from benchmarks.record import save
 from quietgrad.federation import Party
 from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.exchange import ASK, Envelope, body
 from quietgrad.federation.simulation import assemble, simulate, train
-from quietgrad.federation.transport import Bytes
+from quietgrad.federation.transport import Away, Bytes
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import decode
 
@@ -51,8 +52,9 @@ class Absent(InProcess):
         self._last = len(ROUND)
         self.sent = {"coordinator": 0, "parties": 0}
 
-    def exchange(self, messages: Mapping[str, Bytes], timeout: float) -> tuple[dict[str, Bytes], list[str]]:
-        kind = decode(bytes(next(iter(messages.values())))).kind
+    def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
+        envelope = next(iter(frames.values()))
+        kind = decode(body(envelope)).kind if Envelope.of(envelope).kind == ASK else ""
         if kind in ROUND:
             stage = ROUND.index(kind)
             if stage < self._last:  # a new round begins
@@ -64,11 +66,11 @@ class Absent(InProcess):
             gone = {name for name, since in self._quiet.items() if stage >= ROUND.index(since)}
         else:
             gone = set()
-        here = {name: message for name, message in messages.items() if name not in gone}
-        replies, missing = super().exchange(here, timeout)
-        self.sent["coordinator"] += sum(len(message) for message in here.values())
-        self.sent["parties"] += sum(len(reply) for reply in replies.values())
-        return replies, [*missing, *(name for name in messages if name in gone)]
+        here = {name: frame for name, frame in frames.items() if name not in gone}
+        replies = super().send(here, seconds)
+        self.sent["coordinator"] += sum(len(frame) for frame in here.values())
+        self.sent["parties"] += sum(len(reply) for reply in replies.values() if not isinstance(reply, Away))
+        return {**replies, **{name: Away("fell silent") for name in frames if name in gone}}
 
 
 def records(parties: int, seed: int) -> list[Party]:

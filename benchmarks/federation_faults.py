@@ -1,12 +1,12 @@
 """What becomes of a federation when something breaks: every cell ends in a model or in a clear abort.
 
-    python benchmarks/federation_faults.py [--only WORD] [--flare]
+    python benchmarks/federation_faults.py [--only WORD]
 
 Two parties and a coordinator as processes, 200 rounds, 6 spare ones, 3 s to answer. In the middle of the run party
 b reaches the coordinator through a proxy that can cut, damage, repeat or swallow what passes; processes are killed
 with -9 or stopped. At the end of the run (3 rounds) processes kill themselves between two of its steps. A hostile
-coordinator, and a hostile party, speak with real keys to real processes. ``--flare``: kills and stops of all
-processes of a site on NVIDIA FLARE. A ledger is wrong if it proves less than the plan costs, or more.
+coordinator, and a hostile party, speak with real keys to real processes. A ledger is wrong if it proves less than
+the plan costs, or more.
 """
 
 from __future__ import annotations
@@ -148,37 +148,11 @@ def hostile_party(folder: Path) -> dict[str, Any]:
     return trial.outcome()
 
 
-def on_flare(act: Callable[[Trial], None], again: bool) -> Callable[[Path], dict[str, Any]]:
-    """The same on FLARE; ``again``: everybody is stopped, and all commands are given once more."""
-
-    def cell(folder: Path) -> dict[str, Any]:
-        trial = Trial(folder, engine="nvflare").begin("server", "a", "b")
-        trial.after(15)
-        act(trial)
-        if again:
-            for process in trial.running.values():  # FLARE's clients would call their server for ever
-                process.terminate()
-                process.wait(timeout=SECONDS)
-            trial.begin("server", "a", "b")
-        return trial.outcome()
-
-    return cell
-
-
 CELLS: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     **{name: (middle(act), expected) for name, (act, expected) in FAULTS.items()},
     **{name: (end(*where), "model") for name, where in ENDS.items()},
     "hostile coordinator": (hostile_coordinator, "abort"),
     "hostile party": (hostile_party, "abort"),
-}
-FLARE: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "FLARE: site killed -9": (on_flare(lambda trial: trial.kill("b"), False), "abort"),
-    "FLARE: coordinator killed -9, all commands again": (
-        on_flare(lambda trial: trial.kill("server"), True),
-        "model",
-    ),
-    "FLARE: site stopped for 1 s": (on_flare(_stop(1.0), False), "model"),
-    "FLARE: site silent for 5 s (times out)": (on_flare(_stop(5.0), False), "model"),
 }
 
 
@@ -186,11 +160,10 @@ def main() -> None:
     """Run every cell and write the JSON; exit code 1 if one ended wrongly."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="cells whose name has this in it; others stay as they are")
-    parser.add_argument("--flare", action="store_true", help="the cells on NVIDIA FLARE, which take minutes")
     chosen = parser.parse_args()
     cells: dict[str, Any] = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
     wrong = 0
-    for name, (cell, expected) in (FLARE if chosen.flare else CELLS).items():
+    for name, (cell, expected) in CELLS.items():
         if chosen.only not in name:
             continue
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

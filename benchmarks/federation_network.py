@@ -1,27 +1,29 @@
-"""Rounds between real processes: seconds, CPU and memory over TLS and on NVIDIA FLARE, five parties on loopback.
+"""Rounds between real processes: seconds, CPU and memory over TLS, on NVIDIA FLARE and on Flower, on loopback.
 
-    python benchmarks/federation_network.py [--quick] [--rows tls:123 nvflare:1000000 …]
+    python benchmarks/federation_network.py [--rows tls:123 flare:1000000 flower:123 …] [--rounds N]
 
-A round is a whole DP-GD step with trust in the curator: query out, clipped sums of two records per party back,
-noise drawn, aggregate on the disk and synchronised. Wall times on a machine with other work are upper bounds; CPU
-seconds are of all processes together. Memory is the resident size of each process from round 50 on, as medians
-over the fifths of that time. Rows that are not measured again stay as they are in the JSON.
+FLARE and Flower are deployments as an institution has them (``tests/flare.py``, ``tests/flower.py``), with TLS and
+their own authentication; Flower's environment is named by QUIETGRAD_FLOWER (docs/flower.md). A round is a whole
+DP-GD step with trust in the curator: query out, clipped sums of two records per party back, noise drawn, aggregate
+on the disk and synchronised. Wall times on a machine with other work are upper bounds; CPU seconds are of all
+processes together. Memory is the resident size of each process from round 50 on, as medians over the fifths of that
+time. Rows that are not measured again stay as they are in the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tests.flare import Flare, free_ports
+from tests.flower import Flower
+
 from benchmarks.record import save
+from quietgrad.federation.approved import FILE
+from quietgrad.federation.jobs import CLASSES, write_job
+from quietgrad.federation.toml_plan import read_plan
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "federation_network.json"
 PARTIES = 5
-ENGINES, DIMENSIONS = ("tls", "nvflare"), (123, 26_010, 1_000_000)
-ROUNDS = {f"{engine}:{d}": 1000 for d in DIMENSIONS for engine in ENGINES} | {"nvflare:1000000": 600}  # minutes
-QUICK = {123: 60, 26_010: 30, 1_000_000: 10}
+ENGINES, DIMENSIONS = ("tls", "flare", "flower"), (123, 26_010, 1_000_000)
+NAMES = tuple(f"p{i}" for i in range(PARTIES))
+ROUNDS = {f"{engine}:{d}": 8 if engine == "flower" else 1000 for d in DIMENSIONS for engine in ENGINES}
 
 PLAN = """
 [federation]
@@ -60,36 +68,81 @@ delta = 1e-5
 """
 
 
-def free_ports() -> int:
-    """A port that is free together with the next one."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            port = int(one.getsockname()[1])
-        try:
-            socket.create_server(("127.0.0.1", port + 1)).close()
-        except OSError:
-            continue
-        return port
-
-
 def federate(*words: str | Path, program: Sequence[str] = (), **settings: Any) -> subprocess.Popen[bytes]:
     """Start `quietgrad federate …`, or a program that takes the same words."""
     command = [sys.executable, *(program or ("-m", "quietgrad")), "federate", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "QUIETGRAD_STATE": str(settings.pop("state"))}
-    return subprocess.Popen(command, env=environment, **settings)
+    return subprocess.Popen(command, env=environment, **{"stdout": subprocess.DEVNULL, **settings})
 
 
-def prepare(folder: Path, d: int, steps: int, engine: str) -> None:
+def prepare(folder: Path, d: int, steps: int) -> None:
     """Plan, keys and five small tables."""
     text = PLAN.format(port=free_ports(), steps=steps, d=d)
-    text += "".join(f'[[party]]\nname = "p{i}"\nrecords = 2\n' for i in range(PARTIES))
+    text += "".join(f'[[party]]\nname = "{name}"\nrecords = 2\n' for name in NAMES)
     (folder / "plan.toml").write_text(text)
     rng = np.random.default_rng(0)
-    for i in range(PARTIES):
-        np.savez(folder / f"p{i}.npz", X=rng.standard_normal((2, d)) / np.sqrt(d), y=np.array([0, 1]))
-    words = ("provision", folder / "plan.toml", "--out", folder / "keys", "--engine", engine)
-    code = federate(*words, state=folder / "state", stdout=subprocess.DEVNULL).wait()
-    assert code == 0
+    for name in NAMES:
+        np.savez(folder / f"{name}.npz", X=rng.standard_normal((2, d)) / np.sqrt(d), y=np.array([0, 1]))
+    assert federate("provision", folder / "plan.toml", "--out", folder / "keys", state=folder / "state").wait() == 0
+
+
+def approve(folder: Path, name: str, out: str, file: Path) -> None:
+    """A member's approval, for an engine."""
+    digest = read_plan(folder / "plan.toml").digest
+    words = [
+        "approve",
+        folder / "plan.toml",
+        "--keys",
+        folder / "keys" / name,
+        "--pin",
+        digest,
+        "--out",
+        folder / out,
+    ]
+    data = [] if name == "coordinator" else ["--data", folder / f"{name}.npz"]
+    assert federate(*words, *data, "--file", file, state=folder / "state").wait() == 0
+
+
+@contextlib.contextmanager
+def running(engine: str, folder: Path) -> Iterator[Callable[[], bool]]:
+    """A federation on an engine; gives whether it is over."""
+    plan, state = folder / "plan.toml", folder / "state"
+    with contextlib.ExitStack() as stack:
+
+        def member(kind: str, name: str, out: str, *words: Any) -> subprocess.Popen[bytes]:
+            err = stack.enter_context((folder / f"{out}.err").open("wb"))
+            process = federate(
+                kind, plan, "--keys", folder / "keys" / name, "--out", folder / out, *words, state=state, stderr=err
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            return process
+
+        if engine == "flare":
+            flare = Flare(folder, NAMES)
+            stack.callback(flare.close)
+            for name, who, out in (("server", "coordinator", "model"), *zip(NAMES, NAMES, NAMES, strict=True)):
+                approve(folder, who, out, flare.kit(name) / "local" / FILE)
+                flare.allow(name, CLASSES)
+            write_job(read_plan(plan), "flare", folder / "job")
+            flare.start()
+            job = flare.submit(folder / "job")
+            stack.callback(job.wait)
+            yield lambda: job.poll() is not None
+            return
+        listen = {name: ("--listen", folder / f"{name}.sock") if engine == "flower" else () for name in NAMES}
+        parties = [member("party", name, name, "--data", folder / f"{name}.npz", *listen[name]) for name in NAMES]
+        if engine == "tls":
+            server = member("server", "coordinator", "model")
+            yield lambda: server.poll() is not None
+            return
+        approve(folder, "coordinator", "model", folder / "approval.json")
+        write_job(read_plan(plan), "flower", folder / "app")
+        flower = Flower(folder, Path(os.environ["QUIETGRAD_FLOWER"]), NAMES, folder / "approval.json")
+        stack.callback(flower.close)
+        flower.start({name: folder / f"{name}.sock" for name in NAMES})
+        flower.flwr("run", "app", "here")
+        yield lambda: all(party.poll() is not None for party in parties)
 
 
 class Watch(threading.Thread):
@@ -146,31 +199,13 @@ def run(engine: str, d: int, steps: int) -> dict[str, Any]:
     """One federation; what a round costs in it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder, d, steps, engine)
-        watch = Watch(folder)
-        plan, state = folder / "plan.toml", folder / "state"
-        quiet = {"state": state, "stdout": subprocess.DEVNULL}
-        with (folder / "err").open("wb") as err:
-            words = ("server", plan, "--keys", folder / "keys" / "coordinator", "--out", folder / "model")
-            begun = time.time()
-            server = federate(*words, "--engine", engine, stderr=err, **quiet)
-            parties = [
-                federate(
-                    "party", plan, "--keys", folder / "keys" / f"p{i}", "--data", folder / f"p{i}.npz",
-                    "--out", folder / f"p{i}", "--engine", engine, stderr=subprocess.DEVNULL, **quiet,
-                )
-                for i in range(PARTIES)
-            ]  # fmt: skip
-            try:
-                marks = _rounds(folder, server)
-                code = server.wait()
-            finally:
-                watch.over.set()
-                for process in (server, *parties):
-                    process.terminate()
-                    process.wait()
-        if code:
-            raise RuntimeError((folder / "err").read_text()[-2000:])
+        prepare(folder, d, steps)
+        watch, begun = Watch(folder), time.time()
+        try:
+            with running(engine, folder) as over:
+                marks = _rounds(folder, over)
+        finally:
+            watch.over.set()
         result = json.loads((folder / "model" / "result.json").read_text())
         first = next(t for n, t in marks if n >= min(50, steps // 3))
         n_first = next(n for n, t in marks if t == first)
@@ -186,10 +221,10 @@ def run(engine: str, d: int, steps: int) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def _rounds(folder: Path, server: subprocess.Popen[bytes]) -> list[tuple[int, float]]:
+def _rounds(folder: Path, over: Callable[[], bool]) -> list[tuple[int, float]]:
     """(rounds answered by a party so far, time), read from its journal as it grows."""
     marks: list[tuple[int, float]] = []
-    while server.poll() is None:
+    while not over():
         for journal in (folder / "p0").glob("*.journal"):
             try:
                 n = journal.read_bytes().count(b"\n") - 1
@@ -204,7 +239,7 @@ def _rounds(folder: Path, server: subprocess.Popen[bytes]) -> list[tuple[int, fl
 def main() -> None:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int)
     every = list(ROUNDS)
     parser.add_argument("--rows", nargs="+", choices=every, default=every)
     options = parser.parse_args()
@@ -212,11 +247,10 @@ def main() -> None:
     rows = {f"{row['engine']}:{row['d']}": row for row in kept}
     for name in options.rows:
         engine, _, d = name.partition(":")
-        rows[name] = run(engine, int(d), QUICK[int(d)] if options.quick else ROUNDS[name])
+        rows[name] = run(engine, int(d), options.rounds or ROUNDS[name])
         print({k: v for k, v in rows[name].items() if k != "memory"}, flush=True)
-        if not options.quick:
-            ordered = [rows[name] for name in every if name in rows]
-            save(RESULT, {"parties": PARTIES, "rows": ordered}, "nvflare", "cryptography")
+        ordered = [rows[name] for name in every if name in rows]
+        save(RESULT, {"parties": PARTIES, "rows": ordered}, "nvflare", "cryptography")
 
 
 if __name__ == "__main__":

@@ -68,10 +68,8 @@ class Proxy:
 class Trial:
     """One federation and what is done to it."""
 
-    def __init__(
-        self, folder: Path, *, steps: int = STEPS, engine: str = "tls", armed: Mapping[str, Window] | None = None
-    ) -> None:
-        self.folder, self.engine, self.armed = folder, engine, dict(armed or {})
+    def __init__(self, folder: Path, *, steps: int = STEPS, armed: Mapping[str, Window] | None = None) -> None:
+        self.folder, self.armed = folder, dict(armed or {})
         port = free_ports()
         text = PLAN.format(port=port, steps=steps, d=20).replace("timeout = 120", "timeout = 3\ngrace = 3")
         text = text.replace("spare = 2", "spare = 6")
@@ -80,7 +78,7 @@ class Trial:
         for name in "ab":
             X = rng.standard_normal((50, 20)) / 5.0
             np.savez(folder / f"{name}.npz", X=X, y=(X[:, 0] > 0).astype(int))
-        words = ("provision", folder / "plan.toml", "--out", folder / "keys", "--engine", engine)
+        words = ("provision", folder / "plan.toml", "--out", folder / "keys")
         assert self._start("", *words).wait() == 0
         self.proxy = Proxy(port)
         self.running: dict[str, subprocess.Popen[bytes]] = {}
@@ -100,18 +98,11 @@ class Trial:
         """Start a member."""
         plan, keys = self.folder / "plan.toml", self.folder / "keys"
         if name == "server":
-            words: tuple[str | Path, ...] = (
-                "--out",
-                self.folder / "model",
-                "--wait",
-                "60",
-                "--engine",
-                self.engine,
-            )
+            words: tuple[str | Path, ...] = ("--out", self.folder / "model", "--wait", "60", "--patience", "60")
             return self._start(name, "server", plan, "--keys", keys / "coordinator", *words)
         words = ("--data", self.folder / f"{name}.npz", "--out", self.folder / name, "--patience", "60")
-        detour = ("--address", f"127.0.0.1:{self.proxy.port}") if name == "b" and self.engine == "tls" else ()
-        return self._start(name, "party", plan, "--keys", keys / name, *words, "--engine", self.engine, *detour)
+        detour = ("--address", f"127.0.0.1:{self.proxy.port}") if name == "b" else ()
+        return self._start(name, "party", plan, "--keys", keys / name, *words, *detour)
 
     def after(self, rounds: int) -> None:
         """Wait until party b has answered some rounds."""

@@ -13,12 +13,14 @@ import numpy as np
 from quietgrad.federation import network
 from quietgrad.federation.provision import Credentials
 from quietgrad.federation.queries import pack
+from quietgrad.federation.site import Site
 from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.tls import TlsServer
 from quietgrad.federation.transport.tls_party import TlsParty
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.base import Gradient
+from tests.talk import Talk
 
 
 class HostileCoordinator:
@@ -36,11 +38,12 @@ class HostileCoordinator:
             Credentials.read(keys / "coordinator"), (file.host, file.port), ["a", "b"],
             agreement=agreement or file.digest, most=network.largest_frame(file),
         )  # fmt: skip
+        self._talk = Talk(self._server, agreement or file.digest)
 
     def say(self, kind: str, arrays: Any = None, **fields: Any) -> Message:
         """Party b's answer to one message."""
         message = Message(kind, {"plan": self.plan.digest, **fields}, arrays or {})
-        return decode(self._server.exchange({"b": encode(message)}, timeout=60.0)[0]["b"])
+        return decode(self._talk.exchange({"b": encode(message)}, timeout=60.0)[0]["b"])
 
     def ask(self, run: str, t: int, clip: float = 1.0, **fields: Any) -> Message:
         """Party b's answer to one round."""
@@ -54,7 +57,7 @@ class HostileCoordinator:
 
     def finish(self, words: str) -> None:
         """Send everybody away."""
-        self._server.finish(words)
+        self._talk.finish(words)
 
 
 def lying_party(file: PlanFile, keys: Path) -> TlsParty:
@@ -65,9 +68,9 @@ def lying_party(file: PlanFile, keys: Path) -> TlsParty:
         fields = {"run": message.fields["run"], "round": message.fields.get("round")}
         if message.kind == "ask":
             return encode(Message("sum", fields, {"total": np.full(file.plan.shape.dim, np.nan)}))
-        return encode(Message("ready", {**fields, "round": -1}))
+        return encode(Message("ready", {**fields, "round": -1, "draws": {}}))
 
     return TlsParty(
-        Credentials.read(keys / "a"), (file.host, file.port), lie, agreement=file.digest,
+        Credentials.read(keys / "a"), (file.host, file.port), Site(lie, file.digest), agreement=file.digest,
         most=network.largest_frame(file), patience=60.0,
     )  # fmt: skip

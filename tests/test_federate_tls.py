@@ -17,12 +17,14 @@ import pytest
 from quietgrad.errors import BudgetError, QuietgradError
 from quietgrad.federation import network
 from quietgrad.federation.provision import Credentials, provision
+from quietgrad.federation.site import Site
 from quietgrad.federation.toml_plan import parse_plan
-from quietgrad.federation.transport import frames, tls_party
+from quietgrad.federation.transport import Bytes, frames, tls_party
 from quietgrad.federation.transport.tls import TlsServer
 from quietgrad.federation.transport.tls_party import TlsParty
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.secure.faults import DropoutError, ProtocolError
+from tests.talk import Talk
 from tests.test_federate_plan import TEXT
 
 MOST = 100_000
@@ -46,8 +48,9 @@ class Members:
         self.said: list[str] = []
         self.server = TlsServer(
             keys["coordinator"], ("127.0.0.1", 0), ["a", "b"],
-            agreement="plan", most=MOST, grace=10.0, tell=self.said.append,
+            agreement="plan", most=MOST, timeout=20.0, tell=self.said.append,
         )  # fmt: skip
+        self.talk = Talk(self.server)
         self.ends: dict[str, Any] = {}
         self.threads: list[threading.Thread] = []
 
@@ -55,7 +58,13 @@ class Members:
         settings = {"agreement": "plan", "most": MOST, "patience": 10.0, **settings}
         credentials = settings.pop("credentials", self.keys[name])
         address = ("127.0.0.1", settings.pop("port", self.server.port))
-        party = TlsParty(credentials, address, handler or (lambda data: data[::-1]), **settings)
+        self.handed: dict[str, bytes] = {}
+
+        def finish(words: str, parting: Bytes) -> None:
+            self.handed[label or name] = bytes(parting)
+
+        site = Site(handler or (lambda data: bytes(data)[::-1]), "plan", finish)
+        party = TlsParty(credentials, address, site, **settings)
 
         def run() -> None:
             try:
@@ -78,7 +87,7 @@ class Members:
 def members(keys: dict[str, Credentials]) -> Iterator[Members]:
     made = Members(keys)
     yield made
-    made.server.finish("over")
+    made.talk.finish("over")
     for thread in made.threads:
         thread.join(timeout=20.0)
         assert not thread.is_alive()
@@ -87,30 +96,25 @@ def members(keys: dict[str, Credentials]) -> Iterator[Members]:
 def test_messages_and_the_end_reach_everybody(members: Members) -> None:
     members.join("a")
     members.join("b", lambda data: bytes(data) * 2)
-    assert members.server.wait_for_all(20.0) == {}
     for t in range(5):
-        replies, missing = members.server.exchange({"a": b"x%d" % t, "b": b"y"}, timeout=20.0)
+        replies, missing = members.talk.exchange({"a": b"x%d" % t, "b": b"y"}, timeout=20.0)
         assert (bytes(replies["a"]), bytes(replies["b"]), missing) == (b"%dx" % t, b"yy", [])
     large = np.random.default_rng(0).bytes(90_000)
-    replies, _ = members.server.exchange({"a": large}, timeout=20.0)
+    replies, _ = members.talk.exchange({"a": large}, timeout=20.0)
     assert bytes(replies["a"]) == large[::-1]
-    assert [(row.name, row.answered, row.missed) for row in members.server.attendance()] == [
-        ("a", 6, 0),
-        ("b", 5, 0),
-    ]
-    members.server.finish("well done", b"model")
-    assert (members.end("a").words, bytes(members.end("a").parting)) == ("well done", b"model")
-    assert members.end("b").words == "well done"
+    assert [(row.name, row.answered) for row in members.server.attendance()] == [("a", 6), ("b", 5)]
+    members.talk.finish("well done", b"model")
+    assert [members.end(name) for name in ("a", "b")] == ["well done"] * 2
+    assert members.handed == {"a": b"model", "b": b"model"}
 
 
 def test_who_never_comes_is_missing_after_the_grace(keys: dict[str, Credentials]) -> None:
     members = Members(keys)
-    members.server._grace = 0.2
     members.join("a")
-    assert members.server.wait_for_all(0.0).keys() >= {"b"}
-    _, missing = members.server.exchange({"a": b"1", "b": b"1"}, timeout=20.0)
+    _, missing = members.talk.exchange({"a": b"1", "b": b"1"}, timeout=2.0)
     assert missing == ["b"]
-    members.server.finish("over")
+    assert members.talk.why["b"] == "has not called yet"
+    members.talk.finish("over")
 
 
 def test_slow_answer_is_missing_and_never_taken_for_another(members: Members) -> None:
@@ -123,11 +127,10 @@ def test_slow_answer_is_missing_and_never_taken_for_another(members: Members) ->
 
     members.join("a", slow)
     members.join("b")
-    members.server.wait_for_all(20.0)
-    replies, missing = members.server.exchange({"a": b"one", "b": b"12"}, timeout=0.5)
+    replies, missing = members.talk.exchange({"a": b"one", "b": b"12"}, timeout=3.0)
     assert (missing, bytes(replies["b"])) == (["a"], b"21")
     gate.set()
-    replies, missing = members.server.exchange({"a": b"two", "b": b"34"}, timeout=20.0)
+    replies, missing = members.talk.exchange({"a": b"two", "b": b"34"}, timeout=20.0)
     assert (bytes(replies["a"]), missing) == (b"two", [])
 
 
@@ -149,26 +152,26 @@ def test_lost_reply_is_repeated_and_not_computed_again(members: Members, monkeyp
         return b"answer %d" % len(calls)
 
     members.join("a", handler)
-    replies, missing = members.server.exchange({"a": b"ask"}, timeout=20.0)
+    replies, missing = members.talk.exchange({"a": b"ask"}, timeout=20.0)
     assert (bytes(replies["a"]), missing, calls, cut.is_set()) == (b"answer 1", [], [b"ask"], True)
-    replies, _ = members.server.exchange({"a": b"ask"}, timeout=20.0)
+    replies, _ = members.talk.exchange({"a": b"ask"}, timeout=20.0)
     assert bytes(replies["a"]) == b"answer 2"
 
 
 def test_oversized_answer_is_refused_before_it_is_read(members: Members) -> None:
     members.join("a", lambda data: bytes(MOST + 100) if bytes(data) == b"big" else b"ok")
-    members.server.wait_for_all(0.0)
-    _, missing = members.server.exchange({"a": b"big"}, timeout=3.0)
+    _, missing = members.talk.exchange({"a": b"big"}, timeout=3.0)
     assert missing == ["a"]
     assert any("announces a frame" in words for words in members.said)
-    assert bytes(members.server.exchange({"a": b"small"}, timeout=20.0)[0]["a"]) == b"ok"
+    assert bytes(members.talk.exchange({"a": b"small"}, timeout=20.0)[0]["a"]) == b"ok"
 
 
 def test_other_plan_is_turned_away_by_name(members: Members) -> None:
     members.join("a", agreement="another plan")
     assert "plan file is not the coordinator's" in str(members.end("a"))
     assert any(words.startswith("turned away a:") for words in members.said)
-    assert "compare the digests" in members.server.wait_for_all(0.0)["a"]
+    members.talk.exchange({"a": b"1"}, timeout=0.2)
+    assert "compare the digests" in members.talk.why["a"]
 
 
 def test_party_refuses_a_coordinator_with_another_plan(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,21 +205,21 @@ def test_caller_without_a_certificate_gets_nowhere(members: Members) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert b"HTTP" not in sock.recv(1000)
     members.join("a")
-    assert bytes(members.server.exchange({"a": b"12"}, timeout=20.0)[0]["a"]) == b"21"
+    assert bytes(members.talk.exchange({"a": b"12"}, timeout=20.0)[0]["a"]) == b"21"
 
 
 def test_second_process_with_the_same_keys_takes_the_seat(members: Members) -> None:
     members.join("a", lambda data: b"first", label="first")
-    assert bytes(members.server.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"first"
+    assert bytes(members.talk.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"first"
     members.join("a", lambda data: b"second", label="second")
     assert "another process with the same keys" in str(members.end("first"))
-    assert bytes(members.server.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"second"
+    assert bytes(members.talk.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"second"
 
 
 def test_absent_coordinator_is_named(keys: dict[str, Credentials]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    party = TlsParty(keys["a"], ("127.0.0.1", port), bytes, agreement="plan", most=MOST, patience=0.3)
+    party = TlsParty(keys["a"], ("127.0.0.1", port), Site(bytes), agreement="plan", most=MOST, patience=0.3)
     with pytest.raises(DropoutError, match="coordinator: cannot be reached"):
         party.run()
 
@@ -224,14 +227,15 @@ def test_absent_coordinator_is_named(keys: dict[str, Credentials]) -> None:
 def test_coordinator_that_restarts_is_found_again(keys: dict[str, Credentials]) -> None:
     members = Members(keys)
     members.join("a")
-    members.server.exchange({"a": b"1"}, timeout=20.0)
+    members.talk.exchange({"a": b"1"}, timeout=20.0)
     port = members.server.port
     members.server.close()  # without a farewell: as if it had been killed
-    again = TlsServer(keys["coordinator"], ("127.0.0.1", port), ["a"], agreement="plan", most=MOST, grace=20.0)
-    replies, _ = again.exchange({"a": b"12"}, timeout=20.0)
+    again = TlsServer(keys["coordinator"], ("127.0.0.1", port), ["a"], agreement="plan", most=MOST)
+    talk = Talk(again)
+    replies, _ = talk.exchange({"a": b"12"}, timeout=20.0)
     assert bytes(replies["a"]) == b"21"
-    again.finish("over")
-    assert members.end("a").words == "over"
+    talk.finish("over")
+    assert members.end("a") == "over"
 
 
 def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials], tmp_path: Path) -> None:
@@ -243,7 +247,7 @@ def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials]
     members.join("a", party.handle)
 
     def ask(message: Message) -> Message:
-        return decode(members.server.exchange({"a": encode(message)}, timeout=20.0)[0]["a"])
+        return decode(members.talk.exchange({"a": encode(message)}, timeout=20.0)[0]["a"])
 
     other = parse_plan(text.replace("clip = 1.0", "clip = 2.0") + TEXT[TEXT.index("[[party]]") :])
     assert ask(Message("open", {"run": "r1", "plan": other.plan.digest})).fields["code"] == "plan"
@@ -254,9 +258,12 @@ def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials]
         reply = ask(Message("ask", {**good, "query": query[0]}, query[1]))
         assert (name, reply.kind) == (name, "refused")
     fields, arrays = honest(params)
-    assert ask(Message("ask", {**good, "query": fields}, arrays)).kind == "sum"
-    assert ask(Message("ask", {**good, "query": fields}, arrays)).kind == "refused"  # the same round twice
-    members.server.finish("over")
+    first = ask(Message("ask", {**good, "query": fields}, arrays))
+    again = ask(Message("ask", {**good, "query": fields}, arrays))  # the same answer, not a second release
+    np.testing.assert_array_equal(first.arrays["total"], again.arrays["total"])
+    arrays = {name: array + 1.0 for name, array in arrays.items()}
+    assert ask(Message("ask", {**good, "query": fields}, arrays)).kind == "refused"  # the same round, another point
+    members.talk.finish("over")
 
 
 def honest(params: Any) -> tuple[Any, Any]:

@@ -112,7 +112,7 @@ def test_parties_of_a_cohort_may_be_away(settings: dict[str, Any]) -> None:
     everybody = simulate(ALGORITHM, Logistic(), twins(), budget=None)
     np.testing.assert_allclose(result.params, everybody.params, atol=1e-8)
     gone = [Fault(f"party-{j}", "leave", 0 if j < 4 else 1, last=10**6) for j in range(1, 7)]
-    with pytest.raises(DropoutError, match="spare"):
+    with pytest.raises(DropoutError, match="continue the run"):
         simulate(ALGORITHM, Logistic(), twins(8), budget=None, cohort=6, quorum=5, faults=gone, **settings)
 
 

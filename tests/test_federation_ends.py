@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.cli import main
 from quietgrad.federation.toml_plan import read_plan
 from quietgrad.privacy.ledger import Ledger
 from tests.killed import COORDINATOR, KILLED, PARTY
@@ -65,3 +67,25 @@ def test_party_killed_at_every_step_of_the_end(start: Any) -> None:
     model = qg.load("model")
     for name in ("model", "a", "b"):
         check(Path(name), model)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_coordinator_whose_model_everybody_has_waits_for_nobody(
+    start: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And everybody can say where the run is."""
+    words = two(Path(), PLAN)
+    running = [start(*each) for each in words.values()]
+    outcomes = [ended(process) for process in running]
+    assert [code for code, *_ in outcomes] == [0, 0, 0], outcomes
+    for _, _, err in outcomes:
+        assert f"round {STEPS} of {STEPS} [████████████████████] ε = 1" in err
+    again = start(*words["server"][:-1], "100000")
+    code, _, err = ended(again)
+    assert (code, "nobody is asked anything" in err, "round" in err) == (0, True, False), err
+    for home in ("model", "a", "b"):
+        capfd.readouterr()
+        assert main(["federate", "status", home, "--json"]) == 0
+        said = json.loads(capfd.readouterr().out)
+        assert (said["rounds"], said["of"], said["words"]) == (STEPS, STEPS, "the run is complete")
+    assert main(["federate", "status", "nowhere"]) == 1

@@ -37,7 +37,13 @@ ALGORITHMS: dict[str, Any] = {
     "bassily-sgd": qg.BassilySGD(steps=10, batch_size=40),
     "whitened-gd": qg.WhitenedGD(steps=6),
     "perturbed-sgd": qg.PerturbedSGD(
-        oracle=qg.AdaptiveSpider(batch_size=40, difference_batch_size=8, kappa=0.3), chi=0.05, learning_rate=0.2
+        oracle=qg.AdaptiveSpider(batch_size=40, difference_batch_size=8, kappa=0.3),
+        chi=0.05,
+        learning_rate=0.2,
+        mode="practical",
+        radius=1.0,
+        escape_steps=5,
+        steps=12,
     ),
     "weighted-average": qg.WeightedAverage(steps=8, method="rounds"),
 }

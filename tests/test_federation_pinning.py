@@ -71,7 +71,7 @@ OFF_PLAN: dict[str, tuple[Query, dict[str, Any], str]] = {
     "another gamma": (replace(NEXT, gamma=0.9), {"slot": "next"}, "gamma is 0.9"),
     "a larger difference clip": (replace(NEXT, difference_clip=5.0), {"slot": "next"}, "difference_clip is 5.0"),
     "a query of another slot": (FIRST, {"slot": "next"}, "other fields"),
-    "another length": (Gradient(np.zeros(D + 1), 0.5), {}, "array"),
+    "another length": (Gradient(np.zeros(D + 1), 0.5), {}, "not a vector of shape"),
     "a slot that is not planned": (FIRST, {"slot": "hessian"}, "not in the plan"),
     "one too many": (FIRST, {"draw": 1}, "beyond the planned 1"),
     "a budget of its own": (FIRST, {"rho": 1e9}, "no zCDP filter"),

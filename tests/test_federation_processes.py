@@ -16,11 +16,13 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation import deal
 from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes, Handler
 from quietgrad.federation.transport.processes import Processes
 from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.secure.faults import DropoutError
+from tests.talk import Talk
 
 ALGORITHM = qg.DPGD(steps=6, learning_rate=1.0)
 
@@ -46,9 +48,8 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
         folder=tmp_path,
     )
     transport = Processes(members.makers)
-    curator = FederatedCurator(
-        Logistic(), transport, timeout=20.0, identity=members.identity, roster=members.roster, seed=1
-    )
+    exchange = Exchange(transport, timeout=20.0, patience=20.0)
+    curator = FederatedCurator(Logistic(), exchange, identity=members.identity, roster=members.roster, seed=1)
     yield transport, partial(train, ALGORITHM, curator, plan, np.zeros(3))
     transport.close()
 
@@ -56,8 +57,8 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
 def test_killed_party_comes_back_and_the_model_is_right(federation: Any) -> None:
     transport, go = federation
 
-    def strike(state: Any, session: Any) -> None:
-        if state.step == 2:
+    def strike(progress: qg.Progress) -> None:
+        if progress.step == 2:
             os.kill(transport.process("party-2").pid, signal.SIGKILL)
             transport.process("party-2").join()
             transport.restart("party-2")
@@ -65,15 +66,14 @@ def test_killed_party_comes_back_and_the_model_is_right(federation: Any) -> None
     result = go(callback=strike)
     expected = simulate(ALGORITHM, Logistic(), people(), budget=None, seed=1)
     np.testing.assert_allclose(result.params, expected.params, atol=1e-9)
-    assert result.privacy.releases["gradient"] > ALGORITHM.steps
-    assert any("party-2" in note for note in result.privacy.notes)
+    assert result.privacy.releases["gradient"] == ALGORITHM.steps  # nobody had been asked anything
 
 
 def test_killed_party_that_stays_away_is_named(federation: Any) -> None:
     transport, go = federation
 
-    def strike(state: Any, session: Any) -> None:
-        if state.step == 2:
+    def strike(progress: qg.Progress) -> None:
+        if progress.step == 2:
             os.kill(transport.process("party-3").pid, signal.SIGKILL)
 
     with pytest.raises(DropoutError, match="party-3"):
@@ -83,13 +83,14 @@ def test_killed_party_that_stays_away_is_named(federation: Any) -> None:
 def test_hung_party_is_timed_out_and_its_late_answer_is_dropped(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     transport = Processes({"quick": partial(patient, None), "slow": partial(patient, gate)})
+    talk = Talk(transport, "")
     try:
-        replies, missing = transport.exchange({"quick": b"warm", "slow": b"warm"}, timeout=60.0)
+        replies, missing = talk.exchange({"quick": b"warm", "slow": b"warm"}, timeout=60.0)
         assert (sorted(replies), missing) == (["quick", "slow"], [])
-        replies, missing = transport.exchange({"quick": b"one", "slow": b"one"}, timeout=2.0)
+        replies, missing = talk.exchange({"quick": b"one", "slow": b"one"}, timeout=2.0)
         assert (bytes(replies["quick"]), missing) == (b"one", ["slow"])
         gate.touch()
-        replies, missing = transport.exchange({"quick": b"two", "slow": b"two"}, timeout=60.0)
+        replies, missing = talk.exchange({"quick": b"two", "slow": b"two"}, timeout=60.0)
         assert (bytes(replies["slow"]), missing) == (b"two", [])
     finally:
         transport.close()
@@ -99,7 +100,7 @@ def patient(gate: Path | None) -> Handler:
     """A party that answers once its gate is there; runs in a child process."""
 
     def handle(data: Bytes) -> Bytes:
-        while gate is not None and data != b"warm" and not gate.exists():
+        while gate is not None and bytes(data) != b"warm" and not gate.exists():
             time.sleep(0.01)
         return data
 

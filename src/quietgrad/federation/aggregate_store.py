@@ -45,6 +45,8 @@ class AggregateStore:
         self.asked: dict[str, int] = {}
         self.rho = 0.0
         self.last_round = -1
+        self.unfinished: str | None = None
+        """The slot of the last round, if it was asked and its aggregate is not here."""
         self.done: list[Done] = []
         self.resumed = False
         self.ended = False
@@ -69,6 +71,7 @@ class AggregateStore:
         """Round ``t`` gave ``value``, which may be used once this returns."""
         body = np.ascontiguousarray(value, "<f8").tobytes()
         self._write({"done": t, "slot": slot, "numbers": len(value), "crc": zlib.crc32(body)}, body)
+        self.unfinished = None
 
     def end(self) -> None:
         """The run came to its end; its members may hear of it once this returns."""
@@ -87,7 +90,7 @@ class AggregateStore:
             self._file.close()
 
     def _count(self, t: int, slot: str, rho: float | None) -> None:
-        self.last_round = t
+        self.last_round, self.unfinished = t, slot
         self.asked[slot] = self.asked.get(slot, 0) + 1
         self.rho += rho or 0.0
 
@@ -121,6 +124,7 @@ class AggregateStore:
                     if len(body) < 8 * entry["numbers"] or zlib.crc32(body) != entry["crc"]:
                         break
                     self.done.append(Done(entry["slot"], np.frombuffer(body, "<f8").astype(np.float64)))
+                    self.unfinished = None
                 good = file.tell()
             if file.seek(0, 2) > good:
                 kept.cut(good)

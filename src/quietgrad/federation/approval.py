@@ -9,9 +9,10 @@ party was asked nothing, and a zCDP filter, whose accounting allows any stopping
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
-from quietgrad.curators.account import Account, Charge
+from quietgrad.curators.account import EPOCH, Account, Charge
 from quietgrad.errors import BudgetError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan import FederatedPlan
@@ -37,14 +38,15 @@ class Approval:
         journal: Journal,
         contents: Callable[[], Iterable[bytes | memoryview]],
     ) -> None:
-        self._plan, self._place, self._account, self._contents = plan, place, account, contents
+        self._plan, self._place, self._contents = plan, place, contents
+        self._account = account if plan.budget is None else account.settled(contents, plan.unit)
         self.journal = journal
-        self._charge: Charge | None = None
+        self._charges: list[Charge] = []  # one, and one more for each time the journal was not as it was left
 
     @property
     def in_use(self) -> bool:
         """Whether a run was opened here that is paid for and not over."""
-        return self._charge is not None and not self.journal.ended
+        return bool(self._charges) and not self.journal.ended
 
     @property
     def _event(self) -> Event | None:
@@ -68,7 +70,7 @@ class Approval:
                 f"one run was approved here, {self.journal.run}, and this is another; it needs a new approval: a "
                 "new `party` command with another --out. Nothing was given."
             )
-        if not self.journal.ended and self._charge is None:
+        if not self.journal.ended and not self._charges:
             self._pay()
         return not self.journal.ended
 
@@ -76,47 +78,58 @@ class Approval:
         """The run is over: book what it costs. Closing again changes nothing, in this process or another."""
         if not self.use(run):
             return
-        assert self._charge is not None
-        if self.journal.last_round < 0:
-            self._charge.cancel(reason or "nothing was asked")
-        else:
-            self._charge.close(self._filtered(), reason=reason, data_dependent=True)
+        for charge in self._charges:
+            if self.journal.last_round < 0 and len(self._charges) == 1:
+                charge.cancel(reason or "nothing was asked")
+            else:
+                charge.close(self._filtered(), reason=reason, data_dependent=True)
         self.journal.end()
 
     def withdraw(self) -> bool:
         """Take the approval back if nothing was asked under it, and give back what was paid; whether that is so."""
-        if self.journal.last_round >= 0:
+        if self.journal.last_round >= 0 or len(self._charges) > 1:
             return False
         if self.journal.run is not None:
             if not self.journal.ended:
-                found = self._reopened()
-                (self._charge or found or Charge(None)).cancel("the run ended before anything was asked")
+                found = self._charges or [self._reopened(self.journal.entry) or Charge(None)]
+                found[0].cancel("the run ended before anything was asked")
             self.journal.unbind()
-            self._charge = None
+            self._charges = []
         return True
 
     def _pay(self) -> None:
         # The entry has a name of our own, so that no coordinator can point to what paid for something else.
-        entry, budget = self.journal.entry, self._plan.budget
+        entry, agreed = self.journal.entry, True
         try:
-            self._charge = self._reopened() or self._account.reserve(
-                self._event,
-                budget,
-                run=entry,
-                note=f"{self._plan.algorithm}, party {self._plan.names[self._place]}",
-                contents=None if self._account.ledger is None else self._contents(),
-                unit=self._plan.unit,
-            )
+            if self.journal.resumed and self._event is not None:
+                agreed = self.journal.reopen(self._account.openings(entry))
+                self._account.resume(entry)
+            charges = [self._reopened(entry) or self._reserve(entry)]
+            charges += [found for nonce in self._account.epochs(entry) if (found := self._reopened(entry, nonce))]
+            over = charges[0].paid  # killed after its ledger was closed, before the journal said so; or restored
+            if not agreed and not over:  # rounds may have been answered that the journal does not know of
+                charges.append(self._reserve(f"{entry}{EPOCH}{os.urandom(8).hex()}"))
         except BudgetError:
             if self.journal.last_round < 0:
                 self.journal.unbind()
             raise
-        if self._charge.paid:  # killed after its ledger was closed and before the journal said so
+        self._charges = charges
+        if over:
             self.journal.end()
 
-    def _reopened(self) -> Charge | None:
-        plan = self._plan
-        return self._account.reopen(self._event, plan.budget, run=self.journal.entry, unit=plan.unit)
+    def _reserve(self, run: str) -> Charge:
+        return self._account.reserve(
+            self._event,
+            self._plan.budget,
+            run=run,
+            note=f"{self._plan.algorithm}, party {self._plan.names[self._place]}",
+            contents=None if self._account.ledger is None else self._contents(),
+            unit=self._plan.unit,
+        )
+
+    def _reopened(self, entry: str, nonce: str = "") -> Charge | None:
+        plan, run = self._plan, f"{entry}{EPOCH}{nonce}" if nonce else entry
+        return self._account.reopen(self._event, plan.budget, run=run, unit=plan.unit)
 
     def _filtered(self) -> Event | None:
         """What the plan's zCDP filter counted, if it has one."""

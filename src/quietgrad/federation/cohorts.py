@@ -10,7 +10,7 @@ nothing against the noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,26 @@ from quietgrad.privacy.rng import SecureStream
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.identity import Roster
 
+_DRAWINGS = 64
 
-def draw(plan: FederatedPlan, key: bytes, t: int) -> tuple[str, ...]:
-    """Who is asked in round t, in the plan's order: everybody, or a uniform cohort drawn from the run's key."""
+
+def draw(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
+    """Who is asked in round t, in the plan's order: everybody, or a uniform cohort drawn from the run's key.
+
+    A cohort without a quorum of parties who are not known to be ``away`` is drawn again, which costs nothing.
+    """
     if not plan.cohort:
         return plan.names
-    order = np.argsort(SecureStream(key, "cohort").uint64(t, len(plan.names)))
+    first = _drawn(plan, key, t, "cohort")
+    for again in range(1, _DRAWINGS):
+        cohort = first if again == 1 else _drawn(plan, key, t, f"cohort/{again}")
+        if sum(name not in away for name in cohort) >= plan.quorum:
+            return cohort
+    return first
+
+
+def _drawn(plan: FederatedPlan, key: bytes, t: int, label: str) -> tuple[str, ...]:
+    order = np.argsort(SecureStream(key, label).uint64(t, len(plan.names)))
     return tuple(plan.names[j] for j in sorted(order[: plan.cohort].tolist()))
 
 

@@ -9,7 +9,7 @@ from the plan's spare rounds, and when those are used up the run ends with the n
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,8 +22,9 @@ import numpy.typing as npt
 from quietgrad.curators.account import Account
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.rounds import Caller, LostRound, largest_reply
+from quietgrad.federation.rounds import LostRound, largest_reply, quorate
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Message, encode
 from quietgrad.objectives.base import Objective
@@ -46,8 +47,7 @@ class FederatedCurator:
 
     Args:
         objective: the public loss.
-        transport: how to reach the parties (and servers).
-        timeout: seconds that a party has to answer.
+        over: how to reach the parties (and servers): a transport, or an exchange over one.
         ledger, account, cap: the coordinator's own record of what the run releases; each party keeps its own too.
         identity, roster: who is who, for ``secure="masks"``.
         folder: keep every aggregate here before it is used, so that a killed run can be resumed.
@@ -58,11 +58,10 @@ class FederatedCurator:
     def __init__(
         self,
         objective: Objective,
-        transport: Transport,
+        over: Transport | Exchange,
         *,
-        timeout: float = 60.0,
         ledger: Ledger | str | Path | None = None,
-        account: str = "default",
+        account: Account | str = "default",
         cap: Budget | None = None,
         identity: Identity | None = None,
         roster: Roster | None = None,
@@ -70,33 +69,42 @@ class FederatedCurator:
         seed: int | None = None,
         tell: Callable[[str], None] = lambda words: None,
     ) -> None:
-        if not 0.0 < timeout < math.inf:
-            raise ValueError(f"timeout={timeout!r}: must be a number of seconds > 0.")
-        self.objective, self.transport, self.timeout = objective, transport, timeout
-        self._account, self.tell = Account(account, ledger, cap), tell
+        self.objective = objective
+        self.exchange = over if isinstance(over, Exchange) else Exchange(over, tell=tell)
+        self._account = account if isinstance(account, Account) else Account(account, ledger, cap)
+        self.tell = tell
+        self.admitted: Callable[[str, Message], None] = lambda name, reply: None
+        """Is told of every party that comes back in mid-run."""
+        self.claimed: tuple[int, dict[str, int]] = (-1, {})
+        """The last round that a party says it has answered, and the draws of each slot."""
         self.seeded = seed is not None
         self._key = fresh_key() if seed is None else seed_key(seed)
         self._identity, self._roster = identity, roster
         self.folder = None if folder is None else Path(folder)
 
-    def open(self, plan: FederatedPlan) -> FederatedSession:
-        """Reserve the plan's whole cost here and at every party, or continue the run kept in the folder."""
-        absent = {*plan.names, *plan.servers} - set(self.transport.parties())
+    def open(self, plan: FederatedPlan, wait: float | None = None) -> FederatedSession:
+        """Reserve the plan's whole cost here and at every party, or continue the run kept in the folder.
+
+        Waits for a quorum, and then ``wait`` seconds for the others.
+        """
+        absent = {*plan.names, *plan.servers} - set(self.exchange.transport.parties())
         if absent:
             raise ProtocolError(", ".join(sorted(absent)), "cannot be reached by this transport")
         path = None if self.folder is None else self.folder / AGGREGATES
         public = self._key if self.seeded else os.urandom(32)
         event = plan.event if plan.is_private else None
         store = AggregateStore(path, digest=plan.digest, run=os.urandom(16).hex(), public_key=public)
-        caller = Caller(self.transport, self.timeout, largest_reply(plan))
+        self.exchange.most = largest_reply(plan)
         try:
             charge = (
                 self._account.reopen(event, plan.budget, run=store.run, unit=plan.unit) if store.resumed else None
             )
+            if charge is not None:
+                self._account.resume(store.run)
             if charge is None and event is not None and plan.budget is not None:
                 self._account.check(event, plan.budget, plan.unit)  # before anybody else has paid
             if not store.ended:
-                self._gather(plan, caller, store)
+                self._gather(plan, store, wait)
             if charge is None:
                 note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
                 note += "" if plan.records_public is None else f"; {plan.counts}"
@@ -106,22 +114,41 @@ class FederatedCurator:
                 self._call_off(plan, store, str(error))
             store.close()
             raise
-        return FederatedSession(plan, self, store, caller, charge)
+        return FederatedSession(plan, self, store, charge)
 
-    @staticmethod
-    def _gather(plan: FederatedPlan, caller: Caller, store: AggregateStore) -> None:
-        """Open the run at the parties."""
+    def _gather(self, plan: FederatedPlan, store: AggregateStore, wait: float | None) -> None:
+        """Open the run at the parties; whoever restarts later hears the same words."""
         faults: dict[str, str] = {}
         message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
-        replies = caller.call(dict.fromkeys(plan.names, message), faults)
-        faults |= {name: "says that this run is over" for name, r in replies.items() if r.kind != "ready"}
+        self.exchange.opens(message, lambda name, reply: self.admitted(name, reply))
+        replies = self.exchange.call(dict.fromkeys(plan.names, message), faults, quorate(plan), grace=wait)
+        faults |= {name: why for name, reply in replies.items() if (why := self._hear(plan, reply)) is not None}
         if len(plan.names) - len(faults) < plan.quorum:
             raise LostRound(faults)
+
+    def _hear(self, plan: FederatedPlan, reply: Message) -> str | None:
+        """Note where a party says it is, or why it cannot be there.
+
+        A coordinator whose own file was cut continues from the furthest.
+        """
+        if reply.kind != "ready":
+            return "says that this run is over"
+        last, draws = reply.fields.get("round"), reply.fields.get("draws")
+        limits = {slot.name: plan.limit(slot.name) for slot in plan.schedule.slots}
+        if type(last) is not int or not isinstance(draws, dict) or not -1 <= last < sum(limits.values()):
+            return "says that it is ready, and not where it was"
+        said = {slot: draws.get(slot, 0) for slot in limits}
+        if not all(type(n) is int and 0 <= n <= limits[slot] for slot, n in said.items()):
+            return "says that it has answered more than the plan allows"
+        known = self.claimed[1]
+        self.claimed = max(self.claimed[0], last), {slot: max(n, known.get(slot, 0)) for slot, n in said.items()}
+        return None
 
     def _call_off(self, plan: FederatedPlan, store: AggregateStore, why: str) -> None:
         """The run could not be opened: those who paid get it back, for they were asked nothing."""
         over = encode(Message("close", {"run": store.run, "reason": f"not opened: {why}"[:200]}))
-        self.transport.exchange(dict.fromkeys(plan.names, over), self.timeout)
+        with contextlib.suppress(ProtocolError):
+            self.exchange.call(dict.fromkeys(plan.names, over), {}, grace=1.0)
         store.remove()
 
 

@@ -13,10 +13,11 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.base import Spent, relative
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
-from quietgrad.federation.cohorts import draw, rescaling
+from quietgrad.federation.cohorts import draw as draw_cohort
+from quietgrad.federation.cohorts import rescaling
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.queries import Scores, pack
-from quietgrad.federation.rounds import Ask, Caller, LostRound, named, rounds
+from quietgrad.federation.queries import Scores, off_plan, pack
+from quietgrad.federation.rounds import Ask, LostRound, named, quorate, rounds
 from quietgrad.federation.wire import Message, encode
 from quietgrad.objectives.base import Query, Regularizer
 from quietgrad.plans.schedule import Plan
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from quietgrad.federation.coordinator import FederatedCurator
 
 Floats = npt.NDArray[np.float64]
+_VAIN = 8  # times that a round may fail before its question has left
 
 
 class FederatedSession:
@@ -41,7 +43,6 @@ class FederatedSession:
         plan: FederatedPlan,
         curator: FederatedCurator,
         store: AggregateStore,
-        caller: Caller,
         charge: Charge,
     ) -> None:
         self.plan: Plan = plan
@@ -50,13 +51,17 @@ class FederatedSession:
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
-        self._store, self._caller, self._charge = store, caller, charge
-        self.epochs = 1
+        self._store, self._exchange, self._charge = store, curator.exchange, charge
+        self.epochs, self.run = 1, store.run
         self._answered: set[str] = set()
         self._tell = curator.tell
+        curator.admitted = self._admitted
+        self._vain = _VAIN + (
+            len(plan.names) if plan.cohort else 0
+        )  # each time somebody else may turn out to be away
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
-        self._rounds = rounds(plan, caller, curator._identity, curator._roster)
+        self._rounds = rounds(plan, curator.exchange, curator._identity, curator._roster)
         self._zero = zeros_like(curator.objective.initial(plan.shape))
         self._sources = {
             slot.name: slot.mechanism.source(self._key, slot.name, plan.limit(slot.name))
@@ -66,6 +71,7 @@ class FederatedSession:
         self._draws = dict(self._made)
         self._replay = list(reversed(store.done))
         self._round = store.last_round
+        self._claimed = curator.claimed
         self._filter = plan.schedule.composition == "filter"
         self._rho = plan.event_rho if self._filter and plan.budget is not None else math.inf
         self.rho_left = self._rho
@@ -124,7 +130,7 @@ class FederatedSession:
         words = {"run": self._store.run, "reason": reason}
         # A party who does not hear of the end keeps the whole plan charged, which is what it books anyway.
         message = encode(Message("close", words))
-        self._caller.transport.exchange(dict.fromkeys(self._plan.names, message), self._caller.timeout)
+        self._exchange.call(dict.fromkeys(self._plan.names, message), {})
         event = self._charge.close(self._spent_event(), reason=reason, data_dependent=data_dependent)
         return Spent(event, self.used, reason, data_dependent)
 
@@ -150,22 +156,34 @@ class FederatedSession:
             )
         dim = query.dim(self._plan.shape)
         if query.bound == 0.0:  # exactly zero whatever the data: nobody is asked
-            return self._keep(slot, np.zeros(dim), self._begin(slot, rho))
+            self._begin(slot, self._round + 1, rho)
+            return self._keep(slot, np.zeros(dim), self._round)
         fields, arrays = pack(query)
+        if (reason := off_plan(self._plan.templates[slot], fields, arrays)) is not None:
+            raise BudgetError(f"slot {slot!r}: {reason}; nobody was asked.")  # as every party would say
         multiplier = self._plan.multiplier(slot, rho)
+        self._check_left(slot, rho)
+        vain = 0
         while True:
-            self._readmit()
-            t = self._begin(slot, rho)
-            words = {"run": self._store.run, "round": t, "slot": slot, "draw": self._draws[slot] - 1, "rho": rho}
-            words |= {"dim": dim, "query": fields}
-            ask = Ask(draw(self._plan, self._key, t), t, slot, words, arrays, dim, float(query.bound), multiplier)
+            again = self._store.unfinished == slot and self._plan.trust != "secure"
+            # The question that an interrupted run left open is asked again as it was: the answers are the same.
+            t = self._round if again else self._round + 1
+            draw = self._draws[slot] - 1 if again else self._draws[slot]
+            if not again:
+                self._check_spare(slot)
             faults: dict[str, str] = {}
+            cohort = draw_cohort(self._plan, self._key, t, self._exchange.away)
+            invited = self._present(cohort, faults)
+            words = {"run": self._store.run, "round": t, "slot": slot, "draw": draw, "rho": rho}
+            words |= {"dim": dim, "query": fields}
+            ask = Ask(cohort, invited, t, slot, words, arrays, dim, float(query.bound), multiplier)
             try:
-                total, present = self._rounds.collect(ask, faults)
+                total, present = self._rounds.collect(ask, faults, lambda: self._begin(slot, t, rho))  # noqa: B023
             except LostRound as lost:
-                self.faults.append((t, lost.faults))
-                left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]))
-                self._tell(f"round {t} is lost ({named(lost.faults)}); {left} spare rounds are left")
+                begun = self._round >= t
+                self._store.unfinished = None
+                vain = 0 if begun else vain + 1
+                self._lost(t, slot, lost.faults, vain)
                 continue
             if faults:
                 self.faults.append((t, faults))
@@ -176,25 +194,40 @@ class FederatedSession:
                 finished *= rescaling(self._plan, present)
             return self._keep(slot, finished, t)
 
-    def _readmit(self) -> None:
-        """Open the run again to those who do not know it: they restarted, and come back with their journal."""
-        back = self._caller.strangers & set(self._plan.names)
-        if self._caller.strangers:
-            self._caller.strangers.clear()
-            self._rounds.reset()
-        if back:
-            message = encode(Message("open", {"run": self._store.run, "plan": self._plan.digest}))
-            replies = self._caller.call(dict.fromkeys(back, message), {})
-            ready = {name: reply for name, reply in replies.items() if reply.kind == "ready"}
-            fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
-            for name, reply in ready.items():
-                if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
-                    raise ProtocolError(
-                        name, "restarted without its journal and cannot tell used records from fresh"
-                    )
+    def _present(self, names: tuple[str, ...], faults: dict[str, str]) -> tuple[str, ...]:
+        """Those of a round who are there, once they are a quorum and the servers are there too."""
+        servers = self._plan.servers
+        enough = quorate(self._plan, *servers)
+        here = self._exchange.here((*names, *servers), enough, faults)
+        if not enough(here):
+            raise DropoutError(
+                list(faults),
+                f"missing for {self._exchange.patience:g} s ({named(faults)}); {len(here) - len(servers)} are here "
+                f"and {self._plan.quorum} are needed. When they are back, the same commands continue the run",
+            )
+        return tuple(name for name in here if name not in servers)
 
-    def _begin(self, slot: str, rho: float | None) -> int:
-        """Charge a new release of ``slot``, durably, and return its round number."""
+    def _lost(self, t: int, slot: str, faults: dict[str, str], vain: int) -> None:
+        """A round went wrong: say so, and give up if it does so again and again before anybody is asked."""
+        if not vain:
+            self.faults.append((t, faults))
+            left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]) + 1)
+            self._tell(f"round {t} is lost ({named(faults)}); {left} spare rounds are left")
+            return
+        self._tell(f"round {t} is begun anew ({named(faults)}); it has cost nothing")
+        if vain > self._vain:
+            raise DropoutError(list(faults), f"round {t} cannot begin: {named(faults)}")
+        self._exchange.transport.clock.sleep(0.1 * 2.0 ** min(vain, 8))
+
+    def _admitted(self, name: str, reply: Message) -> None:
+        """A member is back: it needs keys, and its journal if records are used once."""
+        self._rounds.reset()
+        fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
+        if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
+            raise ProtocolError(name, "restarted without its journal and cannot tell used records from fresh")
+
+    def _check_spare(self, slot: str) -> None:
+        """Refuse to go on if every spare round of ``slot`` was used."""
         if self._draws[slot] - self._made[slot] > self._plan.spare:
             t, faults = self.faults[-1] if self.faults else (self._store.last_round, {})
             why = named(faults) or "interrupted"
@@ -202,17 +235,24 @@ class FederatedSession:
                 list(faults) or ["coordinator"],
                 f"round {t} was lost ({why}) and the plan's {self._plan.spare} spare rounds are used up",
             )
-        if rho is not None and self._plan.is_private:
-            if not 0.0 < rho <= self.rho_left:
-                raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
-            self.rho_left -= rho
+
+    def _check_left(self, slot: str, rho: float | None) -> None:
+        if rho is not None and self._plan.is_private and not 0.0 < rho <= self.rho_left:
+            raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
         sampling = self._plan.schedule[slot].sampling
         if isinstance(sampling, SinglePass) and self._taken() + sampling.batch_size > sampling.n:
             raise ExhaustedError(f"fresh records are used up: {self._taken()} of {sampling.n} were taken.")
-        self._round += 1
+
+    def _begin(self, slot: str, t: int, rho: float | None) -> None:
+        """Charge a release of ``slot``, durably: its question leaves now."""
+        if t <= self._round:  # it was charged when it was asked the first time
+            return
+        self._check_left(slot, rho)
+        if rho is not None and self._plan.is_private:
+            self.rho_left -= rho
+        self._round = t
         self._draws[slot] += 1
-        self._store.ask(self._round, slot, rho)
-        return self._round
+        self._store.ask(t, slot, rho)
 
     def _taken(self) -> int:
         slots = self._plan.schedule.slots
@@ -222,7 +262,7 @@ class FederatedSession:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
-        source, number = self._sources[ask.slot], self._draws[ask.slot] - 1
+        source, number = self._sources[ask.slot], ask.fields["draw"]
         if isinstance(query, Scores):
             assert rho is not None
             most = max(each.bound for each in query.candidates) * self._plan.reach
@@ -256,6 +296,12 @@ class FederatedSession:
     def _catch_up(self) -> None:
         """Count the rounds that were asked and never finished: they are spent."""
         self._draws = {name: self._store.asked.get(name, 0) for name in self._made}
+        # What parties have answered beyond what is kept here was released and is lost, unless it is what would be
+        # asked next: then they repeat it.
+        last, draws = self._claimed
+        if last > self._round + (self._plan.trust != "secure"):
+            self._round, self._store.unfinished = last, None
+            self._draws = {name: max(n, draws.get(name, 0)) for name, n in self._draws.items()}
         if self._filter and self._plan.is_private:
             self.rho_left = self._rho - self._store.rho
 

@@ -2,11 +2,13 @@
 
 One approval is one run. The first run that a coordinator opens is written down here before anything else happens,
 and no other is answered, whatever process of this party is asked; a party that restarts continues where it was.
-With a folder every line is on the disk before the answer leaves.
+With a folder every line is on the disk before the answer leaves. Lines are sealed, and openings are counted in the
+party's ledger too (:class:`~quietgrad.curators.kept_file.SealedLog`): a journal that was copied, restored or edited
+is not believed.
 
-The key of the samples stands in the first line: where records are used once (a single pass), which of them were
-used follows from it and the rounds, so it must not be lost alone; once the run is over nothing follows from it any
-more, and it is blotted out. Noise is drawn from keys that are kept nowhere.
+The key of the seals and of the samples lies beside it: where records are used once (a single pass), which of them
+were used follows from it and the rounds. Without it nothing more is answered; once the run is over it is destroyed.
+Noise is drawn from keys that are kept nowhere.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ import hashlib
 import hmac
 import json
 import os
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from quietgrad.curators.kept_file import KeptFile
+from quietgrad.curators.kept_file import KeptFile, SealedLog
 from quietgrad.errors import DataError, LedgerError
+from quietgrad.federation.wire import Message, WireError, decode, encode
+from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
+
+_DAMAGED = "is damaged, so nobody can tell what was answered; choose another folder, and pay for a new run."
+_REPLY = struct.Struct("<32sqQ")
 
 
 class Journal:
@@ -42,24 +50,22 @@ class Journal:
 
     def __init__(self, folder: Path | None, name: str, digest: str) -> None:
         self._name, self._digest = name, digest
-        self._forget()
+        self._path = None if folder is None else folder / f"{name}.journal"
         self._file: KeptFile | None = None
-        if folder is not None:
-            self._file = KeptFile(folder / f"{name}.journal", f"answers for {name}")
-            try:
-                self._read(self._file)
-            except BaseException:
-                self._file.close()
-                raise
+        self._forget()
+        if self._path is not None:
+            self._file = self._opened(self._path)
 
     def _forget(self) -> None:
         self.run: str | None = None
         """The run that this approval was used for."""
-        self.entry = ""
+        self.entry = os.urandom(16).hex()
         """Its name in the party's ledger, which nobody else chose."""
-        self.key = b""
+        self.key = fresh_key()
         """Of its samples."""
         self.ended = False
+        self.resumed = False
+        """Whether an earlier process of this party made it."""
         self.last_round = -1
         self.rho = 0.0
         self._places = ""  # a MAC of the records in their order
@@ -71,9 +77,20 @@ class Journal:
 
     def bind(self, run: str) -> None:
         """Use the approval for ``run``, and for no other from now on."""
-        head = {"plan": self._digest, "run": run, "entry": f"{run}.{os.urandom(8).hex()}", "key": fresh_key().hex()}
-        self._write(head)
-        self._begin(head)
+        self._write({"run": run})
+        self.run = run
+
+    def reopen(self, openings: int) -> bool:
+        """Go on, after the ledger knew of so many openings; whether it and the file agree that nothing is missing.
+
+        Where they do not, rounds may have been answered that are not here.
+        """
+        if not isinstance(self._file, SealedLog):
+            return True
+        nothing_paid = openings == 0 and self.last_round < 0  # killed before the first reservation
+        agreed = self._file.untouched and (nothing_paid or self._file.agrees(openings))
+        self._file.reopen(openings)
+        return agreed
 
     def record(self, t: int, slot: str, draw: int, rho: float | None) -> None:
         """Round ``t`` is about to be answered."""
@@ -109,37 +126,32 @@ class Journal:
         if not self.ended:
             self._write({"ended": self.run})
             self.ended = True
-            self._blot()
+            if self._path is not None:
+                _destroy(_key_file(self._path))
 
     def unbind(self) -> None:
         """Nothing was asked in the run: the approval was not used."""
         if self.last_round >= 0:
             raise LedgerError(f"{self._name}: rounds were answered, so the approval is used.")
         self._forget()
-        if self._file is not None:
+        if self._file is not None and self._path is not None:
             self._file.cut(0)
+            self._file.close()
+            self._file = self._opened(self._path)
 
     def discard(self) -> None:
         """What came out of the run is safe: remove the journal; nothing more is answered in it."""
         self.ended = True
         if self._file is not None:
+            _destroy(_key_file(self._file.path))
             self._file.remove()
 
     def close(self) -> None:
         """Let go of the folder; one that no run was opened in is left as it was found."""
         if self._file is not None:
             if self.run is None:
-                self._file.remove()
+                self.discard()
             self._file.close()
-
-    def _blot(self) -> None:
-        """Write zeros over the key of a run that is over: which records it used is nobody's business."""
-        if self._file is not None and any(self.key):
-            self._file.blot(self.key.hex().encode())
-        self.key = bytes(KEY_BYTES)
-
-    def _begin(self, head: dict[str, Any]) -> None:
-        self.run, self.entry, self.key = str(head["run"]), str(head["entry"]), bytes.fromhex(head["key"])
 
     def _apply(self, t: int, slot: str, draw: int, rho: float | None) -> None:
         self.last_round = t
@@ -147,44 +159,145 @@ class Journal:
         self.rho += rho or 0.0
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.append(json.dumps(line).encode() + b"\n")
+        if isinstance(self._file, SealedLog):
+            self._file.add(json.dumps(line))
 
-    def _read(self, file: KeptFile) -> None:
-        whole, newline, torn = file.content().rpartition(b"\n")
-        if torn:  # by a crash, before its answer left
-            file.cut(len(whole) + len(newline))
-        if not newline:
-            return
+    def _opened(self, path: Path) -> KeptFile:
+        """The file, new or as an earlier process left it."""
+        who, secret = f"answers for {self._name}", _key_file(path)
+        held = KeptFile(path, who)
+        new = not held.content()
         try:
-            head, *entries = [json.loads(line) for line in whole.split(b"\n")]
-            other = head["plan"] != self._digest
-            self._begin(head)
-            if len(self.key) != KEY_BYTES:
-                raise ValueError
-            for entry in entries:
-                if "ended" in entry:
-                    self.ended = True
-                elif "places" in entry:
-                    self._places = str(entry["places"])
-                else:
-                    self._apply(int(entry["round"]), str(entry["slot"]), int(entry["draw"]), entry["rho"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise LedgerError(
-                f"{file.path}: is damaged, so nobody can tell what was answered; choose another folder, and pay "
-                "for a new run."
-            ) from None
+            if new:
+                write_atomically(secret, self.key, private=True)
+            elif not secret.exists():  # it is over, and nobody can check what else it says
+                self._read(
+                    [line.rsplit(b" ", 2)[0].decode(errors="replace") for line in held.content().split(b"\n")]
+                )
+                if self.run is None:
+                    raise LedgerError(f"{path}: {_DAMAGED}")
+                self.ended = True
+                return held
+            self.key = read_bytes(secret, most=KEY_BYTES)
+        except BaseException:
+            held.close()
+            raise
+        held.close()
+        file = SealedLog(path, who, self.key, self._name)
+        try:
+            if new:
+                file.add(json.dumps({"plan": self._digest, "entry": self.entry}))
+                file.reopen(0)
+            self._read(file.lines())
+        except BaseException:
+            file.close()
+            raise
         if self.ended:
-            self._blot()  # killed between the two
+            _destroy(secret)  # killed between the two
+        self.resumed = not new
+        return file
+
+    def _read(self, lines: list[str]) -> None:
+        other = False
+        try:
+            for line in (parse_json(text) for text in lines if text.startswith("{")):
+                if "entry" in line:
+                    self.entry, other = str(line["entry"]), line["plan"] != self._digest
+                elif "run" in line:
+                    self.run = str(line["run"])
+                elif "ended" in line:
+                    self.ended = True
+                elif "places" in line:
+                    self._places = str(line["places"])
+                else:
+                    self._apply(int(line["round"]), str(line["slot"]), int(line["draw"]), line["rho"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise LedgerError(f"{self._path}: {_DAMAGED}") from None
         if other:
             raise DataError(
-                f"{file.path}: an interrupted run of another plan is kept here; continue that one, or choose "
+                f"{self._path}: an interrupted run of another plan is kept here; continue that one, or choose "
                 "another folder."
             )
 
 
+class LastReply:
+    """The last sum that was given, so that whoever asks the same question again gets the same answer.
+
+    Lost connections and restarts then cost no release. It is written before the answer leaves, and not
+    synchronised: after a power cut it may be missing, and a round with it. Plain sums only: a secure sum has keys,
+    which are kept nowhere.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._file = path, -1
+        self._question, self._round, self._reply = b"", -1, b""
+        if path is not None and path.exists():
+            content = path.read_bytes()
+            if len(content) > _REPLY.size:
+                self._question, self._round, length = _REPLY.unpack_from(content)
+                self._reply = content[_REPLY.size : _REPLY.size + length]
+
+    def to(self, question: bytes, last_round: int) -> Message | None:
+        """The reply to a question that was the last to be answered."""
+        if self._round != last_round or question != self._question:
+            return None
+        try:
+            return decode(self._reply)
+        except WireError:  # cut short by a crash of the machine
+            return None
+
+    def keep(self, question: bytes, t: int, reply: Message) -> None:
+        """Remember the answer in round ``t``."""
+        self._question, self._round, self._reply = question, t, bytes(encode(reply))
+        if self._path is None:
+            return
+        if self._file < 0:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        os.pwrite(self._file, _REPLY.pack(question, t, len(self._reply)) + self._reply, 0)
+
+    def forget(self) -> None:
+        """The run is over."""
+        self.close()
+        self._question, self._round, self._reply = b"", -1, b""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def digest_of(message: Message) -> bytes:
+    """What a question is known by: every word and number of it."""
+    digest = hashlib.blake2b(digest_size=32)
+    digest.update(json.dumps(dict(message.fields), sort_keys=True).encode())
+    for name in sorted(message.arrays):
+        array = message.arrays[name]
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.digest()
+
+
 def forget(folder: Path, name: str) -> None:
     """Remove a party's journal: for whoever approves runs by calling for them, as a simulation does."""
+    (folder / f"{name}.reply").unlink(missing_ok=True)
     path = folder / f"{name}.journal"
     if path.exists():
+        _destroy(_key_file(path))
         KeptFile(path, f"answers for {name}").remove()
+
+
+def _key_file(journal: Path) -> Path:
+    return journal.with_name(journal.name + ".key")
+
+
+def _destroy(secret: Path) -> None:
+    """Overwrite and remove a key: which records a run used is nobody's business once it is over."""
+    if secret.exists():
+        with secret.open("r+b") as file:
+            secret.unlink()  # first: whoever dies in between must not leave a key that is another
+            file.write(os.urandom(KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The two ends of a secure sum that answer messages: a party who gives a vector, and a server who adds them up.
+"""Those who answer messages: what all of them have in common, and the two ends of a secure sum.
 
 Each keeps one role of the protocol per length of vector, made anew (with new keys) whenever the coordinator starts
 an epoch. Terms come from the plan that this side approved, never from the message.
@@ -6,14 +6,17 @@ an epoch. Terms come from the plan that this side approved, never from the messa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.cohorts import invited_by, roster_of
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit
+from quietgrad.files import reason as error_words
 from quietgrad.secure.channel import Endpoint
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
@@ -26,22 +29,71 @@ from quietgrad.secure.servers import SharingParty, SumServer
 
 
 class Stranger(ProtocolError):
-    """This side has no role in the epoch it was asked about: it restarted, or missed its beginning."""
+    """This side does not know the run: it restarted, and is told of the run again."""
 
 
-class _Member:
+class Keyless(ProtocolError):
+    """This side has no keys for the epoch it was asked about: it restarted, or missed the beginning."""
+
+
+class Member:
+    """Whoever answers messages: a table of the kinds that it understands, and one way to read, answer and refuse.
+
+    A message may come from anybody and be anything. Kinds that the plan's mode does not have are not in the table.
+    """
+
+    name: str
+    _most: int
+    _kinds: Mapping[str, Callable[[Message], Message]]
+    _reply: bytearray | None = None
+
+    def handle(self, data: Bytes) -> bytearray:
+        """Answer one message; never raises, and what it says of a failure depends on no record.
+
+        The reply stays as it is until the next call.
+        """
+        try:
+            message = decode(data, most=self._most)
+            answer = self._kinds.get(message.kind)
+            if answer is None:
+                raise ProtocolError(
+                    "coordinator", f"says {message.kind[:40]!r}, which {self.name} does not understand"
+                )
+            self._reply = encode(answer(message), self._reply)  # large replies use one buffer again
+            return self._reply
+        except Stranger as refusal:
+            return _refused("stranger", str(refusal))
+        except Keyless as refusal:
+            return _refused("keys", str(refusal))
+        except (BudgetError, DataError) as refusal:
+            return _refused("plan", f"{self.name}: {refusal}")
+        except ProtocolError as refusal:
+            return _refused("protocol", str(refusal))
+        except WireError as refusal:
+            return _refused("protocol", f"{self.name}: {refusal}")
+        except QuietgradError as refusal:
+            return _refused("failed", f"{self.name}: {refusal}")
+        except OSError as error:  # a full disk has a name, and that carries no record
+            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
+        except Exception:  # its text, or even its type, could carry a record's value
+            return _refused("failed", f"{self.name}: could not answer")
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+def _refused(code: str, reason: str) -> bytearray:
+    return encode(Message("refused", {"code": code, "reason": reason}))
+
+
+class _Roles:
     """Roles by length of vector, and the messages that set them up."""
 
     def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, seed: int | None) -> None:
         if roster.names[: len(plan.names)] != plan.names:
             raise ValueError("roster: must begin with the plan's parties, in their order.")
-        self.name, self._plan, self._identity, self._roster, self._seed = (
-            identity.name,
-            plan,
-            identity,
-            roster,
-            seed,
-        )
+        self.name, self._plan, self._identity = identity.name, plan, identity
+        self._roster, self._seed = roster, seed
         self._roles: dict[int, Any] = {}
         self._shares: dict[int, NoiseShare] = {}
         self._key: bytes | None = None
@@ -65,19 +117,21 @@ class _Member:
         return self._shares[dim]
 
     def _role(self, message: Message) -> Any:
-        dim = message.fields.get("dim")
+        dim = _dimension(message)
         if dim not in self._roles:
-            raise Stranger(self.name, "has no keys for this epoch")
+            raise Keyless(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
         return self._roles[dim]
 
+    def meet(self, message: Message) -> Message:
+        """Verify everybody's signed keys."""
+        self._role(message).meet([message.blob(name) for name in sorted(message.arrays)])
+        return Message("ok")
+
     def set_up(self, message: Message) -> Message:
-        """Answer ``hello`` with a signed key for a new epoch, and ``meet`` by verifying everybody's."""
-        if message.kind == "meet":
-            self._role(message).meet([message.blob(name) for name in sorted(message.arrays)])
-            return Message("ok")
-        dim = message.fields.get("dim")
-        if dim not in set(self._plan.dims.values()):
-            raise ProtocolError("coordinator", f"asks for sums of length {dim!r}, which the plan does not have")
+        """Answer ``hello`` with a signed key for a new epoch."""
+        dim = _dimension(message)
+        if dim not in self._plan.dims.values():
+            raise ProtocolError("coordinator", f"asks for sums of length {dim}, which the plan does not have")
         run = str(message.fields.get("run"))
         if run not in self._drawn:
             self._shares = {}
@@ -88,12 +142,14 @@ class _Member:
         roster = roster_of(self._plan, self._roster, invited_by(self._plan, message.fields))
         if self.name not in roster.names:
             raise ProtocolError("coordinator", "asks for keys for a round of others")
-        role = self._make(int(dim), bytes.fromhex(str(message.fields.get("epoch"))), roster)
-        self._roles[int(dim)] = role
+        epoch = message.fields.get("epoch")
+        if not isinstance(epoch, str) or not re.fullmatch("[0-9a-f]{32}", epoch):
+            raise ProtocolError("coordinator", "names no epoch")
+        self._roles[dim] = role = self._make(dim, bytes.fromhex(epoch), roster)
         return Message("hello", {}, blobs({"frame": role.hello}))
 
 
-class SecureMember(_Member):
+class SecureMember(_Roles):
     """A party's side."""
 
     def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
@@ -106,30 +162,36 @@ class SecureMember(_Member):
             )
         return SharingParty(self._identity, roster, terms, epoch)
 
-    def answer(self, message: Message) -> Message:
-        """Everything but the vector itself."""
-        if message.kind in ("hello", "meet"):
-            return self.set_up(message)
-        role, t = self._role(message), int(message.fields["round"])
-        if message.kind == "prepare":
-            return Message("frame", {"round": t}, blobs({"frame": role.prepare(t)}))
+    @property
+    def kinds(self) -> Mapping[str, Callable[[Message], Message]]:
+        """What is understood beside the question itself."""
+        setting_up = {"hello": self.set_up, "meet": self.meet}
+        masks = {"prepare": self._prepare, "reveal": self._reveal}
+        return setting_up | (masks if self._plan.secure == "masks" else {})
+
+    def _prepare(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        return Message("frame", {"round": t}, blobs({"frame": role.prepare(t)}))
+
+    def _reveal(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
         return Message("frame", {"round": t}, blobs({"frame": role.reveal(t, message.blob("frame"))}))
 
     def ready(self, message: Message) -> None:
         """Refuse before any record is touched if this side cannot take part in the round."""
         role = self._role(message)
         if isinstance(role, MaskingParty):
-            role.deliver(int(message.fields["round"]), message.blob("deliver"))
+            role.deliver(_round(message), message.blob("deliver"))
 
     def submit(self, message: Message, vector: Array) -> Message:
         """The vector, masked or in shares."""
-        role, t = self._role(message), int(message.fields["round"])
+        role, t = self._role(message), _round(message)
         if isinstance(role, MaskingParty):
             return Message("masked", {"round": t}, blobs({"frame": role.submit(t, vector)}))
         return Message("shares", {"round": t}, blobs(role.share(t, vector)))
 
 
-class SumMember(_Member):
+class SumMember(_Roles, Member):
     """A server of ``"servers"`` or ``"mpc"``: adds shares and noise, and never sees a vector.
 
     Args:
@@ -143,6 +205,9 @@ class SumMember(_Member):
         super().__init__(plan, identity, roster, seed)
         self._noise: dict[int, Exchange[None]] = {}
         self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
+        adding = {"receive": self._receive, "partial": self._partial, "finish": self._finish}
+        mpc = {"noise": self._sample} if plan.secure == "mpc" else {}
+        self._kinds = {"open": self._open, "hello": self.set_up, "meet": self.meet, **adding, **mpc}
 
     def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
         terms = self._plan.terms(dim)
@@ -150,39 +215,31 @@ class SumMember(_Member):
             return NoiseServer(self._identity, roster, terms, epoch, seed=self._seed)
         return SumServer(self._identity, roster, terms, epoch, seed=self._seed, noise=self._share(dim))
 
-    def handle(self, data: Bytes) -> bytearray:
-        """Answer one message; never raises."""
-        try:
-            return encode(self._answer(decode(data, most=self._most)))
-        except Stranger as refusal:
-            return encode(Message("refused", {"code": "stranger", "reason": str(refusal)}))
-        except (ProtocolError, WireError, ValueError, KeyError, TypeError) as refusal:
-            return encode(Message("refused", {"code": "protocol", "reason": f"{refusal}"}))
+    @staticmethod
+    def _open(message: Message) -> Message:
+        """A server keeps nothing of a run: it is there, and gets keys when it is needed."""
+        return Message("ready", {"round": -1, "draws": {}})
 
-    def close(self) -> None:
-        """Nothing is kept."""
+    def _receive(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        return Message("present", {"round": t}, blobs(role.receive(t, _frames(message))))
 
-    def _answer(self, message: Message) -> Message:
-        if message.kind in ("hello", "meet"):
-            return self.set_up(message)
-        role, t = self._role(message), int(message.fields["round"])
-        if message.kind == "noise":
-            return self._sample(role, t, message)
-        frames = {int(name): message.blob(name) for name in message.arrays}
-        if message.kind == "receive":
-            return Message("present", {"round": t}, blobs(role.receive(t, frames)))
-        if message.kind == "partial":
-            partial = role.partial(t, frames)
-            return Message("partial", {"round": t}, {} if partial is None else blobs({"frame": partial}))
-        if message.kind == "finish":
-            return Message("total", {"round": t}, {"total": role.finish(t, frames)})
-        raise WireError(f"message {message.kind!r} is not for a server")
+    def _partial(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        partial = role.partial(t, _frames(message))
+        return Message("partial", {"round": t}, {} if partial is None else blobs({"frame": partial}))
 
-    def _sample(self, role: NoiseServer, t: int, message: Message) -> Message:
+    def _finish(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        return Message("total", {"round": t}, {"total": role.finish(t, _frames(message))})
+
+    def _sample(self, message: Message) -> Message:
         """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
-        dim = int(message.fields["dim"])
+        role, t, dim = self._role(message), _round(message), _dimension(message)
         try:
             if "frame" in message.arrays:
+                if dim not in self._noise:
+                    raise ProtocolError("coordinator", "sends a frame for noise that nobody began")
                 frame = self._noise[dim].send(message.blob("frame"))
             else:
                 self._noise[dim] = role.prepare(t)
@@ -190,6 +247,27 @@ class SumMember(_Member):
         except StopIteration:
             return Message("noise", {"round": t})
         return Message("noise", {"round": t}, blobs({"frame": frame}))
+
+
+def _round(message: Message) -> int:
+    t = message.fields.get("round")
+    if type(t) is not int or not 0 <= t < 1 << 62:
+        raise ProtocolError("coordinator", "names no round")
+    return t
+
+
+def _dimension(message: Message) -> int:
+    dim = message.fields.get("dim")
+    if type(dim) is not int:
+        raise ProtocolError("coordinator", "names no length of vectors")
+    return dim
+
+
+def _frames(message: Message) -> dict[int, bytes]:
+    """Frames by roster number."""
+    if not all(name.isascii() and name.isdigit() and len(name) < 6 for name in message.arrays):
+        raise WireError("frames have roster numbers for names")
+    return {int(name): message.blob(name) for name in message.arrays}
 
 
 def total_of(message: Message, dimension: int) -> Array:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from quietgrad.curators.kept_file import KeptFile
 from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
+from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.journal import forget
 from quietgrad.federation.matching import Matching
 from quietgrad.federation.members import SumMember
@@ -27,20 +27,20 @@ from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.simulation import train
 from quietgrad.federation.toml_plan import PlanFile
-from quietgrad.federation.transport import Bytes, Transport
+from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.objectives.people import OfRecords
+from quietgrad.objectives.person_ids import first_seen
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.identity import Roster
+from quietgrad.training.callbacks import Callback
 from quietgrad.training.result import Result, load
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
-
-_EVERY = 5.0  # seconds between lines of progress
 
 
 def largest_frame(file: PlanFile) -> int:
@@ -51,28 +51,24 @@ def largest_frame(file: PlanFile) -> int:
 def coordinate(
     file: PlanFile,
     credentials: Credentials,
-    transport: Transport,
+    exchange: Exchange,
     *,
     folder: Path,
     ledger: str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
     tell: Callable[[str], None] = lambda words: None,
+    callback: Callback | None = None,
+    wait: float | None = None,
 ) -> Result:
-    """Train through ``transport``, or continue the interrupted run in ``folder``, and save the model there.
+    """Train through ``exchange``, or continue the interrupted run in ``folder``, and save the model there.
 
-    A folder that holds the result of this plan already is left as it is: nobody is asked anything.
-
-    ``tell`` is told in words of the rounds, now and then, and of every one that went wrong.
+    ``tell`` is told in words of every round that went wrong; ``wait`` is for how many seconds everybody is waited
+    for at the beginning, once a quorum is there.
     """
-    check_coordinator(credentials)
-    done = finished(file, folder)
-    if done is not None:
-        return done
     curator = FederatedCurator(
-        file.objective, transport, timeout=file.timeout, ledger=ledger, account=account, cap=cap,
-        identity=credentials.identity, roster=_roster(file, credentials), folder=folder,
-        tell=tell,
+        file.objective, exchange, ledger=ledger, account=account, cap=cap,
+        identity=credentials.identity, roster=_roster(file, credentials), folder=folder, tell=tell,
     )  # fmt: skip
 
     def named(result: Result) -> Result:
@@ -82,7 +78,7 @@ def coordinate(
     return named(
         train(
             file.algorithm, curator, file.plan, file.objective.initial(file.plan.shape), account=account,
-            callback=report_rounds(tell), keep=lambda result: named(result).save(folder),
+            callback=callback, keep=lambda result: named(result).save(folder), wait=wait,
         )
     )  # fmt: skip
 
@@ -242,8 +238,7 @@ def records(file: PlanFile, path: str | Path) -> Dataset:
     """A party's table, read as the plan says."""
     from quietgrad.data import load as load_table
 
-    # A party whose records are all of one class is welcome: the others have the rest.
-    data = load_table(path, train=False, **file.reading)
+    data = load_table(path, **file.reading)
     if data.d != file.features:
         raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
     data.refuse_uncounted(file.budget)
@@ -256,19 +251,14 @@ def held(data: Dataset) -> Any:
     return table if data.person is None else OfRecords(table, data.person)
 
 
-def report_rounds(tell: Callable[[str], None]) -> Callable[[Any, Any], None]:
-    """A callback that tells now and then how many rounds are complete."""
-    next_line = time.monotonic()
-
-    def callback(state: Any, session: Any) -> None:
-        nonlocal next_line
-        if state.done or time.monotonic() >= next_line:
-            next_line = time.monotonic() + _EVERY
-            lost = sum(session.used.values()) - session.made
-            more = f", {lost} lost" if lost > 0 else ""
-            tell(f"round {session.made} of {session.plan.schedule.releases}{more}")
-
-    return callback
+def described(file: PlanFile, name: str, path: str | Path, data: Dataset) -> str:
+    """A party's table in words, for the party itself."""
+    said = file.sizes[file.parties.index(name)]
+    columns = f"; columns in this order: {', '.join(data.feature_names)}" if data.feature_names else ""
+    found = f"{len(data.y)} records"
+    if data.person is not None:
+        found = f"{first_seen(data.person)[1]} people, {found}"
+    return f"{path}: {found} (the plan says {said}){columns}"
 
 
 def _roster(file: PlanFile, credentials: Credentials) -> Roster | None:

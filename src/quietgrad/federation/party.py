@@ -7,7 +7,7 @@ inside a secure sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Account
-from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.approval import Approval
-from quietgrad.federation.journal import Journal
+from quietgrad.federation.journal import Journal, LastReply, digest_of
 from quietgrad.federation.matching import Matching
-from quietgrad.federation.members import SecureMember, Stranger
+from quietgrad.federation.members import Member, SecureMember, Stranger
 from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.queries import flat, off_plan, unpack
-from quietgrad.federation.wire import Bytes, Message, WireError, decode, encode, limit
-from quietgrad.files import reason as error_words
+from quietgrad.federation.queries import off_plan, unpack
+from quietgrad.federation.wire import Message, limit
 from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.people import OfPeople, OfRecords, told
@@ -45,7 +44,7 @@ Floats = npt.NDArray[np.float64]
 _ROUNDS_AT_ONCE = 2**10  # rounds of noise made together for short vectors
 
 
-class PartyCurator:
+class PartyCurator(Member):
     """A data holder's end of a federation.
 
     Args:
@@ -103,7 +102,14 @@ class PartyCurator:
         self.records = self.objective.prepare(data if matching is None else matching.kept(name, data))
         self._place = plan.index(name)
         self._check_records()
-        people = Account(account, ledger, cap)
+        # What is kept goes on after a restart, and without a ledger nothing does.
+        people = (
+            Account(account, ledger, cap)
+            if folder is None
+            else Account.of(account, ledger, cap, seeded=seed is not None)
+        )
+        self.private_notes: list[str] = []
+        """Sums that could not be made, with the reason, which may hold a record's value: for this party alone."""
         self._seeded = seed is not None
         self._given = seed_key(seed) if seed is not None else key
         self._ids = None if ids is None else np.asarray(ids)
@@ -116,9 +122,13 @@ class PartyCurator:
         self._inner: dict[str, SecureStream] = {}
         self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
         self._samplers: dict[str, Draw] = {}
-        self._reply: bytearray | None = None
+        in_run = {"ask": self._ask, **({} if self._member is None else self._member.kinds)}
+        self._kinds = {
+            "open": self._open, "close": self._close, **{kind: self._in_run(each) for kind, each in in_run.items()}
+        }  # fmt: skip
         self._sources: dict[str, Source] = {}
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
+        self._last = LastReply(None if folder is None else Path(folder) / f"{name}.reply")
         self._approval = Approval(plan, self._place, people, self._journal, self.records.fingerprint_parts)
         try:
             self._keep_places()
@@ -150,53 +160,37 @@ class PartyCurator:
         """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing."""
         self._approval.check_cap()
 
+    @property
+    def run(self) -> str | None:
+        """The run that this approval was used for, if it was."""
+        return self._journal.run
+
     def answered(self) -> dict[str, int]:
         """How many draws of each slot this party answered in the run it knows."""
         return {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def handle(self, data: Bytes) -> bytearray:
-        """Answer one message; never raises, and what it says of a failure depends on no record.
+    def _in_run(self, answer: Callable[[Message], Message]) -> Callable[[Message], Message]:
+        """``answer``, for messages of the run that is open here and of no other."""
 
-        The reply stays as it is until the next call.
-        """
-        try:
-            message = decode(data, most=self._most)
-            self._reply = encode(self._answer(message), self._reply)  # large replies use one buffer again
-            return self._reply
-        except Stranger as refusal:
-            return _refused("stranger", str(refusal))
-        except (BudgetError, DataError) as refusal:
-            return _refused("plan", f"{self.name}: {refusal}")
-        except (ProtocolError, WireError) as refusal:
-            return _refused(
-                "protocol", str(refusal) if isinstance(refusal, ProtocolError) else f"{self.name}: {refusal}"
-            )
-        except QuietgradError as refusal:
-            return _refused("failed", f"{self.name}: {refusal}")
-        except OSError as error:  # a full disk has a name, and that carries no record
-            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
-        except Exception as error:  # its text could carry a record's value
-            return _refused("failed", f"{self.name}: could not answer ({type(error).__name__})")
+        def checked(message: Message) -> Message:
+            run = message.fields.get("run")
+            if run is None or run != self._journal.run or not (self._approval.in_use or self._journal.ended):
+                raise Stranger(self.name, "does not know this run")
+            if self._journal.ended:
+                raise BudgetError("this run is over; nothing was given.")
+            return answer(message)
 
-    def _answer(self, message: Message) -> Message:
-        kind = message.kind
-        if kind == "open":
-            return self._open(message)
+        return checked
+
+    def _close(self, message: Message) -> Message:
         run = message.fields.get("run")
-        if kind == "close" and run is not None and run == self._journal.run:
-            self._approval.close(run, str(message.fields.get("reason", ""))[:200])
-            return Message("closed", {"run": run})
-        if run is None or run != self._journal.run or not (self._approval.in_use or self._journal.ended):
+        if run is None or run != self._journal.run:
             raise Stranger(self.name, "does not know this run")
-        if self._journal.ended:
-            raise BudgetError("this run is over; nothing was given.")
-        if kind == "ask":
-            return self._ask(message)
-        if self._member is not None and kind in ("hello", "meet", "prepare", "reveal"):
-            return self._member.answer(message)
-        raise ProtocolError("coordinator", f"says {kind!r}, which this party does not understand")
+        self._approval.close(run, str(message.fields.get("reason", ""))[:200])
+        self._last.forget()
+        return Message("closed", {"run": run})
 
     def _open(self, message: Message) -> Message:
         """Compare plans, pay, and be ready; opening the same run again continues it, and there is no other."""
@@ -210,7 +204,8 @@ class PartyCurator:
         if not self._samplers:
             self._keep_places()
             self._draw_keys()
-        return Message("ready", {"run": run, "round": self._journal.last_round, **self.plan.shape.to_json()})
+        state = {"run": run, "round": self._journal.last_round, "draws": self.answered()}
+        return Message("ready", {**state, **self.plan.shape.to_json()})
 
     def _draw_keys(self) -> None:
         """Samples go on where an earlier process of this run was; noise is of this process alone."""
@@ -240,30 +235,42 @@ class PartyCurator:
     # --- one release ------------------------------------------------------------------------------------------
 
     def _ask(self, message: Message) -> Message:
+        question = b"" if self._member is not None else digest_of(message)
+        if self._member is None and (again := self._last.to(question, self._journal.last_round)) is not None:
+            return again  # lost on its way, or this party, or the coordinator, restarted: not a new release
         slot, draw, t, rho = self._check_turn(message.fields)
         packed = message.fields.get("query")
         arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
-        reason = off_plan(self.plan.templates.get(slot, ()), flat(packed, arrays))
+        reason = off_plan(self.plan.templates.get(slot, ()), packed, arrays)
         if reason is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nothing was given.")
-        query = unpack(packed, arrays, self._zero)
+        try:
+            query = unpack(packed, arrays, self._zero)
+        except ValueError as error:  # a number outside of what such a query may have
+            raise BudgetError(f"slot {slot!r}: {error} Nothing was given.") from None
         if isinstance(query, LocalFit):
             self._check_stability(query)
         multiplier = self.plan.multiplier(slot, rho)
         if self._member is not None:
             self._member.ready(message)
-        # From here on the release counts, whatever happens to the answer.
-        self._journal.record(t, slot, draw, rho)
+        try:
+            reply = self._answer(message, slot, draw, query, multiplier)
+            if self._member is None:
+                self._last.keep(question, t, reply)
+        finally:
+            self._journal.record(t, slot, draw, rho)  # before anything leaves, and whatever happened
+        return reply
+
+    def _answer(self, message: Message, slot: str, draw: int, query: Query, multiplier: float) -> Message:
         total = self._sum(slot, draw, query)
-        dim = len(total)
         if self._member is not None:
             bound = query.bound * self.plan.reach
-            return self._member.submit(message, total / self.plan.scale(multiplier, bound, dim))
+            return self._member.submit(message, total / self.plan.scale(multiplier, bound, len(total)))
         if self.plan.trust == "local" and multiplier > 0.0:
             bound = query.bound * self.plan.factors[self._place]
             if bound > 0.0:
                 self._sources[slot].add(total, draw, multiplier, bound)
-        return Message("sum", {"run": self._journal.run, "round": t}, {"total": total})
+        return Message("sum", {"run": self._journal.run, "round": message.fields["round"]}, {"total": total})
 
     def _check_stability(self, fit: LocalFit) -> None:
         """A fit's noise follows from its claimed sensitivity: prove it here instead of believing it."""
@@ -297,7 +304,13 @@ class PartyCurator:
         if indices is None or len(indices):
             inner = self._inner.get(slot)
             key = None if inner is None else inner.bytes(draw, 32)
-            query.sum_into(self.objective, Batch(self.records, indices, key), out)
+            try:
+                query.sum_into(self.objective, Batch(self.records, indices, key), out)
+            except (MemoryError, OSError):
+                raise
+            except Exception as error:  # a refusal could depend on a record: the answer is noise alone
+                self.private_notes.append(f"slot {slot}, draw {draw}: {type(error).__name__}: {error}")
+                out = zeros_like(out)
         total: Floats = out if isinstance(out, np.ndarray) else out.detach().double().cpu().numpy()
         factor = self.plan.factors[self._place]
         if factor != 1.0:
@@ -312,11 +325,15 @@ class PartyCurator:
         return self._approval.withdraw()
 
     def discard(self) -> None:
-        """What came out of the run is safe: remove its journal."""
+        """What came out of the run is safe: book it, if the coordinator's word did not arrive, and clear away."""
+        if self._approval.in_use and self._journal.run is not None:
+            self._approval.close(self._journal.run, "the model came")
+        self._last.forget()
         self._journal.discard()
 
     def close(self) -> None:
         """Let go of the folder."""
+        self._last.close()
         self._journal.close()
 
 
@@ -328,7 +345,3 @@ def _most_arrays(plan: FederatedPlan) -> int:
         for template in templates
     ]
     return max([1, *counts])
-
-
-def _refused(code: str, reason: str) -> bytearray:
-    return encode(Message("refused", {"code": code, "reason": reason}))

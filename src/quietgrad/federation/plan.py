@@ -115,6 +115,11 @@ class FederatedPlan(Plan):
             raise ValueError(f"cohort={self.cohort}: must be between 1 and the {m} parties, or 0 for all of them.")
         if not 1 <= self.quorum <= self.invited:
             raise ValueError(f"quorum={self.quorum}: must be between 1 and the {self.invited} parties of a round.")
+        if self.secure == "masks" and self.quorum <= self.colluders:
+            raise ValueError(
+                f"quorum={self.quorum}: colluders={self.colluders} parties may work with the coordinator; masks "
+                f"must hide one more: give a quorum of {self.colluders + 1} or more."
+            )
         if self.cohort and any(isinstance(slot.sampling, SinglePass) for slot in self.schedule.slots):
             raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
         if any(isinstance(slot.sampling, PoissonTurns) for slot in self.schedule.slots):
@@ -363,7 +368,7 @@ class FederatedPlan(Plan):
                 f"the plan promises ε={self.budget.epsilon:g} but its events cost {self.epsilon():g}."
             )
 
-    def explain(self) -> str:
+    def _told(self) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
         from quietgrad.federation.explain import explain
 

@@ -1,8 +1,8 @@
-"""Making a federated plan without data: price the algorithm, and rehearse it to learn which queries it asks.
+"""Making a federated plan without data: price the algorithm, and state every query that it asks.
 
-The rehearsal steps the algorithm through a door that answers made-up numbers. What it asks is public, so the
-parties can pin it: the kind of each query, its clips, the lengths of its vectors. A number that changes during the
-rehearsal, such as SPIDER's clip M‖x − x′‖, is left free; noise follows a query's bound, so ε does not depend on it.
+What an algorithm asks is public and declared by the algorithm (``asks``), so the parties can pin it: the kind of
+each query, its clips, the lengths of its vectors. A number that follows from earlier releases, such as SPIDER's
+clip M‖x − x′‖, has an interval; noise follows a query's bound, so ε does not depend on where in it the number is.
 """
 
 from __future__ import annotations
@@ -13,23 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from quietgrad.errors import ExhaustedError
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
-from quietgrad.federation.queries import Scores, Template, flat, merged, pack
+from quietgrad.federation.queries import Template, template
 from quietgrad.federation.weights import Weights, factors
-from quietgrad.objectives.base import Query
 from quietgrad.objectives.people import Combine
 from quietgrad.plans.price import price
-from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.secure.terms import Mode
 from quietgrad.training.minimizing import check_people
-from quietgrad.vectors import Vector, zeros_like
-
-_REHEARSED_NUMBERS = 3e7  # vector entries a rehearsal may touch
-_REHEARSED_STEPS = 20_000
+from quietgrad.vectors import Vector
 
 
 def federate(
@@ -55,6 +47,7 @@ def federate(
     records_public: int | None = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
+    start: Vector | None = None,
 ) -> FederatedPlan:
     """Price ``algorithm`` for many parties, without touching a record.
 
@@ -74,6 +67,7 @@ def federate(
         matched: instead, the digest of the lists by which the parties found who is known to several of them.
         records_public: how many records people have together at all parties, if that is public.
         combine, records_per_person: how a person's records count.
+        start: where the run starts, if not where the objective says.
 
     >>> from quietgrad.algorithms.dp_gd import DPGD
     >>> from quietgrad.objectives.tables.glm import Logistic
@@ -129,8 +123,9 @@ def federate(
         records_per_person=records_per_person,
     )
     check_people(algorithm, plan.asks(objective))
-    door = rehearse(algorithm, objective, plan)
-    settings = {**_settings(plan), "templates": door.templates, "dims": door.dims}
+    initial = objective.initial(shape) if start is None else start
+    templates, dims = declared(algorithm, objective, plan, initial)
+    settings = {**_settings(plan), "templates": templates, "dims": dims}
     if budget is None:
         return FederatedPlan(**settings)
     printed = algorithm.paper_noise(n, budget)
@@ -141,104 +136,38 @@ def federate(
     return FederatedPlan(**{**settings, "noise_multiplier": noise_multiplier})
 
 
-class Rehearsal:
-    """A door that answers made-up numbers and writes down what it is asked."""
+class _Setting:
+    """What is known before a run: all that a declaration of queries may depend on."""
 
-    def __init__(self, objective: Any, plan: Plan, shape: Shape, before: Rehearsal | None = None) -> None:
-        self.plan, self.objective, self.regularizer = plan, objective, objective.regularizer
-        self.rho_left = plan.event_rho if plan.schedule.composition == "filter" and plan.budget else math.inf
-        self.used: dict[str, int] = {slot.name: 0 for slot in plan.schedule.slots}
-        self.templates: dict[str, tuple[Template, ...]] = {} if before is None else before.templates
-        self.dims: dict[str, int] = {} if before is None else before.dims
-        self._shape = shape
-        self._zero = zeros_like(objective.initial(shape))
-        self._random = np.random.default_rng(0 if before is None else 1)
-
-    def initial(self) -> Vector:
-        """As in a run."""
-        return self.objective.initial(self._shape)
+    def __init__(self, objective: Any, plan: FederatedPlan) -> None:
+        self.objective, self.plan, self.regularizer = objective, plan, objective.regularizer
 
     def expected_batch(self, slot: str) -> float:
         """As in a run."""
         return self.plan.schedule[slot].sampling.expected_batch(self.plan.n_public)
 
-    def uniform(self, label: str) -> float:
-        """As late as possible, so that all kinds of releases are met."""
-        return 0.999999
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        """Write the query down and make an answer up."""
-        dim = query.dim(self._shape)
-        self._note(slot, query, dim)
-        length = min(float(query.bound), 1.0) * self.expected_batch(slot)
-        answer = self._random.standard_normal(dim) * (length / math.sqrt(dim))
-        return (
-            answer
-            if isinstance(self._zero, np.ndarray) or dim != len(self._zero)
-            else self._zero.new_tensor(answer)
-        )
-
-    def choose(
-        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
-    ) -> int:
-        """Write the candidates down and choose in turn."""
-        relation = Relation.ADD_REMOVE if self.plan.budget is None else self.plan.budget.relation
-        self._note(slot, Scores(tuple(queries), relation), len(queries))
-        return self.used[slot] % len(queries)
-
-    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
-        """Not in federations."""
-        raise ValueError("a noisy search needs one curator of all held-out records.")
-
-    def close(self, reason: str, *, data_dependent: bool = False) -> Any:
-        """Nothing was opened."""
-
-    def _note(self, slot: str, query: Query, dim: int) -> None:
-        if math.isinf(query.bound) and getattr(self.plan, "trust", None) == "secure":
+def declared(
+    algorithm: Any, objective: Any, plan: FederatedPlan, initial: Vector
+) -> tuple[dict[str, tuple[Template, ...]], dict[str, int]]:
+    """By slot, the queries that ``algorithm`` says it asks, and how long their answers are."""
+    relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
+    templates: dict[str, tuple[Template, ...]] = {}
+    dims: dict[str, int] = {}
+    for slot, asked in algorithm.asks(initial, _Setting(objective, plan)):
+        if slot not in {each.name for each in plan.schedule.slots}:
+            continue
+        query, allowed = template(asked, relation)
+        if math.isinf(query.bound) and plan.trust == "secure":
             raise ValueError("a secure sum needs a finite bound on every record: clip, or use trust='curator'.")
-        self.used[slot] += 1
-        if self.used[slot] > self.plan.schedule[slot].count:
-            raise ExhaustedError(f"the plan allows {self.plan.schedule[slot].count} releases of {slot!r}.")
-        packed = json.loads(json.dumps(flat(*pack(query))))
-        # A slot may have several kinds of query (the first step of a recursion, and the others).
-        others = [old for old in self.templates.get(slot, ()) if old["query.kind"] != packed["query.kind"]]
-        same = [old for old in self.templates.get(slot, ()) if old["query.kind"] == packed["query.kind"]]
-        self.templates[slot] = (*others, merged(same[0] if same else None, packed))
-        self.dims[slot] = dim
-
-
-def rehearse(algorithm: Any, objective: Any, plan: FederatedPlan) -> Rehearsal:
-    """Step ``algorithm`` until every slot was asked, as long as that is cheap; see the module's docstring.
-
-    Twice, with different answers: a number that differs follows from the answers.
-    """
-    door = _rehearsed(algorithm, Rehearsal(objective, plan, plan.shape))
-    door = _rehearsed(algorithm, Rehearsal(objective, plan, plan.shape, door))
-    # A slot that was not reached (a late stage) asks what the others ask.
-    seen = tuple(template for templates in door.templates.values() for template in templates)
-    for slot in plan.schedule.slots:
-        if slot.name not in door.templates:
-            door.templates[slot.name] = seen
-            door.dims[slot.name] = max(door.dims.values())
-    return door
-
-
-def _rehearsed(algorithm: Any, door: Rehearsal) -> Rehearsal:
-    schedule, initial = door.plan.schedule, door.initial()
-    state = algorithm.init(initial)
-    steps = int(min(_REHEARSED_STEPS, max(8.0, _REHEARSED_NUMBERS / len(initial))))
-    try:
-        while not state.done and steps > 0:
-            state = algorithm.step(state, door)
-            steps -= 1
-            if all(used >= min(4, schedule[slot].count) for slot, used in door.used.items()):
-                break
-    except ExhaustedError:
-        pass  # made-up answers may use a slot up sooner than real ones
-    door.used = dict.fromkeys(door.used, 0)
-    for slot, query in algorithm.examples(initial, door):
-        door._note(slot, query, query.dim(door._shape))
-    return door
+        templates[slot] = (*templates.get(slot, ()), allowed)
+        dims[slot] = query.dim(plan.shape)
+    if missing := [slot.name for slot in plan.schedule.slots if slot.name not in templates]:
+        raise ValueError(
+            f"{algorithm.name}: does not declare what it asks in slot {missing[0]!r}, so nobody could approve it; "
+            "with these settings it is for one curator."
+        )
+    return templates, dims
 
 
 def _settings(plan: FederatedPlan) -> dict[str, Any]:

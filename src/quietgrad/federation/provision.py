@@ -75,12 +75,25 @@ class Credentials:
             raise DataError(f"{path}: not a folder of `quietgrad federate provision`.") from None
         if publics.get(name) != identity.public:
             raise DataError(f"{path}: the identity key is not the one of {name!r} in member.json.")
-        return cls(path, name, identity, publics)
+        found = cls(path, name, identity, publics)
+        if (holder := _holder(found.certificate)) != name:
+            raise DataError(
+                f"{path}: member.json is of {name!r} and cert.pem of {holder!r}; copy both from one folder."
+            )
+        return found
+
+    @property
+    def certificate(self) -> x509.Certificate:
+        """The member's own."""
+        try:
+            return x509.load_pem_x509_certificate((self.folder / "cert.pem").read_bytes())
+        except ValueError:
+            raise DataError(f"{self.folder}: cert.pem is not a certificate; copy it again.") from None
 
     def check_dates(self) -> None:
         """Refuse a certificate that everybody else would refuse, and say why."""
+        own = self.certificate
         try:
-            own = x509.load_pem_x509_certificate((self.folder / "cert.pem").read_bytes())
             authority = x509.load_pem_x509_certificate((self.folder / "ca.pem").read_bytes())
             own.verify_directly_issued_by(authority)
         except (ValueError, TypeError, InvalidSignature):
@@ -271,6 +284,15 @@ def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, byt
         raise DataError(f"{path}: not a valid request of {name!r}.")
     assert isinstance(key, ec.EllipticCurvePublicKey)
     return key, public
+
+
+def _holder(certificate: x509.Certificate) -> str:
+    """Whose certificate it is."""
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        return ", ".join(extension.value.get_values_for_type(x509.DNSName))
+    except (x509.ExtensionNotFound, ValueError):
+        return "nobody"
 
 
 def _now() -> datetime.datetime:

@@ -1,22 +1,25 @@
 """Queries on the wire: a name from a fixed list, public numbers and vectors; and what a plan lets them be.
 
-A party never runs what a coordinator sends. It reads a query's name and fields, builds the query itself, and
-compares it with the *templates* of the plan it approved: which query a slot may ask, with which clips and lengths.
+A party never runs what a coordinator sends. It compares a query's name and fields with the *templates* of the plan
+it approved (which query a slot may ask, which numbers are fixed, in which interval the others are, which vectors
+are pinned) and builds the query itself, whose constructor refuses numbers that arithmetic cannot keep.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from quietgrad.errors import BudgetError
 from quietgrad.federation.wire import Array, WireError
 from quietgrad.objectives.base import (
+    LARGEST_CLIP,
     Batch,
     Gradient,
     GradientDifference,
@@ -27,11 +30,13 @@ from quietgrad.objectives.base import (
     Records,
     RecursiveMomentum,
 )
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import (
+    MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
     WhitenedGradient,
@@ -40,8 +45,10 @@ from quietgrad.objectives.tables.whitening import (
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
-FREE = "any"  # a template's word for a finite number ≥ 0 that follows from earlier releases
 Template = dict[str, Any]
+"""By path, what a query may have there: a word or number; ``{"from": a, "to": b}``; ``["array", *shape]``, followed
+by ``{"sha256": …}`` if the array is pinned."""
+_LARGEST_ENTRY = LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +82,7 @@ class Scores:
 
 _ASKED = (
     Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, LocalFit, PackedHessian, FeatureMean,
-    SecondMoments, FeatureMoments, SecondMomentMatrix, RowNormHistogram, WhitenedGradient, Scores,
+    SecondMoments, FeatureMoments, SecondMomentMatrix, MeanSquares, RowNormHistogram, WhitenedGradient, Scores,
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ASKED, Whitening, Affine)}
 """What may be on the wire: queries, and what they are made of."""
@@ -144,8 +151,6 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
         if value["array"] not in arrays:
             raise WireError("query refers to an array that was not sent")
         array = arrays[value["array"]]
-        if not np.isfinite(array).all():
-            raise WireError("query has a vector that is not finite")
         return array if isinstance(like, np.ndarray) or array.ndim != 1 else like.new_tensor(array)
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -156,64 +161,96 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
     return maker(**{name: _unpack(value[name], arrays, like) for name in names})
 
 
-def flat(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> dict[str, Any]:
-    """Every number, word and array shape of a packed query by its path: what a template is made of."""
+def template(asked: Asked, relation: Relation) -> tuple[Query, Template]:
+    """The query that an algorithm declares, and what a party lets it be.
+
+    >>> from quietgrad.objectives.base import RecursiveMomentum
+    >>> query = RecursiveMomentum(np.zeros(2), np.zeros(2), 0.1, 1.0, 0.5)
+    >>> template(Asked(query, {"difference_clip": (0.0, 0.5)}), Relation.ADD_REMOVE)[1]["query.difference_clip"]
+    {'from': 0.0, 'to': 0.5}
+    """
+    query = Scores(asked.query, relation) if isinstance(asked.query, tuple) else asked.query
+    fields, arrays = pack(query)
+    found: Template = {}
+    for path, value in _leaves(fields, arrays):
+        name = path.removeprefix("query.")
+        if name in asked.between:
+            low, high = (float(end) for end in asked.between[name])
+            found[path] = {"from": low, "to": high}
+        elif isinstance(value, np.ndarray):
+            found[path] = ["array", *value.shape, *([{"sha256": _digest(value)}] if name in asked.pinned else [])]
+        else:
+            found[path] = value
+    if missing := {*asked.between, *asked.pinned} - {path.removeprefix("query.") for path in found}:
+        raise ValueError(f"{type(query).__name__} has no field {sorted(missing)[0]!r} that could vary.")
+    return query, json.loads(json.dumps(found))
+
+
+def _leaves(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> Iterator[tuple[str, Any]]:
+    """Every number, word and array of a packed query, by its path."""
     if isinstance(fields, dict) and "array" in fields:
-        array = arrays.get(fields["array"])
-        return {path: ["array", *(() if array is None else array.shape)]}
-    if isinstance(fields, dict):
-        parts = fields.items()
+        name = fields["array"]
+        yield path, arrays.get(name) if isinstance(name, str) else None
+    elif isinstance(fields, dict):
+        for name, item in fields.items():
+            yield from _leaves(item, arrays, f"{path}.{name}")
     elif isinstance(fields, (list, tuple)):
-        parts = {str(i): item for i, item in enumerate(fields)}.items()
+        for i, item in enumerate(fields):
+            yield from _leaves(item, arrays, f"{path}.{i}")
     else:
-        return {path: fields}
-    found: dict[str, Any] = {}
-    for name, item in parts:
-        found.update(flat(item, arrays, f"{path}.{name}"))
-    return found
+        yield path, fields
 
 
-def merged(old: Template | None, new: Template) -> Template:
-    """The template of all queries seen: equal values stay, numbers that differ become free."""
-    if old is None:
-        return new
-    if set(old) != set(new):
-        raise BudgetError("this algorithm asks different queries in one slot; it cannot be pinned.")
-    return {path: value if old[path] == value else _freed(path, old[path], value) for path, value in new.items()}
-
-
-def _freed(path: str, old: Any, new: Any) -> str:
-    if old == FREE or (_is_number(old) and _is_number(new)):
-        return FREE
-    raise BudgetError(f"this algorithm changes {path} from {old!r} to {new!r} between releases; not a number.")
-
-
-def off_plan(templates: Sequence[Template], given: Mapping[str, Any]) -> str | None:
+def off_plan(templates: Sequence[Template], fields: Any, arrays: Mapping[str, Array]) -> str | None:
     """Why a packed query fits none of the templates, or ``None`` if it fits one.
 
-    >>> off_plan([{"query.kind": "Gradient", "query.clip": 1.0}], {"query.kind": "Gradient", "query.clip": 9.0})
+    >>> off_plan([{"query.kind": "Gradient", "query.clip": 1.0}], {"kind": "Gradient", "clip": 9.0}, {})
     'query.clip is 9.0, the plan has 1.0'
     """
+    given = dict(_leaves(fields, arrays))
+    if sum(isinstance(value, np.ndarray) for value in given.values()) != len(arrays):
+        return "it brings vectors that the query does not name"
     reason: str | None = "the plan allows no query here"
-    for template in templates:
-        reason = _difference(template, given)
+    for each in templates:
+        reason = _difference(each, given)
         if reason is None:
             return None
     return reason
 
 
-def _difference(template: Template, given: Mapping[str, Any]) -> str | None:
-    if set(template) != set(given):
-        kinds = template.get("query.kind"), given.get("query.kind")
+def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
+    if set(allowed) != set(given):
+        kinds = allowed.get("query.kind"), given.get("query.kind")
         return f"query {kinds[1]!r} has other fields than the plan's {kinds[0]!r}"
     for path, value in given.items():
-        planned = template[path]
-        if planned == FREE:
-            if not (_is_number(value) and 0.0 <= value < math.inf):
-                return f"{path} is {value!r}, must be a finite number ≥ 0"
-        elif planned != value or isinstance(planned, bool) != isinstance(value, bool):
-            return f"{path} is {value!r}, the plan has {planned!r}"
+        planned = allowed[path]
+        if isinstance(planned, list):
+            why = _other_array(planned, value)
+        elif isinstance(planned, dict):
+            inside = _is_number(value) and planned["from"] <= value <= planned["to"]
+            why = None if inside else f"is {value!r}, must be from {planned['from']:g} to {planned['to']:g}"
+        else:
+            same = planned == value and isinstance(planned, bool) == isinstance(value, bool)
+            why = None if same else f"is {value!r}, the plan has {planned!r}"
+        if why is not None:
+            return f"{path} {why}"
     return None
+
+
+def _other_array(planned: list[Any], value: Any) -> str | None:
+    pinned = planned[-1]["sha256"] if isinstance(planned[-1], dict) else None
+    shape = tuple(planned[1:] if pinned is None else planned[1:-1])
+    if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype.kind != "f":
+        return f"is not a vector of shape {shape}"
+    if value.size and not float(np.abs(value).max()) <= _LARGEST_ENTRY:  # refuses NaN too
+        return f"has entries that are not numbers, or larger than {_LARGEST_ENTRY:.3g}"
+    if pinned is not None and _digest(value) != pinned:
+        return "is not the vector that the plan pins"
+    return None
+
+
+def _digest(array: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array, "<f8").tobytes()).hexdigest()
 
 
 def _is_number(value: Any) -> bool:

@@ -8,22 +8,23 @@ completed raises :class:`LostRound`; nothing of it may be used, and asking again
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.federation.exchange import Enough, Exchange
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.transport import Transport
-from quietgrad.federation.wire import Array, Bytes, Message, WireError, decode, encode, limit
-from quietgrad.secure.faults import DropoutError, ImpossibleSum, ProtocolError
+from quietgrad.federation.wire import Array, Message, encode, limit
+from quietgrad.secure.faults import DropoutError, ImpossibleSum
 from quietgrad.secure.identity import Identity, Roster
 
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 1.0 + 1e-6
 _NAMED = 5
+Begin = Callable[[], None]
 
 
 class LostRound(DropoutError):
@@ -41,8 +42,9 @@ class LostRound(DropoutError):
 
 @dataclass(frozen=True)
 class Ask:
-    """One asking: its number, who is asked, its public query, and the noise and bound that go with it."""
+    """One asking: its number, whose round it is, who of them is there and asked, its public query and its noise."""
 
+    cohort: tuple[str, ...]
     invited: tuple[str, ...]
     round: int
     slot: str
@@ -52,9 +54,9 @@ class Ask:
     bound: float
     multiplier: float
 
-    def message(self, extra: Mapping[str, Array] | None = None, into: bytearray | None = None) -> bytearray:
+    def message(self, extra: Mapping[str, Array] | None = None) -> bytearray:
         """The message to a party."""
-        return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}), into)
+        return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}))
 
 
 class Collected(NamedTuple):
@@ -64,54 +66,24 @@ class Collected(NamedTuple):
     present: tuple[str, ...]
 
 
-@dataclass
-class Caller:
-    """Sends messages and reads replies; whoever does not answer properly is named in ``faults``."""
-
-    transport: Transport
-    timeout: float
-    most: int
-    strangers: set[str] = field(default_factory=set)
-
-    def call(self, messages: Mapping[str, Bytes], faults: dict[str, str]) -> dict[str, Message]:
-        """Exchange, decode, and sort out the refusals; a refusal because of the plan ends the run."""
-        answers, missing = self.transport.exchange(messages, self.timeout)
-        faults.update(dict.fromkeys(missing, f"did not answer within {self.timeout:g} s"))
-        good = {}
-        for name, data in answers.items():
-            try:
-                reply = decode(data, most=self.most)
-            except WireError as error:
-                faults[name] = f"reply {error}"
-                continue
-            if reply.kind != "refused":
-                good[name] = reply
-                continue
-            reason = str(reply.fields.get("reason", ""))[:500].removeprefix(f"{name}: ")
-            if reply.fields.get("code") == "plan":
-                raise ProtocolError(name, f"refuses: {reason}")
-            if reply.fields.get("code") == "stranger":
-                self.strangers.add(name)
-                faults[name] = f"{reason}: it restarted or missed the beginning, and is let in again"
-            else:
-                faults[name] = f"refuses: {reason}"
-        return good
-
-
 class PlainRounds:
     """Sums in the open: exact ones to a trusted curator, or noisy ones from parties who trust nobody."""
 
-    def __init__(self, plan: FederatedPlan, caller: Caller) -> None:
-        self._plan, self._caller = plan, caller
-        self._message: bytearray | None = None
+    def __init__(self, plan: FederatedPlan, exchange: Exchange) -> None:
+        self._plan, self._exchange = plan, exchange
 
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
+    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
         """The sum of the good answers of at least a quorum."""
-        self._message = ask.message(into=self._message)
-        replies = self._caller.call(dict.fromkeys(ask.invited, self._message), faults)
+        if self._plan.cohort:  # its members were perhaps never asked before: look first, for that costs nothing
+            enough, patience = quorate(self._plan), self._exchange.timeout
+            if not enough(self._exchange.greet(ask.invited, faults, enough, patience=patience)):
+                raise LostRound(faults)
+        begin()
+        asked = dict.fromkeys(ask.invited, ask.message())
+        replies = self._exchange.call(asked, faults, quorate(self._plan))
         total = np.zeros(ask.dim)
         present = []
         for name, reply in replies.items():
@@ -157,24 +129,36 @@ class PlainRounds:
 class Rounds(Protocol):
     """A way to add up."""
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
-        """The sum, of at least a quorum; those who were left out are named in ``faults``."""
+    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
+        """The sum, of at least a quorum; those who were left out are named in ``faults``.
+
+        ``begin`` is called when all is ready and the question leaves: only from then on the round costs anything.
+        """
 
     def reset(self) -> None:
         """Someone restarted: forget what was agreed with them."""
 
 
-def rounds(plan: FederatedPlan, caller: Caller, identity: Identity | None, roster: Roster | None) -> Rounds:
+def quorate(plan: FederatedPlan, *others: str) -> Enough:
+    """Whether those of a round who answered are a quorum, and all of ``others`` among them."""
+
+    def enough(good: Collection[str]) -> bool:
+        return len(good) - len(others) >= plan.quorum and all(name in good for name in others)
+
+    return enough
+
+
+def rounds(plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None) -> Rounds:
     """The rounds that the plan's trust asks for."""
     if plan.trust != "secure":
-        return PlainRounds(plan, caller)
+        return PlainRounds(plan, exchange)
     from quietgrad.federation.secure_rounds import MaskedRounds, SharedRounds
 
     if plan.secure != "masks":
-        return SharedRounds(plan, caller)
+        return SharedRounds(plan, exchange)
     if identity is None or roster is None:
         raise ValueError("secure='masks': the coordinator needs its identity and the roster.")
-    return MaskedRounds(plan, caller, identity, roster)
+    return MaskedRounds(plan, exchange, identity, roster)
 
 
 def largest_reply(plan: FederatedPlan) -> int:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.federation.cohorts import invitation, roster_of
+from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.members import frame_of, frames_of, total_of
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.rounds import Ask, Caller, Collected, LostRound, longest
+from quietgrad.federation.rounds import Ask, Begin, Collected, LostRound, longest, quorate
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode
 from quietgrad.secure.encoding import check_length
 from quietgrad.secure.faults import DropoutError, ProtocolError
@@ -25,18 +26,19 @@ Floats = npt.NDArray[np.float64]
 class MaskedRounds:
     """Sums by masks: the coordinator is the aggregator and sees the noisy sum only."""
 
-    def __init__(self, plan: FederatedPlan, caller: Caller, identity: Identity, roster: Roster) -> None:
-        self._plan, self._caller, self._identity, self._roster = plan, caller, identity, roster
+    def __init__(self, plan: FederatedPlan, exchange: Exchange, identity: Identity, roster: Roster) -> None:
+        self._plan, self._exchange, self._identity, self._roster = plan, exchange, identity, roster
         self._servers: dict[int, MaskingServer] = {}
+        self._enough = quorate(plan)
 
     def reset(self) -> None:
         """Begin with new keys: someone restarted."""
         self._servers.clear()
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
+    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
         """Prepare, ask, reveal, add up."""
         try:
-            return self._collect(ask, faults)
+            return self._collect(ask, faults, begin)
         except ProtocolError as fault:
             # A lost round leaves roles in different states: begin again with new keys.
             proved = self._servers.pop(ask.dim).proved if ask.dim in self._servers else {}
@@ -45,37 +47,40 @@ class MaskedRounds:
             named = {**dict.fromkeys(at_fault, fault.reason), **faults, **proved}
             raise LostRound(named, self._plan.colluders) from fault
 
-    def _collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
-        if ask.dim not in self._servers or self._plan.cohort:
-            self._set_up(ask, faults)
-        server, t = self._servers[ask.dim], ask.round
+    def _collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
+        known = None if self._plan.cohort else self._servers.get(ask.dim)
+        server, t = known or self._set_up(ask, faults), ask.round
         here = {"run": ask.fields["run"], "round": t, "dim": ask.dim}
         names = server.roster.names
         prepare = {name: encode(Message("prepare", here)) for name in ask.invited if name not in faults}
-        prepared = self._numbered(server, self._caller.call(prepare, faults))
+        prepared = self._numbered(server, self._exchange.call(prepare, faults, self._enough))
         delivery = server.relay(t, frames_of(prepared))
         asks = {names[i]: ask.message(blobs({"deliver": frame})) for i, frame in delivery.items()}
-        masked = self._numbered(server, self._caller.call(asks, faults))
+        begin()
+        masked = self._numbered(server, self._exchange.call(asks, faults, self._enough))
         questions = server.survivors(t, frames_of(masked))
         reveals = {
             names[i]: encode(Message("reveal", here, blobs({"frame": frame}))) for i, frame in questions.items()
         }
-        revealed = self._numbered(server, self._caller.call(reveals, faults))
+        revealed = self._numbered(server, self._exchange.call(reveals, faults, self._enough))
         total = server.finish(t, frames_of(revealed))
         faults.update(server.proved)
         return _checked(self._plan, ask, total, tuple(names[i] for i in masked))
 
-    def _set_up(self, ask: Ask, faults: dict[str, str]) -> None:
-        epoch, roster = os.urandom(16), roster_of(self._plan, self._roster, ask.invited)
+    def _set_up(self, ask: Ask, faults: dict[str, str]) -> MaskingServer:
+        epoch, roster = os.urandom(16), roster_of(self._plan, self._roster, ask.cohort)
         server = MaskingServer(self._identity, roster, self._plan.terms(ask.dim), epoch)
         self._servers[ask.dim] = server
         here = {
             "run": ask.fields["run"],
             "dim": ask.dim,
             "epoch": epoch.hex(),
-            **invitation(self._plan, ask.invited),
+            **invitation(self._plan, ask.cohort),
         }
-        hellos = self._caller.call(dict.fromkeys(ask.invited, encode(Message("hello", here))), faults)
+        hello = encode(Message("hello", here))
+        # A cohort that is not there is drawn again; everybody is waited for.
+        patience = self._exchange.timeout if self._plan.cohort else None
+        hellos = self._exchange.call(dict.fromkeys(ask.invited, hello), faults, self._enough, patience=patience)
         for name, reply in hellos.items():
             try:
                 server.meet([frame_of(reply)])
@@ -85,7 +90,8 @@ class MaskedRounds:
             roster.names[i]: encode(Message("meet", here, blobs({f"{k:04}": f for k, f in enumerate(frames)})))
             for i, frames in server.introductions().items()
         }
-        self._caller.call(meets, faults)
+        self._exchange.call(meets, faults, self._enough)
+        return server
 
     @staticmethod
     def _numbered(server: MaskingServer, replies: Mapping[str, Message]) -> dict[int, Message]:
@@ -95,8 +101,8 @@ class MaskedRounds:
 class SharedRounds:
     """Sums by shares to servers; the coordinator relays sealed frames and receives the noisy sum."""
 
-    def __init__(self, plan: FederatedPlan, caller: Caller) -> None:
-        self._plan, self._caller = plan, caller
+    def __init__(self, plan: FederatedPlan, exchange: Exchange) -> None:
+        self._plan, self._exchange = plan, exchange
         self._ready: set[int] = set()
         m = plan.invited
         self._number = {name: m + k for k, name in enumerate(plan.servers)}
@@ -105,10 +111,10 @@ class SharedRounds:
         """Begin with new keys: someone restarted."""
         self._ready.clear()
 
-    def collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
+    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
         """Sample the noise (mpc), ask for shares, let the servers add up."""
         try:
-            return self._collect(ask, faults)
+            return self._collect(ask, faults, begin)
         except LostRound as lost:
             self._ready.clear()
             raise LostRound({**lost.faults, **faults}) from lost
@@ -117,14 +123,17 @@ class SharedRounds:
             named = {fault.party: fault.reason} if isinstance(fault, ProtocolError) else {}
             raise LostRound({**named, **faults}) from fault
 
-    def _collect(self, ask: Ask, faults: dict[str, str]) -> Collected:
+    def _collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
         if ask.dim not in self._ready or self._plan.cohort:
             self._set_up(ask, faults)
         here = {"run": ask.fields["run"], "round": ask.round, "dim": ask.dim}
         if self._plan.secure == "mpc" and self._plan.is_private:
             self._sample(here, faults)
         parties = [name for name in ask.invited if name not in faults]
-        shares = self._caller.call(dict.fromkeys(parties, ask.message()), faults)
+        if len(parties) < self._plan.quorum:
+            raise LostRound(faults)  # before anybody is asked
+        begin()
+        shares = self._exchange.call(dict.fromkeys(parties, ask.message()), faults, quorate(self._plan))
         if len(shares) < self._plan.quorum:
             raise LostRound(faults)  # the servers would refuse, and seem to be at fault
         received = self._servers("receive", here, faults, lambda server: self._shares_for(server, shares, ask))
@@ -132,23 +141,27 @@ class SharedRounds:
         partials = {self._number[name]: frame_of(r) for name, r in present.items() if "frame" in r.arrays}
         first = self._plan.servers[0]
         finish = encode(Message("finish", here, blobs(partials)))
-        replies = self._caller.call({first: finish}, faults)
+        replies = self._exchange.call({first: finish}, faults, lambda good: first in good)
         if first not in replies:
             raise LostRound(faults)
         return _checked(self._plan, ask, total_of(replies[first], ask.dim), tuple(shares))
 
     def _set_up(self, ask: Ask, faults: dict[str, str]) -> None:
         here = {"run": ask.fields["run"], "dim": ask.dim, "epoch": os.urandom(16).hex()}
-        here |= invitation(self._plan, ask.invited)
+        here |= invitation(self._plan, ask.cohort)
         everyone = [*ask.invited, *self._plan.servers]
-        hellos = self._caller.call(dict.fromkeys(everyone, encode(Message("hello", here))), faults)
+        enough = quorate(self._plan, *self._plan.servers)
+        patience = self._exchange.timeout if self._plan.cohort else None
+        hello = dict.fromkeys(everyone, encode(Message("hello", here)))
+        hellos = self._exchange.call(hello, faults, enough, patience=patience)
         frames = {name: frame_of(reply) for name, reply in hellos.items()}
         # A party needs the servers' hellos only, a server everybody's.
         of_servers = {f"{i:04}": frames[name] for i, name in enumerate(self._plan.servers) if name in frames}
         of_all = {f"{i:04}": frame for i, frame in enumerate(frames.values())}
         to_party, to_server = (encode(Message("meet", here, blobs(each))) for each in (of_servers, of_all))
         servers = set(self._plan.servers)
-        self._caller.call({name: to_server if name in servers else to_party for name in hellos}, faults)
+        meets = {name: to_server if name in servers else to_party for name in hellos}
+        self._exchange.call(meets, faults, enough)
         self._ready.add(ask.dim)
 
     def _sample(self, here: Mapping[str, Any], faults: dict[str, str]) -> None:
@@ -171,13 +184,13 @@ class SharedRounds:
         frames: Callable[[str], Mapping[str, Array]],
     ) -> dict[str, Message]:
         messages = {name: encode(Message(kind, here, frames(name))) for name in self._plan.servers}
-        replies = self._caller.call(messages, faults)
+        replies = self._exchange.call(messages, faults, lambda good: len(good) == len(messages))
         if len(replies) < len(messages):
             raise LostRound({name: why for name, why in faults.items() if name in messages} or faults)
         return replies
 
     def _shares_for(self, server: str, shares: Mapping[str, Message], ask: Ask) -> dict[str, Array]:
-        number, places = str(self._number[server]), {name: str(i) for i, name in enumerate(ask.invited)}
+        number, places = str(self._number[server]), {name: str(i) for i, name in enumerate(ask.cohort)}
         return {places[name]: reply.arrays[number] for name, reply in shares.items() if number in reply.arrays}
 
     def _crossed(self, server: str, received: Mapping[str, Message]) -> dict[str, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.weighted_average import WeightedAverage
+from quietgrad.curators.account import Account
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, adversary
 from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.exchange import PATIENCE, Exchange
 from quietgrad.federation.explain import local_batches, multiplicity
 from quietgrad.federation.journal import forget
 from quietgrad.federation.matching import Matching, new_key, read_key
@@ -26,12 +27,13 @@ from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.transport.processes import Processes
 from quietgrad.federation.weights import Weights
-from quietgrad.objectives.people import Combine, OfRecords, PersonRefused
+from quietgrad.objectives.people import Combine, OfRecords
 from quietgrad.privacy.budget import Budget, Unit
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
 from quietgrad.training import Callback, run
+from quietgrad.training.callbacks import begin
 from quietgrad.training.minimizing import how_people_count
 from quietgrad.training.result import Result
 from quietgrad.vectors import Vector
@@ -112,10 +114,6 @@ def simulate(
             raise ValueError("match_people: everybody is then kept by one party; leave out parties_per_person.")
         parties, matching = matched(parties, _people_key(folder, seed))
     by_person = check_people(parties, parties_per_person)
-    if isinstance(algorithm, WeightedAverage) and algorithm.noise == "paper":
-        if by_person:
-            raise PersonRefused("noise='paper': the printed algorithm is about records; leave out person.")
-        return _as_printed(algorithm, objective, parties, budget, trust, weights, seed)
     home = None if folder is None else Path(folder)
     if home is not None and not (home / AGGREGATES).exists():
         for name in names_of(parties):
@@ -125,12 +123,20 @@ def simulate(
         colluders=colluders, servers=servers, spare=spare, cohort=cohort, seed=seed, folder=folder,
         noise_multiplier=noise_multiplier, parties_per_person=parties_per_person, combine=combine,
         records_per_person=records_per_person, unit="person" if by_person else "record", matching=matching,
+        start=start,
     )  # fmt: skip
     if processes and faults:
         raise ValueError("faults: are injected in one process only; leave processes out.")
-    transport: Transport = Processes(federation.makers) if processes else InProcess(federation.handlers, faults)
+    transport: Transport = (
+        Processes(federation.makers) if processes else InProcess(federation.handlers, faults, federation.again)
+    )
+    # Nobody starts a process again that was killed here.
+    exchange = Exchange(transport, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
+    payer = Account.of(account, ledger, cap, seeded=seed is not None)
+    if budget is not None:
+        payer = payer.settled(partial(_contents, plan.asks(objective), parties), plan.unit)
     curator = FederatedCurator(
-        objective, transport, timeout=timeout, ledger=ledger, account=account, cap=cap,
+        objective, exchange, account=payer,
         identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
     )  # fmt: skip
     declared = all(party.n_public is not None for party in parties)
@@ -156,26 +162,6 @@ def _people_key(folder: str | Path | None, seed: int | None) -> bytes:
     path = Path(folder) / "people.key"
     path.parent.mkdir(parents=True, exist_ok=True)
     return read_key(path) if path.exists() else new_key(path)
-
-
-def _as_printed(
-    algorithm: WeightedAverage,
-    objective: Any,
-    parties: Sequence[Party],
-    budget: Budget | None,
-    trust: Trust,
-    weights: Weights,
-    seed: int | None,
-) -> Result:
-    if trust != "curator" or weights not in ("size", "equal"):
-        raise ValueError(
-            "noise='paper': the printed algorithm has a server that sees every model and weights n_j/n "
-            "or 1/m; pass trust='curator' and weights='size' or 'equal'."
-        )
-    from quietgrad.federation.printed_average import reproduce
-
-    tables = [party.data for party in parties]
-    return reproduce(algorithm, objective, tables, budget=budget, weighted=weights == "size", seed=seed)
 
 
 class Federation:
@@ -244,6 +230,12 @@ def assemble(
     return plan, Federation(coordinator, roster, makers)
 
 
+def _contents(objective: Any, parties: Sequence[Party]) -> Iterator[bytes | memoryview]:
+    """All records, by which a project's ledger knows these people again."""
+    for party in parties:
+        yield from objective.prepare(_held(party)).fingerprint_parts()
+
+
 def _held(party: Party) -> Any:
     return party.data if party.person is None else OfRecords(party.data, party.person)
 
@@ -267,16 +259,18 @@ def train(
     x0: Vector,
     *,
     account: str | None = None,
-    callback: Callable[..., None] | None = None,
+    callback: Callback | None = None,
     notes: tuple[str, ...] = (),
     keep: Callable[[Result], object] = lambda result: None,
+    wait: float | None = None,
 ) -> Result:
     """Run ``algorithm`` through a federation that is up; the coordinator's whole job, on any transport.
 
     ``keep`` is called with the result while the run could still be continued: a kill before it has returned costs
     nothing, since calling again with the same folder asks nobody and comes to the same result.
     """
-    session = curator.open(plan)
+    begin(callback, plan.schedule.releases, x0, private=plan.is_private)
+    session = curator.open(plan, wait)
     try:
         result = run(
             algorithm, session, np.array(x0) if isinstance(x0, np.ndarray) else x0, callback=callback,

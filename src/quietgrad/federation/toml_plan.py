@@ -25,7 +25,7 @@ from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.toml_model import algorithm_of, needed, objective_of, reading_of
 from quietgrad.naming import check_path_name
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 
 COORDINATOR = "coordinator"
 MOST_BYTES = 1 << 20  # about fifteen thousand parties
@@ -109,15 +109,19 @@ class PlanFile:
 
 def read_plan(path: str | Path) -> PlanFile:
     """Read a plan file; see :func:`parse_plan`."""
+    return parse_plan(read_text(path), str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a plan file."""
     try:
-        text = files.read_text(path, most=MOST_BYTES)
+        return files.read_text(path, most=MOST_BYTES)
     except FileNotFoundError:
         raise DataError(f"{path}: no such plan file.") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({files.reason(error)}).") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not a text file.") from None
-    return parse_plan(text, str(path))
 
 
 def parse_plan(text: str, source: str = "plan") -> PlanFile:
@@ -181,7 +185,7 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     if "person" in data:  # then the parties' records are numbers of people
         federation["unit"] = "person"
     objective, model = objective_of(dict(content.get("objective", {})), data)
-    host, port = _address(where.get("address", "127.0.0.1:7443"))
+    host, port = address_of(where.get("address", "127.0.0.1:7443"))
     return PlanFile(
         name=check_path_name("[federation] name", federation.pop("name", "federation")),
         digest=hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
@@ -231,11 +235,12 @@ def _parties(entries: list[Any]) -> tuple[tuple[str, ...], tuple[int, ...], list
 
 
 def _budget(promise: Mapping[str, Any]) -> Budget:
-    relation = Relation.parse(promise.get("relation", "add-remove"))
+    relation = Relation.parse(promise.get("relation", DEFAULT_RELATION))
     return Budget(needed(promise, "epsilon", "[budget]"), needed(promise, "delta", "[budget]"), relation)
 
 
-def _address(text: str) -> tuple[str, int]:
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"[coordinator] address={text!r}: must be HOST:PORT, such as 127.0.0.1:7443.")

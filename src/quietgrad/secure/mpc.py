@@ -21,7 +21,7 @@ everything; where that is not acceptable use ``servers`` (any K − 1 servers ma
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -184,14 +184,6 @@ def run_together(computations: Sequence[Exchange[None]]) -> None:
     while all(frame is not None for frame in frames):
         inbound = [frames[(i + 1) % 3] for i in range(3)]
         frames = [_resume(c, frame) for c, frame in zip(computations, inbound, strict=True)]
-
-
-def run_over(computation: Exchange[None], send: Callable[[bytes], None], receive: Callable[[], bytes]) -> None:
-    """Run one server's generator over any transport: ``send`` to the previous, ``receive`` from the next."""
-    frame = next(computation, None)
-    while frame is not None:
-        send(frame)
-        frame = _resume(computation, receive())
 
 
 def _resume(computation: Exchange[None], frame: bytes | None) -> bytes | None:

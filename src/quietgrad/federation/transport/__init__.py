@@ -1,40 +1,137 @@
-"""Transports: how a coordinator's messages reach the parties. One method that matters, and it never hangs.
+"""Transports: how frames reach members. A transport knows names and bytes, nothing else, and never hangs.
 
-A transport knows names and bytes, nothing else. :mod:`~quietgrad.federation.transport.in_process` calls functions;
-:mod:`~quietgrad.federation.transport.processes` talks to processes of this machine.
+What a frame means, when it is sent again, who is missing and how a run ends is the business of
+:class:`~quietgrad.federation.exchange.Exchange` on the coordinator's side and of
+:class:`~quietgrad.federation.site.Site` on the other, so that no transport can do it differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from quietgrad.federation.wire import Bytes
 
-__all__ = ["Bytes", "Handler", "Transport"]
+__all__ = ["Away", "Bytes", "Calls", "Clock", "Handler", "Transport"]
 Handler = Callable[[Bytes], Bytes]
-"""What sits at the other end: takes a message, returns the reply; see ``PartyCurator.handle``.
+"""What sits at the other end: takes a frame or a message and returns the reply, which may change with the next."""
 
-A reply may be overwritten by the next call: a transport that keeps it copies it. So may a message, once the
-exchange it was given to has returned.
-"""
+
+class Away(ConnectionError):
+    """A member cannot be reached at this moment; the text says what is known about it."""
+
+
+class Clock:
+    """Real time; a simulation has its own."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
 
 
 class Transport(Protocol):
-    """Sends one message to each of some parties and gathers their replies."""
+    """Sends one frame to each of some members and gathers their replies."""
+
+    @property
+    def clock(self) -> Clock:
+        """The time that deadlines are measured by."""
+        ...
 
     def parties(self) -> tuple[str, ...]:
         """Names of everybody who can be reached in principle: parties, and servers if there are any."""
         ...
 
-    def exchange(self, messages: Mapping[str, Bytes], timeout: float) -> tuple[dict[str, Bytes], list[str]]:
-        """Deliver each message and return (replies by name, names of those who did not answer in time).
+    def renewed(self) -> set[str]:
+        """Members whose process is known to be another one than when this was last asked; they have no keys."""
+        ...
 
-        Returns after ``timeout`` seconds at the latest, whatever happened; every name asked is in exactly one of
-        the two. A reply that arrives later is thrown away, never handed out as the answer to another message.
+    def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
+        """Deliver each frame and return what came back within ``seconds``, by name.
+
+        A member who cannot be reached now is :class:`Away`, one who is still at work is left out. Returns as soon
+        as there is nobody to wait for. The caller sends a frame again if it likes; a reply says which frame it
+        belongs to, so a late one does no harm.
         """
         ...
 
     def close(self) -> None:
         """Let go of all connections."""
         ...
+
+
+class Calls:
+    """A transport of calls that block, one thread and one call at a time for each member.
+
+    Args:
+        names: the members.
+        call: sends a frame to one of them and returns the reply; raises ``OSError`` (:class:`Away` if it knows
+            more) when that fails, or has taken too long.
+    """
+
+    clock = Clock()
+
+    def __init__(self, names: Sequence[str], call: Callable[[str, Bytes], Bytes]) -> None:
+        self._names, self._call = tuple(names), call
+        self._lines: dict[str, queue.SimpleQueue[Bytes | None]] = {}
+        self._latest: dict[str, Bytes] = {}  # the frame that each thread is at, or is to take next
+        self._done: queue.SimpleQueue[tuple[str, Bytes, Bytes | Away]] = queue.SimpleQueue()
+        self._renewed: set[str] = set()
+        self._closed = False
+
+    def parties(self) -> tuple[str, ...]:
+        """Everybody's names."""
+        return self._names
+
+    def renewed(self) -> set[str]:
+        """Who restarted since this was last asked."""
+        found, self._renewed = self._renewed, set()
+        return found
+
+    def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
+        """Call everybody at once; see :class:`Transport`."""
+        deadline = time.monotonic() + seconds
+        for name, frame in frames.items():
+            if self._latest.get(name) is not frame:  # else its thread is still at this very frame: wait for that
+                self._latest[name] = frame
+                self._line(name).put(frame)
+        found: dict[str, Bytes | Away] = {}
+        while len(found) < len(frames) and not self._closed:
+            try:
+                name, frame, answer = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if self._latest.get(name) is frame:
+                del self._latest[name]
+                if frames.get(name) is frame:  # else it is an answer that nobody waits for any more
+                    found[name] = answer
+        return found
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._closed = True
+        for line in self._lines.values():
+            line.put(None)
+
+    def _line(self, name: str) -> queue.SimpleQueue[Bytes | None]:
+        if name not in self._lines:
+            self._lines[name] = queue.SimpleQueue()
+            threading.Thread(target=self._work, args=(name,), name=f"to {name}", daemon=True).start()
+        return self._lines[name]
+
+    def _work(self, name: str) -> None:
+        while (frame := self._lines[name].get()) is not None and not self._closed:
+            if self._latest.get(name) is not frame:  # a newer one waits already
+                continue
+            answer: Bytes | Away
+            try:
+                answer = self._call(name, frame)
+            except OSError as error:
+                answer = error if isinstance(error, Away) else Away(str(error) or "hung up")
+            self._done.put((name, frame, answer))

@@ -21,7 +21,7 @@ from quietgrad.federation.provision import COORDINATOR, Credentials
 from quietgrad.federation.transport import Bytes
 from quietgrad.secure.faults import ProtocolError
 
-HELLO, WELCOME, REFUSED, ASK, REPLY, END = b"hwxare"
+HELLO, WELCOME, REFUSED, ASK, REPLY = b"hwxar"
 _HEAD = struct.Struct("<IB")
 _PIECE = 1 << 18
 LARGEST = (1 << 32) - 2

@@ -1,9 +1,7 @@
-"""Real institutions: parties call the coordinator over TLS 1.3, each side proves who it is by its certificate.
+"""Real institutions: members call the coordinator over TLS 1.3, each side proves who it is by its certificate.
 
-Parties need no open port. A party that loses its connection calls again; a message that was under way is then sent
-again under the same number, and the party repeats the same reply instead of answering twice, so a broken cable
-costs no release. Every exchange ends at its deadline; nothing is kept from one exchange to the next. Callers who
-have not proved who they are wait at the :mod:`~quietgrad.federation.transport.door`, briefly.
+Members need no open port. A member that loses its connection calls again, and is then sent the same frame again.
+Callers who have not proved who they are wait at the :mod:`~quietgrad.federation.transport.door`, briefly.
 """
 
 from __future__ import annotations
@@ -12,18 +10,16 @@ import contextlib
 import errno
 import json
 import math
-import os
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quietgrad.federation.provision import Credentials
 from quietgrad.federation.revocation import revoked
-from quietgrad.federation.transport import Bytes
+from quietgrad.federation.transport import Away, Bytes, Calls
 from quietgrad.federation.transport.door import (
     ALTOGETHER,
     HANDSHAKE_SECONDS,
@@ -34,7 +30,6 @@ from quietgrad.federation.transport.door import (
 )
 from quietgrad.federation.transport.frames import (
     ASK,
-    END,
     HELLO,
     LARGEST,
     REFUSED,
@@ -50,38 +45,29 @@ from quietgrad.federation.transport.frames import (
 from quietgrad.files import parse_json
 from quietgrad.secure.faults import ProtocolError
 
-VERSION = 1
-NUMBER = struct.Struct("<Q")
+VERSION = 2
 GREETING_BYTES = 4096  # bytes
 GREETING_SECONDS = 10.0
-_FAREWELL_SECONDS = 10.0
 Tell = Callable[[str], None]
 
 
 @dataclass(eq=False)
-class _Task:
-    number: int
-    message: Bytes
-    deadline: float
-    begun: float
-
-
 class _Seat:
-    """One member's place: its connection if it has one, what it was asked, what it answered."""
+    """One member's place: its connection if it has one, and what became of the last."""
 
-    def __init__(self) -> None:
-        self.connection: ssl.SSLSocket | None = None
-        self.instance = ""
-        self.lost_at = time.monotonic()
-        self.task: _Task | None = None
-        self.reply: bytearray | None = None
-        self.fault = "never called"
-        self.answered, self.missed, self.seconds = 0, 0, 0.0
+    connection: ssl.SSLSocket | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    instance: str = ""
+    replaced: set[str] = field(default_factory=set)
+    fault: str = "has not called yet"
+    answered: int = 0
+    missed: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Attendance:
-    """How one member did: exchanges answered and missed, and the mean seconds that an answer took."""
+    """How one member did: frames answered and missed, and the mean seconds that an answer took."""
 
     name: str
     answered: int
@@ -89,8 +75,8 @@ class Attendance:
     mean_seconds: float
 
 
-class TlsServer:
-    """The coordinator's transport: listens, seats whoever has a right to a seat, and exchanges messages.
+class TlsServer(Calls):
+    """The coordinator's transport: listens, seats whoever has a right to a seat, and sends frames.
 
     Args:
         credentials: the coordinator's.
@@ -98,7 +84,7 @@ class TlsServer:
         names: who may take part.
         agreement: the digest of the plan file; members with another one are turned away.
         most: the largest frame in bytes.
-        grace: seconds that an absent member has to come back before it is reported missing.
+        timeout: seconds after which a connection that brings no reply is given up; the member calls again.
         tell: is told in words who comes, goes and is turned away.
     """
 
@@ -110,18 +96,15 @@ class TlsServer:
         *,
         agreement: str,
         most: int,
-        grace: float = 15.0,
+        timeout: float = 60.0,
         tell: Tell = lambda words: None,
     ) -> None:
+        super().__init__(names, self._ask)
+        self._timeout = timeout
         self._context = context_for(credentials)
-        self._agreement, self._most, self._grace, self._tell = agreement, min(most, LARGEST), grace, tell
-        self._session = os.urandom(16).hex()  # numbers start anew in every process of the coordinator
+        self._agreement, self._most, self._tell = agreement, min(most, LARGEST), tell
         self._seats = {name: _Seat() for name in names}
-        self._turn = threading.Condition()
-        self._number = 0
-        self._farewell: tuple[bytes, Bytes] | None = None
-        self._closed = False
-        self._threads: set[threading.Thread] = set()
+        self._seating = threading.Lock()
         self._keys = credentials.folder
         self._door = Door(per_address=PER_ADDRESS + len(self._seats), altogether=ALTOGETHER + len(self._seats))
         self._last_refusal = -math.inf
@@ -130,10 +113,6 @@ class TlsServer:
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
-    def parties(self) -> tuple[str, ...]:
-        """Everybody's names."""
-        return tuple(self._seats)
-
     def attendance(self) -> list[Attendance]:
         """How every member did so far."""
         return [
@@ -141,67 +120,62 @@ class TlsServer:
             for name, seat in self._seats.items()
         ]
 
-    def wait_for_all(self, seconds: float) -> dict[str, str]:
-        """Wait until everybody is here; those who are not, with what is known about it."""
-        deadline = time.monotonic() + seconds
-        with self._turn:
-            while True:
-                absent = {name: seat.fault for name, seat in self._seats.items() if seat.connection is None}
-                left = deadline - time.monotonic()
-                if not absent or left <= 0.0:
-                    return absent
-                self._turn.wait(left)
-
-    def exchange(self, messages: Mapping[str, Bytes], timeout: float) -> tuple[dict[str, Bytes], list[str]]:
-        """Ask everybody at once; see :class:`~quietgrad.federation.transport.Transport`."""
-        begun = time.monotonic()
-        deadline = begun + timeout
-        with self._turn:
-            self._number += 1
-            for name, message in messages.items():
-                seat = self._seats[name]
-                seat.reply, seat.task = None, _Task(self._number, message, deadline, begun)
-            self._turn.notify_all()
-            while True:
-                now = time.monotonic()
-                waits = [self._patience(self._seats[name], begun, deadline) - now for name in messages]
-                if now >= deadline or self._closed or not (left := [wait for wait in waits if wait > 0.0]):
-                    break
-                self._turn.wait(min(left))
-            replies: dict[str, Bytes] = {}
-            for name in messages:
-                seat = self._seats[name]
-                seat.task = None  # whoever still works on it finds no taker
-                if seat.reply is None:
-                    seat.missed += 1
-                else:
-                    replies[name], seat.reply = seat.reply, None
-                    seat.answered += 1
-        return replies, [name for name in messages if name not in replies]
-
-    def finish(self, words: str, parting: Bytes = b"") -> None:
-        """Tell everybody that the run is over, and what came out, then close."""
-        self._farewell = (NUMBER.pack(len(words.encode())) + words.encode(), parting)
-        self.close()
-
     def close(self) -> None:
-        """Hang up; members who were not told that the run is over will call again."""
-        with self._turn:
-            self._closed = True
-            self._turn.notify_all()
-            threads = list(self._threads)
+        """Hang up on everybody."""
+        super().close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread at the door
         hang_up(self._listener)
-        limit = time.monotonic() + _FAREWELL_SECONDS
-        for thread in threads:
-            thread.join(timeout=max(0.0, limit - time.monotonic()))
+        for seat in self._seats.values():
+            if seat.connection is not None:
+                _end(seat, seat.connection)
 
-    def _patience(self, seat: _Seat, begun: float, deadline: float) -> float:
-        """Until when to wait for a member: not at all once it answered or broke the protocol."""
-        if seat.task is None:
-            return 0.0
-        return deadline if seat.connection is not None else min(deadline, max(begun, seat.lost_at) + self._grace)
+    def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
+        """As every transport; a member that was revoked meanwhile is sent away, and told so when it calls again."""
+        for name in revoked(self._keys):
+            seat = self._seats.get(name)
+            if seat is not None and seat.connection is not None:
+                _end(seat, seat.connection)
+                self._let_go(name, seat.connection, "is revoked here")
+        return super().send(frames, seconds)
+
+    def _ask(self, name: str, frame: Bytes) -> Bytes:
+        """Send one frame on the member's newest connection and take the reply; one that fails is let go."""
+        with self._seats[name].lock:
+            return self._ask_in(name, self._seats[name], frame)
+
+    def _ask_in(self, name: str, seat: _Seat, frame: Bytes) -> Bytes:
+        connection = seat.connection
+        if connection is None:
+            seat.missed += 1
+            raise Away(seat.fault)
+        begun = time.monotonic()
+        try:
+            send(connection, ASK, frame, deadline=begun + self._timeout)
+            kind, reply = receive(connection, most=self._most, deadline=begun + self._timeout)
+            if kind != REPLY:
+                raise ProtocolError(name, "answers something that was not asked")
+        except (OSError, ValueError, ProtocolError) as error:
+            if isinstance(error, ProtocolError):
+                why = error.reason
+            else:
+                why = "did not answer in time" if isinstance(error, TimeoutError) else str(error) or "hung up"
+            hang_up(connection)
+            self._let_go(name, connection, why)
+            seat.missed += 1
+            raise Away(why) from None
+        seat.answered += 1
+        seat.seconds += time.monotonic() - begun
+        return reply
+
+    def _let_go(self, name: str, connection: ssl.SSLSocket, why: str) -> None:
+        with self._seating:
+            seat = self._seats[name]
+            mine = seat.connection is connection
+            if mine:
+                seat.connection, seat.fault = None, why
+        if mine and not self._closed:
+            self._tell(f"{name} is gone ({why})")
 
     # --- connections ------------------------------------------------------------------------------------------
 
@@ -226,21 +200,20 @@ class TlsServer:
                 hang_up(sock)
 
     def _greet(self, connection: ssl.SSLSocket, address: str) -> None:
-        """Shake hands, check the name and the plan, and serve the seat until the connection ends."""
+        """Shake hands, check the name and the plan, and give the caller its seat."""
         deadline = time.monotonic() + GREETING_SECONDS
         try:
             connection.settimeout(HANDSHAKE_SECONDS)
             connection.do_handshake()
             name = peer_name(connection)
-            kind, body = receive(connection, most=GREETING_BYTES, deadline=deadline)
-            hello = parse_json(body)
+            kind, said = receive(connection, most=GREETING_BYTES, deadline=deadline)
+            hello = parse_json(said)
             reason = self._stranger(name, kind, hello)
             if reason is not None:
                 self._tell_refusal(ProtocolError(name or "a caller", reason), address)
                 send(connection, REFUSED, reason.encode(), deadline=deadline)
                 raise ConnectionAbortedError
-            welcome = json.dumps({"session": self._session, "plan": self._agreement}).encode()
-            send(connection, WELCOME, welcome, deadline=deadline)
+            send(connection, WELCOME, json.dumps({"plan": self._agreement}).encode(), deadline=deadline)
         except (OSError, ValueError, ProtocolError, AttributeError) as error:
             if isinstance(error, ssl.SSLCertVerificationError):
                 let_it_read(connection)
@@ -249,7 +222,19 @@ class TlsServer:
             return
         finally:
             self._door.leave(connection, address)
-        self._serve(name, connection, str(hello["instance"]))
+        self._take_seat(name, connection, str(hello["instance"]))
+
+    def _take_seat(self, name: str, connection: ssl.SSLSocket, instance: str) -> None:
+        with self._seating:
+            seat = self._seats[name]
+            old = seat.connection
+            if seat.instance not in ("", instance):
+                seat.replaced.add(seat.instance)
+                self._renewed.add(name)
+            seat.connection, seat.instance = connection, instance
+        if old is not None:
+            _end(seat, old)
+        self._tell(f"{name} is connected")
 
     def _tell_refusal(self, error: Exception, address: str) -> None:
         """Say who was turned away and why; of callers without a name at most one a second, or they fill the log."""
@@ -272,61 +257,18 @@ class TlsServer:
             return f"{name} is revoked here"
         if kind != HELLO or hello.get("version") != VERSION or not isinstance(hello.get("instance"), str):
             return f"speaks another version of the protocol than {VERSION}"
+        if hello["instance"] in self._seats[name].replaced:
+            return "another process with the same keys took this place"
         if hello.get("plan") != self._agreement:
             return "its plan file is not the coordinator's: compare the digests that both print"
         return None
 
-    def _serve(self, name: str, connection: ssl.SSLSocket, instance: str) -> None:
-        """Send each task and take its reply, as long as this connection is the seat's newest."""
-        seat = self._seats[name]
-        with self._turn:
-            self._threads.add(threading.current_thread())
-            seat.connection, seat.instance = connection, instance
-            self._turn.notify_all()
-        self._tell(f"{name} is connected")
-        fault, task = "", None
-        try:
-            while (task := self._next(name, seat, connection)) is not None:
-                send(connection, ASK, NUMBER.pack(task.number), task.message, deadline=task.deadline)
-                kind, reply = receive(connection, most=self._most, deadline=task.deadline)
-                if kind != REPLY or len(reply) < NUMBER.size or NUMBER.unpack_from(reply)[0] != task.number:
-                    raise ProtocolError(name, "answers something that was not asked")
-                del reply[: NUMBER.size]
-                with self._turn:
-                    if seat.task is task:
-                        seat.task, seat.reply = None, reply
-                        seat.seconds += time.monotonic() - task.begun
-                        self._turn.notify_all()
-            self._part(seat, connection, instance)
-        except (OSError, ValueError, ProtocolError) as error:
-            fault = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
-            if isinstance(error, ProtocolError):
-                with self._turn:
-                    if seat.task is task or name in revoked(self._keys):
-                        seat.task = None  # asking again would bring the same
+
+def _end(seat: _Seat, connection: ssl.SSLSocket) -> None:
+    """Close a connection, or let the thread that is reading from it find out and close it."""
+    if seat.lock.acquire(blocking=False):
         hang_up(connection)
-        with self._turn:
-            self._threads.discard(threading.current_thread())
-            mine = seat.connection is connection
-            if mine:
-                seat.connection, seat.lost_at, seat.fault = None, time.monotonic(), fault or "left"
-                self._turn.notify_all()
-        if mine and not self._closed:
-            self._tell(f"{name} is gone ({fault})")
-
-    def _next(self, name: str, seat: _Seat, connection: ssl.SSLSocket) -> _Task | None:
-        with self._turn:
-            while seat.connection is connection and not self._closed:
-                if seat.task is not None and time.monotonic() < seat.task.deadline:
-                    if name in revoked(self._keys):
-                        raise ProtocolError(name, "is revoked here")
-                    return seat.task
-                self._turn.wait()
-        return None
-
-    def _part(self, seat: _Seat, connection: ssl.SSLSocket, instance: str) -> None:
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        if self._farewell is not None:
-            send(connection, END, *self._farewell, deadline=deadline)
-        elif not self._closed and seat.instance != instance:
-            send(connection, REFUSED, b"another process with the same keys took this place", deadline=deadline)
+        seat.lock.release()
+        return
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -7,15 +7,14 @@ import os
 import socket
 import ssl
 import time
-from dataclasses import dataclass
 
 from quietgrad.errors import BudgetError
+from quietgrad.federation.exchange import PATIENCE
 from quietgrad.federation.provision import COORDINATOR, Credentials
-from quietgrad.federation.transport import Bytes, Handler
+from quietgrad.federation.site import Site
 from quietgrad.federation.transport.door import alert, refusal
 from quietgrad.federation.transport.frames import (
     ASK,
-    END,
     HELLO,
     LARGEST,
     REFUSED,
@@ -27,17 +26,12 @@ from quietgrad.federation.transport.frames import (
     send,
     tune,
 )
-from quietgrad.federation.transport.tls import GREETING_BYTES, GREETING_SECONDS, NUMBER, VERSION, Tell
+from quietgrad.federation.transport.tls import GREETING_BYTES, GREETING_SECONDS, VERSION, Tell
 from quietgrad.files import parse_json
 from quietgrad.secure.faults import DropoutError, ProtocolError
 
-
-@dataclass(frozen=True)
-class Farewell:
-    """How a run ended: words, and what the coordinator hands to everybody (a message, or nothing)."""
-
-    words: str
-    parting: Bytes
+_LONGEST_PAUSE = 3.0  # seconds between two calls
+_SILENCE = 300.0  # seconds after which a silent coordinator is called anew
 
 
 class TlsParty:
@@ -46,13 +40,11 @@ class TlsParty:
     Args:
         credentials: this member's.
         address: the coordinator's host and port.
-        handler: what answers messages, such as ``PartyCurator.handle``.
+        site: what answers frames.
         agreement: the digest of the plan file that was approved here.
         most: the largest frame in bytes.
         timeout: seconds that sending a reply may take.
         patience: seconds without a coordinator after which this member gives up.
-        greeting: seconds to connect in before calling again; less than the plan's grace, or a call that got lost
-            costs more rounds than it has to.
         tell: is told in words what happens.
     """
 
@@ -60,58 +52,57 @@ class TlsParty:
         self,
         credentials: Credentials,
         address: tuple[str, int],
-        handler: Handler,
+        site: Site,
         *,
         agreement: str,
         most: int,
         timeout: float = 60.0,
-        patience: float = 600.0,
-        greeting: float = GREETING_SECONDS,
+        patience: float = PATIENCE,
         tell: Tell = lambda words: None,
     ) -> None:
         self._context = context_for(credentials)
-        self._address, self._handler, self._agreement = address, handler, agreement
+        self._address, self._site, self._agreement = address, site, agreement
         self._most, self._timeout, self._patience, self._tell = min(most, LARGEST), timeout, patience, tell
-        self._greeting = min(greeting, GREETING_SECONDS)
         self._instance = os.urandom(16).hex()
-        self._asked: tuple[str, int] | None = None
-        self._reply: Bytes = b""
-        self.answered = 0
 
-    def run(self) -> Farewell:
-        """Answer until the end; raises if the coordinator refuses this member or stays away."""
+    def run(self) -> str:
+        """Answer until the end and return its words; raises if the coordinator refuses or stays away."""
         since, pause, told = time.monotonic(), 0.1, ""
         while True:
-            why = "cannot be reached"
             try:
-                connection, session = self._call()
+                connection = self._call()
             except OSError as error:
                 why = _why(error)
                 if told != why:
                     self._tell(f"the coordinator {why}; calling again for up to {self._patience:g} s")
                     told = why
             else:
-                self._tell(f"connected to {self._address[0]}:{self._address[1]}")
+                if told != "silent":
+                    self._tell(f"connected to {self._address[0]}:{self._address[1]}")
                 since, pause, told = time.monotonic(), 0.1, ""
                 try:
-                    return self._answer(connection, session)
+                    return self._answer(connection)
+                except TimeoutError:  # it waits for others, or is gone without a word: calling shows which
+                    told = "silent"
+                    continue
                 except OSError as error:
-                    why = _why(error)
-                    since = time.monotonic()
+                    why, since = _why(error), time.monotonic()
                     self._tell(f"lost the coordinator ({why}); calling again")
                 finally:
                     hang_up(connection)
             if time.monotonic() - since + pause > self._patience:
                 raise DropoutError(
-                    [COORDINATOR], f"{why} at {self._address[0]}:{self._address[1]} for {self._patience:g} s"
+                    [COORDINATOR],
+                    f"{why} at {self._address[0]}:{self._address[1]} for {self._patience:g} s; give the same "
+                    "command again to go on",
                 )
             time.sleep(pause)
-            pause = min(2.0 * pause, 3.0)
+            pause = min(2.0 * pause, _LONGEST_PAUSE)
 
-    def _call(self) -> tuple[ssl.SSLSocket, str]:
-        """Connect, prove who both are, and agree on the plan; returns the connection and the session's name."""
-        deadline = time.monotonic() + self._greeting
-        sock = socket.create_connection(self._address, timeout=self._greeting)
+    def _call(self) -> ssl.SSLSocket:
+        """Connect, prove who both are, and agree on the plan."""
+        deadline = time.monotonic() + GREETING_SECONDS
+        sock = socket.create_connection(self._address, timeout=GREETING_SECONDS)
         try:
             tune(sock)
             connection = self._context.wrap_socket(sock, server_hostname=COORDINATOR)
@@ -124,11 +115,10 @@ class TlsParty:
         try:
             hello = {"version": VERSION, "plan": self._agreement, "instance": self._instance}
             send(connection, HELLO, json.dumps(hello).encode(), deadline=deadline)
-            kind, body = receive(connection, most=GREETING_BYTES, deadline=deadline)
+            kind, said = receive(connection, most=GREETING_BYTES, deadline=deadline)
             if kind == REFUSED:
-                raise ProtocolError(COORDINATOR, f"turns this member away: {body.decode(errors='replace')}")
-            welcome = parse_json(body)
-            session, plan = str(welcome["session"]), welcome["plan"]
+                raise ProtocolError(COORDINATOR, f"turns this member away: {said.decode(errors='replace')}")
+            plan = parse_json(said)["plan"]
             if kind != WELCOME:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
@@ -140,35 +130,23 @@ class TlsParty:
         if plan != self._agreement:
             hang_up(connection)
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
-        return connection, session
+        return connection
 
-    def _answer(self, connection: ssl.SSLSocket, session: str) -> Farewell:
+    def _answer(self, connection: ssl.SSLSocket) -> str:
         while True:
-            # A coordinator that says nothing for so long is called anew: what it asked it asks again.
-            kind, body = receive(connection, most=self._most, deadline=time.monotonic() + self._patience)
+            kind, frame = receive(connection, most=self._most, deadline=time.monotonic() + _SILENCE)
             if kind == REFUSED:
-                raise ProtocolError(COORDINATOR, f"sends this member away: {body.decode(errors='replace')}")
-            if kind == END:
-                return _farewell(body)
-            if kind != ASK or len(body) < NUMBER.size:
+                raise ProtocolError(COORDINATOR, f"sends this member away: {frame.decode(errors='replace')}")
+            if kind != ASK:
                 raise ProtocolError(COORDINATOR, "says something that is not in the protocol")
-            number = int(NUMBER.unpack_from(body)[0])
-            del body[: NUMBER.size]
-            if self._asked != (session, number):
-                # An asking that comes again, because its reply was lost, gets the same reply: not a new release.
-                self._reply = self._handler(body)
-                self._asked = (session, number)
-                self.answered += 1
-            deadline = time.monotonic() + self._timeout
-            send(connection, REPLY, NUMBER.pack(number), self._reply, deadline=deadline)
-
-
-def _farewell(body: bytearray) -> Farewell:
-    if len(body) < NUMBER.size:
-        raise ProtocolError(COORDINATOR, "says something that is not in the protocol")
-    (length,) = NUMBER.unpack_from(body)
-    words = bytes(body[NUMBER.size : NUMBER.size + length])
-    return Farewell(words.decode(errors="replace"), body[NUMBER.size + length :])
+            reply = self._site.answer(frame)
+            try:
+                send(connection, REPLY, reply, deadline=time.monotonic() + self._timeout)
+            except OSError:
+                if not self._site.over:  # else the coordinator does not hear that the model is safe; it is
+                    raise
+            if self._site.over:
+                return self._site.words
 
 
 def _why(error: OSError) -> str:

@@ -12,8 +12,10 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.replicated import Exchange
 
 _LENGTH = struct.Struct("<I")
 
@@ -99,3 +101,14 @@ class Link:
             except OSError as error:
                 self._failure = error
                 return
+
+
+def run_over(computation: Exchange[None], send: Callable[[bytes], None], receive: Callable[[], bytes]) -> None:
+    """Run one server's generator over any transport: ``send`` to the previous, ``receive`` from the next."""
+    frame = next(computation, None)
+    while frame is not None:
+        send(frame)
+        try:
+            frame = computation.send(receive())
+        except StopIteration:
+            return

@@ -1,0 +1,391 @@
+"""The coordinator's side of every conversation, on any transport: who is asked what, again, and for how long.
+
+A frame is an envelope and a message. The envelope names the plan that was agreed on, the coordinator's process and
+the number of the asking. A member repeats its reply to a frame that it has answered
+(:class:`~quietgrad.federation.site.Site`), so a frame may be sent again and again: a member that is away for a
+minute or an hour costs time and nothing else. That is decided here, once, for all transports: numbering, asking
+again, waiting for as many as a round needs, leaving revoked members out, admitting those who restarted, what is
+said of whoever failed, and the ending.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from quietgrad.federation.transport import Away, Bytes, Transport
+from quietgrad.federation.wire import Message, WireError, decode
+from quietgrad.secure.faults import ProtocolError
+from quietgrad.secure.identity import Identity, is_signed
+
+ASK, FINISH, WHO = 1, 2, 3
+_HEAD = struct.Struct("<3sBQ16s32s4x")  # 64 bytes, so that the message behind it begins on a word
+_MAGIC = b"QGE"
+_LENGTH = struct.Struct("<Q")
+PATIENCE = 7200.0  # seconds
+_PAUSES = (0.02, 1.0)  # seconds between two attempts to reach somebody, first and longest
+_SLICE = 5.0  # seconds after which it is looked anew who is revoked and who is back
+_TRIES = 3  # of replies that arrive damaged
+_FAREWELL = 15.0  # seconds
+Enough = Callable[[Collection[str]], bool]
+
+
+class Envelope(NamedTuple):
+    """What stands before every message and every reply."""
+
+    kind: int
+    number: int
+    session: bytes
+    agreement: bytes
+
+    def around(self, message: Bytes) -> bytearray:
+        """The frame.
+
+        >>> frame = Envelope(ASK, 7, bytes(16), bytes(32)).around(b"message")
+        >>> Envelope.of(frame).number, bytes(body(frame))
+        (7, b'message')
+        """
+        frame = bytearray(_HEAD.size + len(message))
+        _HEAD.pack_into(frame, 0, _MAGIC, *self)
+        frame[_HEAD.size :] = message
+        return frame
+
+    @staticmethod
+    def of(frame: Bytes) -> Envelope:
+        """The envelope of a frame."""
+        if len(frame) < _HEAD.size or bytes(frame[: len(_MAGIC)]) != _MAGIC:
+            raise WireError("not a frame of this version")
+        return Envelope(*_HEAD.unpack_from(frame)[1:])
+
+
+class Introduction:
+    """A question who is there, and the proof: a signature over a nonce.
+
+    >>> from quietgrad.secure.identity import Identity
+    >>> asked, clinic = Introduction(), Identity("clinic")
+    >>> reply = Envelope.of(asked.frame).around(Introduction.signed(clinic, asked.frame))
+    >>> asked.is_by("clinic", clinic.public, reply), asked.is_by("other", clinic.public, reply)
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self.frame = Envelope(WHO, 0, os.urandom(16), os.urandom(32)).around(b"")
+
+    @staticmethod
+    def signed(identity: Identity, frame: Bytes) -> bytes:
+        """The answer of whoever has ``identity``."""
+        return identity.sign(_introduced(identity.name, frame))
+
+    def is_by(self, name: str, key: bytes, reply: Bytes) -> bool:
+        """Whether the member of this name and public key replied."""
+        return len(reply) > _HEAD.size and is_signed(key, bytes(body(reply)), _introduced(name, self.frame))
+
+
+def _introduced(name: str, frame: Bytes) -> bytes:
+    return b"quietgrad introduction 1\0" + name.encode() + b"\0" + bytes(frame[: _HEAD.size])
+
+
+def body(frame: Bytes) -> memoryview:
+    """The message in a frame."""
+    return memoryview(frame)[_HEAD.size :]
+
+
+def agreement_of(digest: str) -> bytes:
+    """A plan file's digest as it stands in envelopes."""
+    return hashlib.sha256(digest.encode()).digest()
+
+
+def farewell(words: str, parting: Bytes) -> bytes:
+    """The message of a :data:`FINISH` frame: how the run ended, and what everybody gets (the model, or nothing)."""
+    text = words.encode()
+    return _LENGTH.pack(len(text)) + text + bytes(parting)
+
+
+def read_farewell(message: Bytes) -> tuple[str, Bytes]:
+    """The two parts of :func:`farewell`.
+
+    >>> words, parting = read_farewell(farewell("complete", b"model"))
+    >>> words, bytes(parting)
+    ('complete', b'model')
+    """
+    if len(message) < _LENGTH.size or (end := _LENGTH.size + _LENGTH.unpack_from(message)[0]) > len(message):
+        raise WireError("not the end of a run")
+    return bytes(message[_LENGTH.size : end]).decode(errors="replace")[:2000], memoryview(message)[end:]
+
+
+class Exchange:
+    """Asks members through a transport until as many as needed have answered.
+
+    Args:
+        transport: how frames travel.
+        agreement: digest of the plan file; a member that approved another one refuses.
+        timeout: seconds that a member has to answer once enough others have.
+        grace: seconds that a member who cannot be reached has to come back once enough others have answered.
+        patience: seconds to wait as long as too few have answered.
+        most: the largest reply in bytes.
+        revoked: by name, why members are no longer trusted; looked at before every frame.
+        tell: is told in words of whom it waits for and who is back.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        agreement: str = "",
+        timeout: float = 60.0,
+        grace: float = 15.0,
+        patience: float = PATIENCE,
+        most: int | None = None,
+        revoked: Callable[[], Mapping[str, str]] = dict,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        if not all(0.0 < seconds < float("inf") for seconds in (timeout, grace, patience)):
+            raise ValueError(f"timeout={timeout!r}, grace={grace!r}, patience={patience!r}: must be seconds > 0.")
+        self.transport, self.timeout, self.patience, self.most = transport, timeout, patience, most
+        self._grace, self._revoked, self._tell = min(grace, timeout), revoked, tell
+        self._agreement, self._session, self._number = agreement_of(agreement), os.urandom(16), 0
+        self._opening = bytearray()
+        self._admit: Callable[[str, Message], None] = lambda name, reply: None
+        self.away: dict[str, str] = {}
+        """By name, why those who did not answer the last time did not."""
+        self._probe: dict[str, tuple[float, float]] = {}  # when to look next for somebody away, and the pause
+
+    def opens(self, message: Bytes, admit: Callable[[str, Message], None]) -> None:
+        """What a member is told that does not know the run, and who looks at its ``ready`` before it is asked."""
+        self._opening, self._admit = bytearray(message), admit
+
+    def call(
+        self,
+        messages: Mapping[str, Bytes],
+        faults: dict[str, str],
+        enough: Enough | None = None,
+        *,
+        grace: float | None = None,
+        timeout: float | None = None,
+        patience: float | None = None,
+    ) -> dict[str, Message]:
+        """Ask, and ask again, until all have answered or ``enough`` of them have and the others had their time.
+
+        Whoever gave no good answer is named in ``faults``. A refusal because of the plan ends the run.
+        """
+        grace = self._grace if grace is None else grace
+        timeout = max(grace, self.timeout) if timeout is None else timeout
+        patience = max(timeout, self.patience) if patience is None else patience
+        return _Asking(self, messages, faults, enough or (lambda good: True), grace, timeout, patience).run()
+
+    def greet(
+        self, names: Iterable[str], faults: dict[str, str], enough: Enough, *, grace: float | None = None,
+        timeout: float | None = None, patience: float | None = None,
+    ) -> dict[str, Message]:  # fmt: skip
+        """Open the run at ``names``, or find that they know it: who is there, at no cost."""
+        opening = dict.fromkeys(names, self._opening)
+        return self.call(opening, faults, enough, grace=grace, timeout=timeout, patience=patience)
+
+    def here(self, names: Iterable[str], enough: Enough, faults: dict[str, str]) -> tuple[str, ...]:
+        """Those of ``names`` who can be asked now; waits until they are enough.
+
+        Members who were away are looked for first. Those who are still away are named in ``faults``.
+        """
+        names = tuple(names)
+        for name in self.transport.renewed():
+            self.away.setdefault(name, "restarted")
+            self._probe.pop(name, None)
+        if not self.away:
+            return names
+        now = self.transport.clock.now()
+        present = [name for name in names if name not in self.away]
+        lost = [name for name in names if name in self.away]
+        if enough(present):
+            lost = [name for name in lost if now >= self._probe.get(name, (now, 0.0))[0]]
+        if lost:
+            back = self.greet(lost, {}, lambda good: enough([*present, *good]), grace=1e-3, timeout=1.0)
+            for name, reply in back.items():
+                self._admit(name, reply)
+                self._tell(f"{name} is back")
+            for name in set(lost) - back.keys():
+                pause = min(2.0 * self._probe.get(name, (0.0, 0.5))[1], self._grace)
+                self._probe[name] = (self.transport.clock.now() + pause, pause)
+        faults |= {name: self.away[name] for name in names if name in self.away}
+        return tuple(name for name in names if name not in self.away)
+
+    def finish(self, words: str, parting: Bytes = b"", seconds: float = _FAREWELL) -> tuple[str, ...]:
+        """Tell everybody how it ended and hand out ``parting``; who confirmed that it is safe with them.
+
+        Whoever cannot be reached is waited for, for so many seconds.
+        """
+        return self.hand_out(self.transport.parties(), words, parting, seconds)
+
+    def hand_out(self, names: Iterable[str], words: str, parting: Bytes, seconds: float) -> tuple[str, ...]:
+        """As :meth:`finish`, to some."""
+        shut = self._revoked()
+        self._number += 1
+        frame = self._frame(FINISH, farewell(words, parting))
+        waiting, confirmed = {name: frame for name in names if name not in shut}, []
+        clock, pause = self.transport.clock, _PAUSES[0]
+        limit = clock.now() + seconds
+        while waiting and (left := limit - clock.now()) > 0.0:
+            for name, reply in self.transport.send(waiting, min(left, _PAUSES[1])).items():
+                if isinstance(reply, Away) or (safe := self._confirms(reply)) is None:
+                    continue
+                waiting.pop(name)
+                confirmed += [name] if safe else []
+            if waiting:
+                clock.sleep(min(pause, max(0.0, limit - clock.now())))
+                pause = min(2.0 * pause, _PAUSES[1])
+        return tuple(confirmed)
+
+    def _frame(self, kind: int, message: Bytes) -> bytearray:
+        return Envelope(kind, self._number, self._session, self._agreement).around(message)
+
+    def _is_reply(self, frame: Bytes, number: int) -> bool:
+        """Whether a frame is the reply to the asking of this number, and not one that came late."""
+        said = Envelope.of(frame)
+        return (said.session, said.number) == (self._session, number)
+
+    def _confirms(self, frame: Bytes) -> bool | None:
+        """Whether a member says that what it was handed is safe; ``None`` if it did not hear."""
+        try:
+            return decode(body(frame)).kind == "confirmed" if self._is_reply(frame, self._number) else None
+        except WireError:
+            return None
+
+
+class _Asking:
+    """One call: who is still waited for, and what the others said."""
+
+    def __init__(
+        self, over: Exchange, messages: Mapping[str, Bytes], faults: dict[str, str], enough: Enough,
+        grace: float, timeout: float, patience: float,
+    ) -> None:  # fmt: skip
+        self.over, self.messages, self.faults, self.enough = over, messages, faults, enough
+        self.clock = over.transport.clock
+        self.begun = self.clock.now()
+        self.grace, self.timeout, self.patience = grace, timeout, patience
+        self.good: dict[str, Message] = {}
+        self.numbers: dict[str, int] = {}
+        self.frames: dict[str, bytearray] = {}
+        self.since: dict[str, float] = {}  # when those who are away were found to be
+        self.why: dict[str, str] = {}
+        self.damaged: dict[str, int] = {}
+        self.readmitted: set[str] = set()
+        self.told = False
+
+    def run(self) -> dict[str, Message]:
+        self._number(self.messages)
+        pause = _PAUSES[0]
+        while self.frames:
+            self._leave_out()
+            before = len(self.good)
+            got = self.over.transport.send(self.frames, self._seconds())
+            for name, reply in got.items():
+                if isinstance(reply, Away):
+                    self.since.setdefault(name, self.clock.now())
+                    self.why[name] = str(reply)
+                else:
+                    self._take(name, reply)
+            if not self.frames or self._over():
+                break
+            self._tell()
+            pause = _PAUSES[0] if len(self.good) > before else pause
+            if all(name in self.since for name in self.frames):  # nobody is at work: do not ask without a breath
+                self.clock.sleep(min(pause, max(1e-3, self._seconds())))
+                pause = min(2.0 * pause, _PAUSES[1])
+        self._name_the_missing()
+        return self.good
+
+    def _number(self, messages: Mapping[str, Bytes]) -> None:
+        """Put messages under a new number: never the one of a reply that may be remembered."""
+        self.over._number += 1
+        made: dict[int, bytearray] = {}  # one frame for a message that goes to many
+        for name, message in messages.items():
+            if id(message) not in made:
+                made[id(message)] = self.over._frame(ASK, message)
+            self.frames[name], self.numbers[name] = made[id(message)], self.over._number
+
+    def _leave_out(self) -> None:
+        shut = self.over._revoked()
+        for name in [name for name in self.frames if name in shut]:
+            self._drop(name, f"is revoked here ({shut[name]})")
+
+    def _deadline(self, name: str) -> float:
+        """Until when a member is waited for once enough others have answered."""
+        if name in self.since:
+            return min(self.since[name] + self.grace, self.begun + self.timeout)
+        return self.begun + self.timeout
+
+    def _seconds(self) -> float:
+        now = self.clock.now()
+        if self.enough(self.good):
+            left = max((self._deadline(name) for name in self.frames), default=now) - now
+        else:
+            left = self.begun + self.patience - now
+        return min(max(left, 1e-3), _PAUSES[1] if self.since else _SLICE)
+
+    def _over(self) -> bool:
+        now = self.clock.now()
+        if self.enough(self.good):
+            return all(now >= self._deadline(name) for name in self.frames)
+        hopeless = not self.enough({*self.good, *self.frames})
+        return hopeless or now >= self.begun + self.patience
+
+    def _take(self, name: str, reply: Bytes) -> None:
+        self.since.pop(name, None)
+        self.why.pop(name, None)
+        try:
+            if not self.over._is_reply(reply, self.numbers[name]):
+                return  # late, or of another asking: the right one is asked for again
+            message = decode(body(reply), most=self.over.most)
+        except WireError as error:
+            self.damaged[name] = self.damaged.get(name, 0) + 1
+            if self.damaged[name] >= _TRIES:  # no accident: asking again would bring the same
+                self._drop(name, f"sends what is no message: {error}")
+            return
+        if message.kind != "refused":
+            self.good[name] = message
+            del self.frames[name]
+            return
+        code, reason = message.fields.get("code"), str(message.fields.get("reason", ""))[:500]
+        reason = reason.removeprefix(f"{name}: ")
+        if code == "plan":
+            raise ProtocolError(name, f"refuses: {reason}")
+        if code == "stranger" and self.over._opening and name not in self.readmitted:
+            self._readmit(name)
+        else:
+            self._drop(name, f"refuses: {reason}")
+
+    def _readmit(self, name: str) -> None:
+        """A member that does not know the run has restarted: open it there again, then ask what was asked."""
+        found = self.over.call({name: self.over._opening}, {})
+        if name in found:
+            self.readmitted.add(name)
+            self.over._admit(name, found[name])
+            self.over._tell(f"{name} restarted and is back")
+            self._number({name: self.messages[name]})
+
+    def _drop(self, name: str, why: str) -> None:
+        self.frames.pop(name, None)
+        self.faults[name] = why
+        self.over.away.pop(name, None)
+
+    def _tell(self) -> None:
+        """Say once whom this waits for."""
+        if self.told or self.enough(self.good) or not self.since or self.clock.now() < self.begun + 1.0:
+            return
+        self.told = True
+        missing = "; ".join(f"{name} ({self.why[name]})" for name in list(self.since)[:5] if name in self.why)
+        self.over._tell(f"waiting for {missing or 'members'}, up to {self.patience:g} s; it costs nothing")
+
+    def _name_the_missing(self) -> None:
+        for name in self.good:
+            self.over.away.pop(name, None)
+            self.over._probe.pop(name, None)
+        waited = self.clock.now() - self.begun
+        for name in self.frames:
+            why = self.why.get(name)
+            words = f"is away ({why})" if why is not None else f"did not answer within {waited:.3g} s"
+            if self.damaged.get(name):
+                words = "sends what is no message"
+            self.faults[name] = self.over.away[name] = words

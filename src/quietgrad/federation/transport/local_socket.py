@@ -1,0 +1,89 @@
+"""A member behind a socket of its own machine: for engines that start a process for every message.
+
+The member's process holds its records, keys and ledger; what the engine starts only carries frames to the socket.
+If the two run as different users, code that an engine ships cannot read what the member holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from quietgrad.errors import DataError
+from quietgrad.federation.site import Site
+from quietgrad.federation.transport import Away, Bytes
+
+_LENGTH = struct.Struct("<Q")
+_PIECE = 1 << 20
+
+
+def send(sock: socket.socket, frame: Bytes) -> None:
+    """One frame, with its length before it."""
+    sock.sendall(_LENGTH.pack(len(frame)))
+    sock.sendall(frame)
+
+
+def receive(sock: socket.socket, most: int) -> bytearray:
+    """The next frame; a longer one than ``most`` is refused before memory is taken for it."""
+    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
+    if length > most:
+        raise ConnectionAbortedError(f"a frame of {length} bytes is announced; the limit is {most}")
+    return _read(sock, length)
+
+
+def _read(sock: socket.socket, size: int) -> bytearray:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(min(size - len(data), _PIECE))
+        if not piece:
+            raise ConnectionResetError("hung up")
+        data += piece
+    return data
+
+
+def carry(path: str | Path, frame: Bytes, *, most: int, seconds: float | None = None) -> bytearray:
+    """Carry one frame to the member behind ``path`` and bring back its reply."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(seconds)
+        try:
+            sock.connect(str(path))
+        except OSError as error:
+            raise Away(f"no member answers at {path} ({error.strerror})") from None
+        send(sock, frame)
+        return receive(sock, most)
+
+
+def serve(site: Site, path: Path, *, most: int) -> None:
+    """Answer at ``path``, which only the owner's group may use, until the run is over."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise DataError(f"{path}: is there and no socket; choose another path for --listen.")
+        try:
+            carry(path, b"", most=most, seconds=1.0)
+        except Away:
+            path.unlink()  # left by a process that was killed
+        except OSError:
+            raise DataError(f"{path}: another process listens there.") from None
+        else:
+            raise DataError(f"{path}: another process listens there.")
+    with socket.socket(socket.AF_UNIX) as listener:
+        before = os.umask(0o117)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise DataError(f"{path}: cannot listen there ({error.strerror}).") from None
+        finally:
+            os.umask(before)
+        listener.listen(16)
+        try:
+            while not site.over:
+                caller, _ = listener.accept()
+                with caller, contextlib.suppress(OSError):
+                    caller.settimeout(60.0)
+                    send(caller, site.answer(receive(caller, most)))
+        finally:
+            path.unlink(missing_ok=True)

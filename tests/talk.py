@@ -1,0 +1,46 @@
+"""Raw bytes through a transport, framed as an exchange frames them: for tests of what carries the frames."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from quietgrad.federation.exchange import ASK, Envelope, Exchange, agreement_of, body
+from quietgrad.federation.transport import Away, Bytes
+
+
+class Talk:
+    """A coordinator that says what it likes.
+
+    Args:
+        transport: how frames travel.
+        agreement: the plan that it claims to go by.
+    """
+
+    def __init__(self, transport: Any, agreement: str = "plan") -> None:
+        self._transport, self._agreement = transport, agreement
+        self._session, self._number = os.urandom(16), 0
+        self.why: dict[str, str] = {}
+
+    def exchange(self, messages: Mapping[str, Bytes], timeout: float) -> tuple[dict[str, Bytes], list[str]]:
+        """Replies by name, and who did not answer within ``timeout`` seconds."""
+        self._number += 1
+        envelope = Envelope(ASK, self._number, self._session, agreement_of(self._agreement))
+        frames = {name: envelope.around(message) for name, message in messages.items()}
+        replies: dict[str, Bytes] = {}
+        limit = time.monotonic() + timeout
+        while (waiting := {n: f for n, f in frames.items() if n not in replies}) and time.monotonic() < limit:
+            for name, reply in self._transport.send(waiting, min(0.3, limit - time.monotonic())).items():
+                if isinstance(reply, Away):
+                    self.why[name] = str(reply)
+                elif Envelope.of(reply).number == self._number:
+                    replies[name] = body(reply)
+            time.sleep(0.01)
+        return replies, [name for name in messages if name not in replies]
+
+    def finish(self, words: str, parting: Bytes = b"") -> None:
+        """Tell everybody that it is over, and hang up."""
+        Exchange(self._transport, agreement=self._agreement).finish(words, parting, seconds=2.0)
+        self._transport.close()
