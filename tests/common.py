@@ -69,8 +69,9 @@ def interrupted(data: Any, algorithm: Any, folder: Path, budget: qg.Budget, afte
     class Died(Exception):
         pass
 
-    def die(state: Any, session: Any) -> None:
-        seen.append(np.array(state.params))
+    def die(progress: qg.Progress) -> None:
+        if progress.step:
+            seen.append(np.array(progress.params))
         if len(seen) == after:
             raise Died
 
@@ -88,7 +89,7 @@ def resumed(data: Any, algorithm: Any, folder: Path) -> tuple[qg.Result, list[An
     seen: list[Any] = []
     result = qg.resume(
         objective(), data, algorithm, folder=folder / "run", ledger=folder / "ledger.jsonl",
-        callback=lambda state, _: seen.append(np.array(state.params)),
+        callback=lambda progress: seen.append(np.array(progress.params)),
     )  # fmt: skip
     return result, seen
 

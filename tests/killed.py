@@ -18,7 +18,7 @@ COORDINATOR = {
     "its ledger is closed and nothing is saved": ("quietgrad.curators.account:Charge.close", "after"),
     "the model is saved and the statement is not": ("quietgrad.training.result:Result.to_json", "before"),
     "all is saved and nothing cleared away": ("quietgrad.training.result:Result.save", "after"),
-    "nobody has the model yet": ("quietgrad.federation.transport.tls:TlsServer.finish", "before"),
+    "nobody has the model yet": ("quietgrad.federation.exchange:Exchange.hand_out", "before"),
 }  # fmt: skip
 PARTY = {
     "its ledger is not closed": ("quietgrad.curators.account:Charge.close", "before"),

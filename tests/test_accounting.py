@@ -40,7 +40,9 @@ from quietgrad.privacy.events import (
     RepeatAndSelect,
     Repeated,
     Slack,
+    Upfront,
     fixed_size_gaussian,
+    from_json,
     gaussian,
     poisson_gaussian,
 )
@@ -535,3 +537,57 @@ def test_importing_the_face_is_light() -> None:
 def test_numpy_numbers_are_numbers() -> None:
     event = poisson_gaussian(rate=float(np.float64(0.1)), noise_multiplier=2.0, steps=3)
     assert isinstance(account(event, delta=DELTA, relation=ADD), float)
+
+
+def test_what_decides_about_the_rest_is_added_by_basic_composition() -> None:
+    step, first = poisson_gaussian(0.01, 1.1, 1000), Upfront(0.01, Relation.ADD_REMOVE)
+    alone = account(step, delta=1e-5, relation="add-remove")
+    both = Composed((first, step))
+    proof = prove(both, delta=1e-5, relation="add-remove")
+    assert proof.epsilon == pytest.approx(alone + 0.01, rel=1e-12)
+    assert proof.accountant == "pld-poisson"
+    assert prove(first, delta=1e-5, relation="add-remove").epsilon == 0.01
+    assert delta_of(both, epsilon=alone + 0.01, relation="add-remove") == pytest.approx(1e-5, rel=1e-3)
+    assert delta_of(both, epsilon=0.009, relation="add-remove") == 1.0
+    assert from_json(both.to_json()) == both
+    with pytest.raises(UnprovableError, match="proved under"):
+        account(both, delta=1e-5, relation="replace-one")
+    with pytest.raises(UnprovableError, match="before them"):
+        account(Poisson(0.1, Composed((first, Gaussian(1.0)))), delta=1e-5, relation="add-remove")
+    assert account(Repeated(first, 3), delta=1e-5, relation="add-remove") == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"event": "gaussian", "noise_multiplier": 1e-200},
+        {"event": "gaussian", "noise_multiplier": 1e300},
+        {"event": "gaussian", "noise_multiplier": True},
+        {"event": "laplace", "noise_multiplier": 5e-324},
+        {"event": "zcdp", "rho": 1e200, "relation": "add-remove"},
+        {"event": "pure", "epsilon": 1e-30, "relation": "add-remove"},
+        {"event": "poisson", "rate": 1e-300, "inner": {"event": "gaussian", "noise_multiplier": 1.0}},
+        {"event": "repeated", "count": 10**400, "inner": {"event": "gaussian", "noise_multiplier": 1.0}},
+        {"event": "random-round", "law": [[10**400, 1.0]], "inner": {"event": "gaussian", "noise_multiplier": 1.0}},
+        {"event": "random-round", "law": [[3, "nan"]], "inner": {"event": "gaussian", "noise_multiplier": 1.0}},
+        {"event": "slack", "total_variation": "0.5"},
+    ],
+)
+def test_events_are_made_of_numbers_in_a_stated_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        from_json(wrong)
+
+
+@pytest.mark.parametrize("z", [1e-18, 1e-9, 1e9, 1e18])
+@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+def test_at_the_ends_of_the_range_there_is_a_number_or_a_refusal(z: float, relation: str) -> None:
+    for event in (
+        gaussian(z, 10**6),
+        poisson_gaussian(1e-15, z, 10**6),
+        Laplace(z),
+        fixed_size_gaussian(10**15, 1, z),
+    ):
+        try:
+            assert account(event, delta=1e-5, relation=relation) >= 0.0
+        except UnprovableError:
+            assert z < 1.0 or relation == "add-remove"

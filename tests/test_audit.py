@@ -378,7 +378,8 @@ def test_command_exits_1_on_a_violation(
 def test_command_audits_a_finished_run(algorithm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     objective = qg.objectives.Huber(row_bound=1.0, rows="clip")
     budget = qg.Budget(4.0, 1e-5, REPLACE if algorithm.name == "output-perturbation" else ADD)
-    qg.minimize(objective, table(np.random.default_rng(0)), algorithm, budget=budget).save(tmp_path)
+    data = table(np.random.default_rng(0))
+    qg.minimize(objective, data, algorithm, budget=budget, n_public=len(data[1])).save(tmp_path)
     assert main(["audit", str(tmp_path), "--runs", "1000", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["reports"][0]
     assert report["epsilon_claimed"] == pytest.approx(4.0, rel=2e-3)
@@ -451,7 +452,8 @@ def test_folder_is_audited_with_as_many_runs_as_its_claim_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = table(np.random.default_rng(0))
-    qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=3), budget=qg.Budget(1.0, 1e-5)).save(tmp_path)
+    budget = qg.Budget(1.0, 1e-5)
+    qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=3), budget=budget, n_public=300).save(tmp_path)
     assert main(["audit", str(tmp_path), "--json"]) == 0
     told = capsys.readouterr()
     report = json.loads(told.out)["reports"][0]

@@ -135,3 +135,44 @@ def test_releases_pass_their_attacks(name: str) -> None:
     for report in RELEASES[name].reports(400):
         assert report.verdict != "violation", str(report)
         assert report.findings
+
+
+# Where numbers that could be noise are drawn, and what they are there.
+DRAWN = {
+    "privacy.noise": "noise",
+    "privacy.mechanisms": "noise",
+    "privacy.device_stream": "noise on an accelerator",
+    "objectives.networks.randomness": "a record's own dropout and augmentation",
+    "objectives.landscapes.saddle_network": "synthetic records",
+    "objectives.landscapes.sensing": "synthetic records",
+    "features.photographs": "public pictures",
+    "training.stationarity": "a starting vector, the same for all data",
+    "federation.planning": "made-up answers of a rehearsal",
+    "estimators.scoring": "error bars of what was released",
+}
+LAWS = {
+    "normal", "normal_pieces", "standard_normal", "exponential", "standard_exponential", "laplace", "gumbel",
+    "gamma", "standard_gamma", "randn", "normal_", "exponential_", "multivariate_normal", "discrete_gaussian",
+}  # fmt: skip
+
+
+def test_only_mechanisms_draw_noise() -> None:
+    """A second place that adds noise is a release outside the door: no charge, no cap, no ledger."""
+    drawing = {name: calls(tree) & LAWS for name, tree in modules() if not name.startswith(("audit.", "secure."))}
+    assert {name for name, found in drawing.items() if found} <= set(DRAWN)
+
+
+def test_streams_outside_the_mechanisms_have_no_noise() -> None:
+    """By construction: what others hold has uniform words only, and ``privacy.noise`` is imported by mechanisms."""
+    from quietgrad.privacy.noise import NoiseStream
+    from quietgrad.privacy.rng import SecureStream
+
+    assert not LAWS & set(dir(SecureStream))
+    assert {"normal", "exponential"} <= set(dir(NoiseStream))
+    importing = {
+        name
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("quietgrad.privacy.noise")
+    }
+    assert importing <= {"privacy.mechanisms", "privacy.correlated", "audit.series"}

@@ -11,6 +11,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.objectives.landscapes.base import landscape
 from quietgrad.objectives.tables import curvature
+from quietgrad.training.private_stationarity import certify_privately
 from quietgrad.training.stationarity import classify, least_eigenvalue
 
 
@@ -110,14 +111,14 @@ def test_a_loss_known_by_its_gradient_only_is_differenced() -> None:
 
 
 def test_torch_vectors_are_taken_as_they_are() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")  # nothing is stated of a module: its own Hessian is looked at
     a = torch.diag(torch.tensor([-0.25, 1.0], dtype=torch.float64))
     found = qg.certify(Plain(a), torch.zeros(2, dtype=torch.float64), "data", rho=1.0)
     assert found.lambda_min == pytest.approx(-0.25, abs=1e-8)
 
 
 def test_a_module_is_differentiated_twice() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")  # nothing is stated of a module: its own Hessian is looked at
     from torch import nn
 
     from quietgrad.objectives.networks.module import ModuleObjective
@@ -151,3 +152,51 @@ def test_bad_input_is_refused() -> None:
         qg.certify(hill, hill.saddle(), alpha=0.0)
     with pytest.raises(ValueError, match="only a landscape has a population risk"):
         qg.certify(qg.objectives.Logistic(), np.zeros(3))
+
+
+def test_a_level_that_lets_every_saddle_pass_gives_no_verdict() -> None:
+    """√(ρα) = 1.2 where the saddle curves by 0.5: it was called second-order stationary."""
+    net = landscape("two-layer")
+    found = qg.certify(net, net.saddle(), alpha=0.01)
+    assert found.kind == "fosp"
+    assert found.curvature == pytest.approx(0.4975, abs=1e-4)
+    assert "no verdict on curvature" in str(found)
+    assert qg.certify(net, net.saddle(), alpha=1e-4).kind == "saddle"
+    assert qg.certify(net, net.minimum(), alpha=0.01).kind == "sosp"  # nothing curves down: so it is at every α
+    torch = pytest.importorskip("torch")  # nothing is stated of a module: its own Hessian is looked at
+
+    class Product(torch.nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Any) -> Any:
+            return x[:, 0] * self.first[0] * self.first[1]
+
+    from quietgrad.objectives.networks.module import ModuleObjective
+
+    objective = ModuleObjective(Product(), lambda out, target: 0.5 * (out - target) ** 2)
+    data = torch.ones(20, 1), torch.ones(20)
+    assert qg.certify(objective, torch.zeros(2), data, alpha=0.01, rho=1e4).kind == "fosp"
+    assert qg.certify(objective, torch.zeros(2), data, alpha=0.01, rho=1.0).kind == "saddle"
+
+
+def test_on_a_table_the_penalty_counts_in_rho() -> None:
+    """The penalty alone curves down, by λ/2 at most; α = 0.2 lets more than that pass."""
+    loss = qg.objectives.Logistic(regularizer=qg.objectives.Nonconvex(0.33), row_bound=0.5, rows="clip")
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 2))
+    X /= np.linalg.norm(X, axis=1, keepdims=True) * 2
+    data = X, rng.integers(0, 2, 200)
+    found = qg.certify(loss, np.array([3.0, -3.0]), data, alpha=0.2)
+    assert found.rho == pytest.approx(4.6687 * 0.33 + 0.5**3 * 0.0962, rel=1e-3)
+    assert (found.kind, found.curvature) == ("fosp", 0.165)
+    assert found.lambda_min < 0.0
+    assert qg.certify(loss, np.zeros(2), data, alpha=0.2).kind == "sosp"
+
+
+def test_a_private_certificate_is_held_against_the_same_curvature() -> None:
+    net = landscape("two-layer")
+    found = certify_privately(net, net.saddle(), 10**6, budget=qg.Budget(4.0, 1e-6), alpha=0.01, seed=0)
+    assert (found.kind, found.rho) == ("fosp", net.constants().hessian_lipschitz)
+    assert found.lambda_min < -0.4

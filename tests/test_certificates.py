@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.algorithms.own_loop import OwnLoop
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.certificates import Document, SigningKey, check, issue, new_key, public_key, schema
 from quietgrad.certificates.checking import AGREES
@@ -22,11 +24,15 @@ from quietgrad.certificates.document import canonical, parse
 from quietgrad.certificates.second import second_proof
 from quietgrad.certificates.signing import signature_holds
 from quietgrad.cli import main
+from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
+from quietgrad.objectives.base import Gradient
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import Relation
-from quietgrad.training.statement import ADVERSARY
+from quietgrad.privacy.correlated import Correlated
+from quietgrad.training.result import Result
+from quietgrad.training.statement import ADVERSARY, statement
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 
@@ -42,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("QUIETGRAD_STATE", str(home / "state"))
         patch.setenv("QUIETGRAD_CACHE", str(home / "cache"))
         shared = ["--epsilon", "1", "--ledger", str(home / "ledger.jsonl"), "--account", "people", "--quiet"]
-        run = ["train", str(home / "rows.npz"), "--steps", "4", *shared]
+        run = ["train", str(home / "rows.npz"), "--steps", "4", "--n-public", "300", *shared]
         assert main([*run, "--algorithm", "dp-gd", "--out", str(home / "run")]) == 0
         assert main([*run, "--algorithm", "dp-sgd", "--batch-size", "30", "--out", str(home / "other")]) == 0
         new_key(home / "signer.key")
@@ -241,8 +247,8 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
     "no event": (("event",), lambda _: None, "claim"),
     "an event of nothing": (("event",), lambda _: {"event": "composed", "parts": []}, "claim"),
     "too many events": (("event",), lambda e: {"event": "composed", "parts": [e] * 5000}, "claim"),
-    "absurd noise": (("event", "inner", "noise_multiplier"), lambda _: 1e-300, "proof"),
-    "absurdly many": (("event", "count"), lambda _: 10**30, "proof"),
+    "absurd noise": (("event", "inner", "noise_multiplier"), lambda _: 1e-300, "claim"),
+    "absurdly many": (("event", "count"), lambda _: 10**30, "claim"),
     "an event inside that is none": (("event", "inner"), lambda _: "x", "claim"),
     "a plan of more steps": (("plan", "slots", 0, "count"), lambda c: c + 1, "plan"),
     "settings of fewer steps": (("plan", "config", "steps"), lambda _: 2, "plan"),
@@ -432,7 +438,7 @@ def test_the_second_accountant_agrees(event: events.Event, relation: Relation) -
         (events.Poisson(0.1, events.Laplace(2.0)), REPLACE, "no rule"),
         (events.Pure(0.1, REPLACE), ADD, "proved under replace-one"),
         (events.gaussian(0.01), ADD, "so small"),
-        (events.Gaussian(1e-300), ADD, ""),
+        (events.Gaussian(1e-18), ADD, ""),
         (events.Repeated(events.poisson_gaussian(1e-9, 1.0), 10**15), ADD, "releases"),
         (events.Composed((events.Gaussian(2.0), events.Failure(0.5))), ADD, "use up δ"),
     ],
@@ -445,30 +451,40 @@ def test_the_second_accountant_refuses_rather_than_guesses(
     assert why in proof.reason
 
 
-def test_fixed_size_batches_have_an_upper_bound_that_does_not_pass(tmp_path: Path) -> None:
-    """dp-accounting's own rule for them is looser than ours: the claim is not called proved by two."""
+def test_fixed_size_batches_are_proved_by_one_accountant_and_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """dp-accounting's own rule for them is looser than ours: the claim is not called proved by two, and is
+    sound."""
     rows = (np.ones((200, 2)), np.ones(200))
     method = qg.DPSGD(steps=5, batch_size=20, sampling="fixed-size")
     result = qg.minimize(qg.objectives.Logistic(), rows, method, budget=qg.Budget(1.0, 1e-5, REPLACE))
     result.save(tmp_path)
     found = check(issue(tmp_path))
-    assert [finding.what for finding in found.findings if finding.ok is False] == ["second proof"]
-    assert "not proved by a second accountant" in str(found.findings)
+    assert (found.ok, found.accountants) == (True, 1)
+    assert main(["certificate", str(tmp_path), "-o", str(tmp_path / "c.json")]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "c.json")]) == 0
+    assert "One accountant proved it." in capsys.readouterr().out
 
 
-def test_correlated_noise_and_filters_are_not_called_proved_twice(tmp_path: Path) -> None:
+def test_correlated_noise_is_proved_twice_and_filters_and_bands_once(tmp_path: Path) -> None:
     rows = (np.ones((200, 2)), np.ones(200))
     methods = [
-        qg.DPSGD(steps=5, batch_size=40, sampling="single-pass", noise="correlated"),
-        qg.DPSGD(steps=8, batch_size=20, sampling="poisson-turns", cohorts=4, noise="correlated"),
-        ALGORITHMS["dp-agd"].make(ALGORITHMS["dp-agd"].examples[0].settings),
+        (2, qg.DPSGD(steps=5, batch_size=40, sampling="single-pass", noise="correlated")),
+        (2, qg.DPSGD(steps=8, sampling="turns", cohorts=4, noise="correlated")),
+        (1, qg.DPSGD(steps=8, batch_size=20, sampling="poisson-turns", cohorts=4, noise="correlated")),
+        (1, ALGORITHMS["dp-agd"].make(ALGORITHMS["dp-agd"].examples[0].settings)),
     ]
-    for k, method in enumerate(methods):
-        result = qg.minimize(qg.objectives.Logistic(), rows, method, budget=qg.Budget(1.0, 1e-5))
+    for k, (accountants, method) in enumerate(methods):
+        result = qg.minimize(qg.objectives.Logistic(), rows, method, budget=qg.Budget(1.0, 1e-5), n_public=200)
         result.save(tmp_path / str(k))
         found = check(issue(tmp_path / str(k)))
-        assert [finding.what for finding in found.findings if finding.ok is False] == ["second proof"]
-        assert "stands for many releases" in str(found.findings)
+        assert (found.ok, found.accountants) == (True, accountants), found
+        if accountants == 2:  # noise whose sensitivity is understated is not called proved twice
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Correlated, "factor", property(lambda self: 0.9 * self.sensitivity()))
+                assert check(issue(tmp_path / str(k))).accountants < 2
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.kind.private])
@@ -501,7 +517,8 @@ def test_a_federation_is_certified_from_its_parties_batches(
     )
     result.save(tmp_path)
     document = issue(tmp_path)
-    expected = [] if sampling == "poisson" else ["second proof"]
+    expected: list[str] = []
+    assert check(document).accountants == (2 if sampling == "poisson" else 1)
     assert verdict(document) == expected
     cheaper = copy.deepcopy(document.body)
     sizes = cheaper["federation"]["sizes"]
@@ -603,7 +620,7 @@ def test_a_unit_that_was_edited_is_caught_without_ledger_or_signature(tmp_path: 
         other = "record" if name == "person" else "person"
         body = copy.deepcopy(document.body)
         body["claim"]["unit"] = other
-        assert verdict(Document(body)) == ["plan"]
+        assert verdict(Document(body)) == ["plan", "ledger"]
         written = json.loads((folder / "result.json").read_text())
         written["privacy"]["unit"] = other
         (folder / "result.json").write_text(json.dumps(written))
@@ -639,3 +656,62 @@ def test_a_ledger_that_is_too_long_leaves_the_runs_own_lines(home: Path, monkeyp
     assert len(issue(home / "run").to_bytes()) > short + 100
     monkeypatch.setattr("quietgrad.certificates.content.LARGEST", short + 100)
     assert len(issue(home / "run").body["ledger"]["lines"]) == 2
+
+
+# ---- an ε that holds under a condition ------------------------------------------------------------------------
+
+APART = "if the loop's own code treats records apart (not checked)"
+
+
+@pytest.fixture(scope="module")
+def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A loop of the user's own, saved with its ledger."""
+    folder = tmp_path_factory.mktemp("conditional")
+    rows = (np.linspace(-1.0, 1.0, 200)[:, None], np.arange(200) % 2)
+    plan = qg.plan(OwnLoop(((6, 20, 1.0),), 1.0, condition=APART), n=200, budget=qg.Budget(1.0, 1e-5))
+    curator = CentralCurator(qg.objectives.Logistic(), rows, ledger=folder / "ledger.jsonl", run="loop")
+    session = curator.open(plan)
+    for _ in range(6):
+        session.release("stretch-0", Gradient(np.zeros(1), 1.0))
+    privacy = statement(session, session.close("steps"), "default", ())
+    assert str(privacy).endswith(f"proved by pld-poisson, {APART}")
+    assert APART in plan.explain()
+    details = {"run": "loop", "slots": plan.to_json()["slots"]}
+    Result(np.zeros(1), privacy, plan.algorithm, plan.config, 200, details=details).save(folder)
+    return folder
+
+
+def test_a_condition_stands_wherever_epsilon_does(
+    conditional: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "c.json")
+    assert qg.load(conditional).privacy.condition == APART
+    assert main(["certificate", str(conditional), "-o", file]) == 0
+    jsonschema.validate(json.loads(Path(file).read_text()), schema())
+    capsys.readouterr()
+    assert main(["verify", file]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"under add-remove, {APART}" in told
+    assert "That the condition is met" in told
+    assert main(["ledger", "show", str(conditional / "ledger.jsonl")]) == 0
+    assert APART in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(conditional), "-o", str(tmp_path / "page.html")]) == 0
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert page.count(f"<strong>{APART}</strong>") == 2
+
+
+@pytest.mark.parametrize("with_settings", [False, True])
+@pytest.mark.parametrize("said", [None, "if it rains"])
+def test_a_condition_that_was_removed_is_missed(conditional: Path, said: str | None, with_settings: bool) -> None:
+    body = copy.deepcopy(issue(conditional).body)
+    body["claim"]["condition"] = said
+    if with_settings:
+        body["plan"]["config"]["condition"] = said
+        body["plan"]["config"] = {k: v for k, v in body["plan"]["config"].items() if v is not None}
+    assert ("ledger" if with_settings else "plan") in verdict(Document(body))
+
+
+@pytest.mark.parametrize("said", ["", "it holds", "if " + "x" * 400, "if\nit", 3])
+def test_a_condition_is_one_clause(said: Any) -> None:
+    with pytest.raises(ValueError, match="condition"):
+        qg.plan(OwnLoop(((6, 20, 1.0),), 1.0, condition=said), n=200, budget=qg.Budget(1.0, 1e-5))

@@ -21,9 +21,11 @@ PAPERS = {
     "audit-peers": "002",
     "cifar": "000",
     "mnist": "000",
+    "gradient-norms": "000",
     "nonconvex-logistic": "000",
     "nonconvex-printed": "000",
     "output-perturbation": "004",
+    "printed-average": "002",
     "saddles": "003",
     "sosp": "003",
     "stagewise": "001",
@@ -126,6 +128,7 @@ def test_committed_tables_are_what_the_script_makes_of_its_rows(name: str, monke
         ("nonconvex_logistic", "dp-adam, noise subtracted"),
         ("nonconvex_printed", "DP-SRM  –"),
         ("saddles", "refused"),
+        ("gradient_norms", "descent without noise"),
     ],
 )
 def test_the_quick_form_runs(

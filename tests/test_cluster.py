@@ -187,3 +187,17 @@ def test_people_are_those_of_this_machine_and_lie_in_one_partition(client: Any, 
     cut = dd.concat([dd.from_pandas(frame[:100], npartitions=1), dd.from_pandas(frame[100:], npartitions=1)])
     with pytest.raises(DataError, match="two partitions"):
         summed(scan(cut, target="y", person="id", cluster=client))
+
+
+def test_a_local_cluster_listens_to_nobody_else() -> None:
+    """On plain TCP another account of the machine ran its code in the workers."""
+    import distributed
+
+    from quietgrad.cluster.dask_runner import connected
+
+    address = connected("local").client.scheduler.address
+    assert address.startswith("tls://127.0.0.1:")
+    for stranger in (None, distributed.Security.temporary()):
+        where = address if stranger else address.replace("tls://", "tcp://")
+        with pytest.raises(OSError, match=r"certificate|timed out|closed|reset"):
+            distributed.Client(where, timeout=5, security=stranger, set_as_default=False)

@@ -31,7 +31,10 @@ def test_converges_and_claims_the_price_of_its_events(row: Row) -> None:
     assert privacy.epsilon is not None
     assert privacy.epsilon <= row.budget.epsilon
     again = qg.account(events.from_json(privacy.events.to_json()), delta=1e-5, relation=row.budget.relation)
-    assert again == pytest.approx(privacy.epsilon, rel=1e-9)
+    # Where n was counted, the budget is stated: it holds for whatever count came out, and so for this one.
+    assert privacy.epsilon * (1.0 - 2e-3 * ("count" in privacy.releases) - 1e-9) <= again
+    assert again <= privacy.epsilon * (1.0 + 1e-9)
+    assert ("count" in privacy.releases) == (row.budget.relation is qg.Relation.ADD_REMOVE)
     assert not privacy.is_private  # seeded
     assert sum(privacy.releases.values()) >= 1
 
@@ -115,12 +118,10 @@ def test_resume_is_bit_exact_from_any_checkpoint(row: Row, tmp_path: Path, monke
             if state.step == stop and not state.done:
                 rho = session.rho_left if session_is_filter(plan) else None
                 path = tmp_path / "c.safetensors"
-                checkpoints.save(path, checkpoints.Checkpoint(state, session.used, rho, {}))
-                saved = checkpoints.load(path)
-                session = CentralCurator(objective(), (X, y), seed=5).open(
-                    plan, used=saved.used, rho_left=saved.rho_left
-                )
-                state = saved.state
+                checkpoints.save(path, "run", {"state": state, "used": session.used, "rho_left": rho}, bytes(32))
+                _, saved = checkpoints.load(path, lambda run: bytes(32))
+                state = saved.pop("state")
+                session = CentralCurator(objective(), (X, y), seed=5).open(plan, **saved)
         return algorithm.output(state)
 
     undisturbed = steps(None)

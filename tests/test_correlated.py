@@ -469,10 +469,10 @@ def test_a_run_resumed_on_other_data_is_charged_again_and_has_other_noise(tmp_pa
     interrupted((X, y), algorithm, tmp_path, BUDGET, after=9)
     result, _ = resumed((-X, y), algorithm, tmp_path)
     assert result.privacy.events is not None
+    z = result.privacy.noise_multiplier  # beside the count of the records, which was made once
     gaussians = [each for each in _leaves(result.privacy.events) if isinstance(each, events.Gaussian)]
-    assert sum(1.0 / each.noise_multiplier**2 for each in gaussians) == pytest.approx(
-        2.0 / result.privacy.noise_multiplier**2, rel=1e-6
-    )
+    gaussians = [each for each in gaussians if each.noise_multiplier < 5 * z]
+    assert sum(1.0 / each.noise_multiplier**2 for each in gaussians) == pytest.approx(2.0 / z**2, rel=1e-6)
 
 
 def _leaves(event: events.Event) -> list[events.Event]:
@@ -577,7 +577,7 @@ def test_words_say_one_gaussian_and_name_the_turns() -> None:
     assert "at most 4 of them, at least 8 apart" in text
     assert "adaptive, all releases on the same people" not in text
     algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
-    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET)
+    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, n_public=300)
     certificate = certify_run(result, None)
     assert "one Gaussian release of noise multiplier" in certificate.releases[0].noise
     assert "at most 4 releases, at least 8 apart" in certificate.releases[0].noise
@@ -647,7 +647,7 @@ def test_refusals_of_schedules_and_lengths() -> None:
 )
 def test_every_first_order_method_takes_it(algorithm: Any) -> None:
     X, y = problem(300)
-    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET)
+    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, n_public=300)
     assert result.privacy.epsilon is not None
     assert 0.9 <= result.privacy.epsilon <= 1.0
     assert np.isfinite(result.params).all()

@@ -51,7 +51,7 @@ import quietgrad.torch as qt
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 2))
 previous_params = {name: value.detach() + 0.01 for name, value in model.named_parameters()}
-x = torch.randn(300, 20); y = (x[:, 0] > 0).long()
+x = torch.randn(1000, 20); y = (x[:, 0] > 0).long()
 train_set = torch.utils.data.TensorDataset(x, y)
 loader = torch.utils.data.DataLoader(train_set, batch_size=50)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,7 +100,7 @@ pyarrow.parquet.write_table(
     "visits/a.parquet")
 """
 PATIENTS = """
-stays, ids = train_set, [k // 2 for k in range(300)]
+stays, ids = train_set, [k // 2 for k in range(1000)]
 patient_ids = ids
 """
 PAGES = {

@@ -45,7 +45,7 @@ def test_phi_is_the_noise_of_the_mean_that_the_plan_adds() -> None:
             return super().direction(state, gradient)
 
     watched = Watched(steps=3, batch_size=100, clip=0.7, subtract_noise=True)
-    qg.minimize(Logistic(), table(), watched, budget=budget, seed=0)
+    qg.minimize(Logistic(), table(), watched, budget=budget, seed=0, n_public=3000)
     z = qg.plan(method, n=3000, budget=budget).noise_multiplier
     assert seen == pytest.approx([(z * 0.7 / 100) ** 2] * 3)
 

@@ -13,8 +13,17 @@ import numpy.typing as npt
 import pytest
 import scipy.sparse as sparse
 
-from quietgrad.objectives.base import Batch, Gradient, GradientDifference, JointMomentum, Query, RecursiveMomentum
+from quietgrad.objectives.base import (
+    Batch,
+    Gradient,
+    GradientDifference,
+    JointMomentum,
+    NoRegularizer,
+    Query,
+    RecursiveMomentum,
+)
 from quietgrad.objectives.regularizers import L2, Nonconvex
+from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.linear import LinearObjective
 
@@ -62,8 +71,7 @@ def seen_rows(objective: LinearObjective, X: Floats) -> Floats:
     """The rows a model sees, written out."""
     if objective.transform is not None:
         X = (X - objective.transform.shift) * objective.transform.scale
-    if objective.rows != "refuse":
-        assert objective.row_bound is not None
+    if objective.row_bound is not None:
         norms = np.linalg.norm(X, axis=1, keepdims=True)
         factor = objective.row_bound / np.where(norms == 0, np.inf, norms)
         X = X * np.where(norms == 0, 1.0, factor if objective.rows == "normalize" else np.minimum(1.0, factor))
@@ -226,7 +234,9 @@ def test_constants_hold_and_are_nearly_attained(loss: str) -> None:
 def test_the_intercept_counts_in_the_constants() -> None:
     constants = Logistic(intercept=True, intercept_scale=2.0, row_bound=1.5, regularizer=L2(0.1, 1)).constants()
     assert constants.lipschitz == constants.row_bound == 2.5
-    assert (constants.strong_convexity, constants.regularizer_smoothness, constants.convex) == (0.0, 0.1, True)
+    assert (constants.strong_convexity, constants.convex) == (0.0, True)
+    assert constants.record_smoothness is not None
+    assert constants.smoothness == constants.record_smoothness + 0.1
     with pytest.raises(ValueError, match="row_bound=None"):
         Logistic().constants()
 
@@ -286,3 +296,42 @@ def test_many_blocks_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
         records = objective.prepare((laid_out(X, layout, dtype), y))
         assert len(list(records.blocks())) > 5
         np.testing.assert_allclose(objective.risk_gradient(records, theta), whole, atol=1e-12)
+
+
+@pytest.mark.parametrize("regularizer", [NoRegularizer(), L2(0.3), Nonconvex(0.33)])
+def test_a_regulariser_states_what_its_curvature_does(regularizer: Any) -> None:
+    """Largest, least and steepest curvature on a fine grid: stated bounds hold and are attained."""
+    grid = np.linspace(-6.0, 6.0, 240_001)
+    bends = regularizer.curvature(grid)
+    steepest = float(np.abs(np.diff(bends) / np.diff(grid)).max())
+    assert float(np.abs(bends).max()) == pytest.approx(regularizer.smoothness, abs=1e-9)
+    assert max(0.0, -float(bends.min())) == pytest.approx(regularizer.weak_convexity, abs=1e-9)
+    assert steepest <= regularizer.hessian_lipschitz * (1 + 1e-6) + 1e-9
+    assert steepest >= regularizer.hessian_lipschitz * (1 - 1e-6) - 1e-9
+
+
+def test_constants_are_totals_of_the_whole_risk() -> None:
+    """The risk's Hessian changes many times faster than the loss's ρ says, and just as fast as the stated one."""
+    penalty = Nonconvex(0.33)
+    loss = Logistic(regularizer=penalty, row_bound=0.5, rows="clip")
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(50, 2))
+    records = loss.prepare((X, rng.integers(0, 2, 50)))
+
+    def hessian(theta: Floats) -> Floats:
+        return np.stack([curvature.hessian_product(loss, records, theta, e) for e in np.eye(2)])
+
+    step = np.array([1e-4, 0.0])
+    steepest = max(
+        float(np.linalg.norm(hessian(at + step) - hessian(at), 2)) / 1e-4
+        for at in np.linspace(-1.0, 1.0, 81)[:, None] * np.eye(2)[0]
+    )
+    stated, alone = loss.constants(), Logistic(row_bound=0.5, rows="clip").constants()
+    assert stated.hessian_lipschitz is not None
+    assert alone.hessian_lipschitz is not None
+    assert alone.smoothness is not None
+    assert 50 * alone.hessian_lipschitz < 0.98 * stated.hessian_lipschitz < steepest <= stated.hessian_lipschitz
+    assert stated.smoothness == pytest.approx(alone.smoothness + penalty.smoothness)
+    assert (stated.lipschitz, stated.record_smoothness) == (alone.lipschitz, alone.smoothness)
+    assert (stated.convex, alone.convex) == (False, True)
+    assert Squared(row_bound=1.0, regularizer=L2(0.1)).constants().strong_convexity == 0.1

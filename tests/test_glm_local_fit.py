@@ -43,7 +43,7 @@ def test_neighbours_stay_within_the_stability_bound(make: Any, mu: float, interc
     rng = np.random.default_rng(9)
     n = 8
     for steps in (1, 3, 40):
-        step_size = 2.0 / (mu + constants.smoothness + mu)
+        step_size = 2.0 / (mu + constants.smoothness)
         query = local_fit(objective, n, steps, step_size)
         assert query.bound == query.sensitivity / 2
         for _ in range(12):

@@ -59,10 +59,8 @@ def test_data_must_be_a_pair() -> None:
         Logistic().prepare(GOOD[0, 0])
 
 
-def test_long_rows_are_refused_without_a_private_value() -> None:
-    with pytest.raises(DataError, match="longer than row_bound=4") as caught:
-        Squared(row_bound=4.0).prepare((GOOD, [0.0, 0.0]))
-    assert "5" not in str(caught.value)  # the row's norm
+def test_long_rows_are_shortened_and_nobody_is_told() -> None:
+    assert Squared(row_bound=4.0).prepare((GOOD, [0.0, 0.0])).norms.max() <= 4.0 * (1 + 1e-12)
     records = Squared(row_bound=5.0).prepare((GOOD, [0.0, 0.0]))
     assert records.norms.max() <= 5.0 * (1 + 1e-12)
     barely = Squared(row_bound=5.0 * (1 - 1e-7)).prepare((GOOD, [0.0, 0.0]))
@@ -74,7 +72,8 @@ def test_long_rows_are_refused_without_a_private_value() -> None:
     [
         lambda: Logistic(row_bound=-1.0),
         lambda: Logistic(row_bound=float("nan")),
-        lambda: Logistic(rows="clip"),
+        lambda: Logistic(rows="normalize"),
+        lambda: Logistic(rows="refuse", row_bound=1.0),  # type: ignore[arg-type]
         lambda: Logistic(rows="cut", row_bound=1.0),  # type: ignore[arg-type]
         lambda: Logistic(intercept_scale=0.0),
         lambda: Multinomial(1),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quietgrad.federation import network
+from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.provision import Credentials, provision
 from quietgrad.federation.toml_plan import PlanFile, parse_plan
@@ -44,7 +45,8 @@ def federation(
         parties[name] = network.party(file, keys[name], data, folder=home / name, ledger=ledger)
     handlers = {name: party.handle for name, party in parties.items()}
     transport = InProcess(handlers, faults or ())
-    result = network.coordinate(file, keys["coordinator"], transport, folder=home / "model")
+    exchange = Exchange(transport)
+    result = network.coordinate(file, keys["coordinator"], exchange, folder=home / "model")
     return file, result, parties["a"], parties["b"]
 
 
@@ -69,8 +71,9 @@ def test_an_honest_statement_is_kept(text: str, tmp_path: Path) -> None:
 
 
 def test_an_honest_statement_with_lost_rounds_is_kept(tmp_path: Path) -> None:
-    file, result, a, b = federation(CURATOR, tmp_path, [Fault("b", "lose-reply", first=2)])
-    assert result.details["lost_rounds"] == 1
+    text = CURATOR.replace("spare = 2", "quorum = 1")
+    file, result, a, b = federation(text, tmp_path, [Fault("b", "outage", first=2, seconds=1e9)])
+    assert result.details["lost_rounds"] == 2  # complete, without one
     for party in (a, b):
         assert network.save_parting(network.parting(result), file, tmp_path / party.name, party)
         party.close()

@@ -70,23 +70,6 @@ def test_accounts_are_one_visible_line(tmp_path: Path, capsys: pytest.CaptureFix
     ledger.set_cap("ward 3 – Kinder", Budget(1.0, 1e-5))
 
 
-def test_kits_of_flare_keep_their_keys_to_themselves(tmp_path: Path) -> None:
-    pytest.importorskip("nvflare")
-    from quietgrad.federation.flare import make_kits
-
-    file = parse_plan(PLAN.decode())
-    object.__setattr__(file, "name", "../../escaped")  # even if a name got past the check
-    homes = provision(file.members, tmp_path / "deep" / "down" / "keys")
-    make_kits(file, homes[0].parent)
-    assert not list(tmp_path.rglob("escaped*"))
-    private = [
-        path for home in homes for path in home.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()
-    ]
-    assert len(private) > len(homes)
-    for path in private:
-        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
-
-
 # --- keys ------------------------------------------------------------------------------------------------------
 
 
@@ -127,12 +110,13 @@ def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
     assert decode(opened).kind == "ready"
     journal = tmp_path / "a.journal"
     assert stat.S_IMODE(journal.stat().st_mode) == 0o600
-    assert len(bytes.fromhex(json.loads(journal.read_text().splitlines()[0])["key"])) == 32
+    assert len((tmp_path / "a.journal.key").read_bytes()) == 32
+    assert stat.S_IMODE((tmp_path / "a.journal.key").stat().st_mode) == 0o600
     assert KeyFile.waiting() == []  # it has no other place
     assert not network.save_parting(b"", file, tmp_path, party)
     assert party.withdraw()
     party.close()
-    assert not journal.exists()
+    assert not list(tmp_path.glob("a.journal*"))
     assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove").epsilon == 0.0
 
 
@@ -144,19 +128,17 @@ def test_a_journal_forgets_its_key_when_the_run_is_over(
     journal = Journal(tmp_path, "p", "digest")
     journal.bind("run")
     journal.record(0, "gradient", 0, None)
-    key = journal.key.hex()
-    path = tmp_path / "p.journal"
-    assert key in path.read_text()
+    path, key = tmp_path / "p.journal", tmp_path / "p.journal.key"
+    assert key.exists()
     if killed:
-        monkeypatch.setattr(Journal, "_blot", lambda self: None)
+        monkeypatch.setattr("quietgrad.federation.journal._destroy", lambda path: None)
     journal.end()
     journal.close()
-    if killed:
-        assert key in path.read_text()
-        monkeypatch.undo()
+    assert key.exists() == killed
+    monkeypatch.undo()
     again = Journal(tmp_path, "p", "digest")
     assert (again.run, again.ended, again.last_round, again.draws("gradient")) == ("run", True, 0, 1)
-    assert key not in path.read_text()
+    assert not key.exists()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again.discard()
     assert not path.exists()

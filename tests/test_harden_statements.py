@@ -12,6 +12,7 @@ import pytest
 
 from quietgrad.cli import main
 from quietgrad.errors import DataError
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.training.result import load
 
 
@@ -25,7 +26,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIETGRAD_STATE", str(home / "state"))
         patch.setenv("QUIETGRAD_CACHE", str(home / "cache"))
-        args = ["--algorithm", "dp-gd", "--steps", "4", "--epsilon", "1", "--out", str(home / "run"), "--quiet"]
+        args = ["--algorithm", "dp-gd", "--steps", "4", "--epsilon", "1", "--n-public", "300"]
+        args += ["--out", str(home / "run"), "--quiet"]
+        (home / "run").mkdir()
+        assert Ledger(home / "run" / "ledger.jsonl").id  # a ledger of the folder's own, which a copy brings along
         assert main(["train", str(home / "rows.npz"), *args]) == 0
     return home / "run"
 
@@ -114,7 +118,6 @@ def test_loading_proves_again(run: Path) -> None:
 
 def test_a_ledger_without_the_run_refutes(run: Path) -> None:
     from quietgrad.privacy.events import gaussian
-    from quietgrad.privacy.ledger import Ledger
 
     for file in ("ledger.jsonl", "ledger.jsonl.head"):
         (run / file).unlink()

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reproduce.local_parties import Doors, run_on_parties
 
 import quietgrad as qg
 from quietgrad.algorithms.distributed_selection import HessianSelection
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation import Party, simulate
-from quietgrad.federation.local_parties import Doors, run_on_parties
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.landscapes.base import Sample, landscape
 from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian

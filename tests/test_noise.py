@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import special
 
 from quietgrad.privacy.noise import (
+    NoiseStream,
     grid_bound,
     grid_step,
     l2_laplace,
@@ -26,14 +27,14 @@ from quietgrad.privacy.noise import (
     release_l2_laplace,
     sigma_for,
 )
-from quietgrad.privacy.rng import SecureStream, seed_key
+from quietgrad.privacy.rng import seed_key
 
 FALSE_ALARM = 1e-6
 Floats = npt.NDArray[np.float64]
 
 
-def stream(seed: int = 0) -> SecureStream:
-    return SecureStream(seed_key(seed), "noise test")
+def stream(seed: int = 0) -> NoiseStream:
+    return NoiseStream(seed_key(seed), "noise test")
 
 
 def ks_rejects(sample: Floats, cdf: Callable[[Floats], Floats]) -> bool:

@@ -37,6 +37,7 @@ def test_every_page_of_a_run_says_it_or_none_does(declared: int | None, tmp_path
     rows = [f"{u},{v},p{i},{t}" for (u, v), t, i in zip(X, y, ids, strict=True)]
     csv.write_text("\n".join(["a,b,patient,y", *rows]) + "\n")
     told = [] if declared is None else ["--records-public", str(declared)]
+    told += ["--n-public", "300"]
     asked = ["--person", "patient", "--algorithm", "dp-gd", "--steps", "3", "--epsilon", "2", "--delta", "1e-5"]
     assert main(["train", str(csv), *asked, *told, "--out", str(out), "--quiet"]) == 0
     assert main(["report", str(out)]) == 0
@@ -58,18 +59,29 @@ def test_every_page_of_a_run_says_it_or_none_does(declared: int | None, tmp_path
 def test_from_python_and_after_an_interruption(tmp_path: Path) -> None:
     X, y, ids = visits()
     told = {"person": ids, "records_public": 12_345}
-    model = PrivateLogisticRegression()
+    counted = PrivateLogisticRegression().fit(X, y, **told)
+    assert "12 345 records in all, declared public" in counted.privacy_.notes
+    assert not any("both declared" in note for note in counted.privacy_.notes)
+    model = PrivateLogisticRegression(n_public=300)
     assert any(WORDS in note for note in model.fit(X, y, **told).privacy_.notes)
     assert not any("both declared public" in note for note in model.fit(X, y, person=ids).privacy_.notes)
 
-    def stop(state: Any, session: Any) -> None:
-        if state.step == 2:
+    def stop(progress: qg.Progress) -> None:
+        if progress.step == 2:
             raise KeyboardInterrupt
 
     method, data = qg.DPGD(steps=4), (X, y)
     with pytest.raises(KeyboardInterrupt):
         qg.minimize(
-            LOSS, data, method, budget=BUDGET, folder=tmp_path, checkpoint_seconds=0.0, callback=stop, **told
+            LOSS,
+            data,
+            method,
+            budget=BUDGET,
+            folder=tmp_path,
+            checkpoint_seconds=0.0,
+            callback=stop,
+            n_public=300,
+            **told,
         )
     again = qg.resume(LOSS, data, method, folder=tmp_path, person=ids)
     assert any(WORDS in note for note in again.privacy.notes)

@@ -238,8 +238,8 @@ def test_an_interrupted_run_finds_its_key_again(tmp_path: Path) -> None:
             **settings,
         )
 
-    def stop(state: Any, session: Any) -> None:
-        if session.made == 2:
+    def stop(progress: qg.Progress) -> None:
+        if progress.releases == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 BUDGET = qg.Budget(4.0, 1e-6, qg.Relation.REPLACE_ONE)
 HILL = qg.objectives.landscape("strict-saddle", d=10)
-UNIT = Constants(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, False)
+UNIT = Constants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Script(Oracle):
         self.restored.append((state.previous is None or float(state.previous[0]), state.drift))
         index = len(self.asked) - 1
         return Estimate(np.array([self.estimates[index]]), params, state.drift + 1.0, state.calls + 1)
+
+    def asks(self, params: Floats, door: Any) -> Iterator[tuple[str, Any]]:
+        return iter(())
 
     def config(self) -> dict[str, Any]:
         return {}
@@ -117,8 +120,8 @@ def test_state_inside_an_attempt_survives_a_checkpoint(tmp_path: Any) -> None:
     while not state.done:
         state = algorithm.step(state, door)
     assert state.extra["attempt"] == 1
-    checkpoint.save(tmp_path / "c", checkpoint.Checkpoint(state, door.used, None, {}))
-    loaded = checkpoint.load(tmp_path / "c").state
+    checkpoint.save(tmp_path / "c", "run", state, bytes(32))
+    _, loaded = checkpoint.load(tmp_path / "c", lambda run: bytes(32))
     assert isinstance(loaded.extra["saved"]["estimate"], Estimate)
     np.testing.assert_array_equal(loaded.extra["saved"]["params"], state.extra["saved"]["params"])
     np.testing.assert_array_equal(loaded.extra["saved"]["estimate"].value, state.extra["saved"]["estimate"].value)
@@ -150,7 +153,7 @@ def test_leaves_the_saddle_and_certifies_its_minimum(relation: qg.Relation) -> N
 def test_a_claim_that_a_saddle_would_pass_is_refused(name: str, method: Any, tmp_path: Any) -> None:
     """√(ρα) is 15 to 24 where the saddles curve by 0.5 to 2: "sosp" was said of the saddle itself."""
     land, ledger = qg.objectives.landscape(name), tmp_path / "ledger.jsonl"
-    with pytest.raises(ValueError, match=r"not below the curvature .* of its saddle"):
+    with pytest.raises(ValueError, match=r"not below the curvature .* of its saddles"):
         qg.minimize(land, 1_000_000, method, budget=BUDGET, ledger=ledger)
     assert not ledger.exists()
 
@@ -176,10 +179,37 @@ def test_a_practical_run_leaves_every_saddle(name: str) -> None:
         assert run.escapes >= 1
         assert run.stopped_by in ("no-escape", "samples")
         assert run.details["claim"] == "observed"
-        assert run.details["tolerance"] == pytest.approx(0.1 / rate)
+        assert run.details["tolerance"] <= 0.1 / rate * (1 + 1e-9)
         found = qg.certify(land, run.params)
         assert found.lambda_min > 0.2 * land.saddle_curvature
         assert found.gradient_norm < 0.25
+
+
+def test_a_practical_run_leaves_a_flat_saddle_while_records_last() -> None:
+    """η = 0.05 looks for curvature 2 first, which this saddle just has: half of runs that stop there stay."""
+    land = qg.objectives.landscape("matrix-sensing", rank=1)
+    oracle, records = qg.AdaptiveSpider(clip=3.5), land.prepare(1_000_000)
+    for seed in range(4):
+        method = qg.PerturbedSGD(oracle, learning_rate=0.05, mode="practical")
+        run = qg.minimize(land, records, method, budget=BUDGET, seed=seed)
+        assert run.stopped_by == "samples"
+        assert run.escapes >= 1
+        assert land.population_risk(run.params) - land.population_risk(land.minimum()) < 1e-3
+    told = qg.PerturbedSGD(oracle, learning_rate=0.05, mode="practical", curvature=8.0)
+    run = qg.minimize(land, records, told, budget=BUDGET, seed=0)
+    assert (run.stopped_by, run.escapes, run.details["tolerance"]) == ("no-escape", 0, 8.0)
+
+
+def test_a_claim_on_a_table_is_held_against_its_own_curvature() -> None:
+    """Only the penalty curves down, by λ/2 at most: a tolerance between that and β says nothing."""
+    loss = qg.objectives.Logistic(regularizer=qg.objectives.Nonconvex(0.33), row_bound=1.0, rows="clip")
+    assert loss.constants().weak_convexity == loss.negative_curvature() == 0.165
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-0.5, 0.5, (20_000, 3))
+    data = X, (X[:, 0] > 0).astype(int)
+    for method in (qg.PerturbedSGD(oracle=qg.AdaptiveSpider(5000, 100)), qg.ModelSelection(alpha=0.1)):
+        with pytest.raises(ValueError, match=r"not below the curvature 0\.165 of its saddles"):
+            qg.minimize(loss, data, method, budget=BUDGET)
 
 
 def test_what_a_stop_rests_on_is_said() -> None:
@@ -197,13 +227,6 @@ def test_what_a_stop_rests_on_is_said() -> None:
 def test_a_declared_curvature_is_the_limit() -> None:
     with pytest.raises(ValueError, match=r"not below curvature=0\.3"):
         qg.minimize(HILL, 500_000, qg.PerturbedSGD(curvature=0.3), budget=BUDGET)
-
-
-def test_a_certificate_shows_what_its_level_lets_pass() -> None:
-    net = qg.objectives.landscape("two-layer")
-    found = qg.certify(net, net.saddle(), alpha=1.6)
-    assert found.kind == "sosp"  # formally; the next words say what that is worth
-    assert "λ_min=-0.497 (α lets −√(ρα)=-15.6 pass)" in str(found)
 
 
 def test_without_noise_nothing_leaves_an_exact_saddle() -> None:
@@ -340,9 +363,9 @@ def theory(constants: Constants = UNIT, **settings: Any) -> object:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: theory(Constants(1.0, None, 1.0, 1.0, 0.0, 0.0, False)), r"theory mode needs a finite G"),
-        (lambda: theory(Constants(1.0, 1.0, None, 1.0, 0.0, 0.0, False)), r"theory mode needs a finite M"),
-        (lambda: theory(Constants(1.0, 1.0, 1.0, None, 0.0, 0.0, False)), r"theory mode needs a finite ρ"),
+        (lambda: theory(Constants(1.0, None, 1.0, 1.0, 1.0, 0.0, 1.0)), r"theory mode needs a finite G"),
+        (lambda: theory(Constants(1.0, 1.0, 1.0, None, 1.0, 0.0, 1.0)), r"theory mode needs a finite M"),
+        (lambda: theory(Constants(1.0, 1.0, 1.0, 1.0, None, 0.0, 1.0)), r"theory mode needs a finite ρ"),
         (lambda: theory(n=10**6), r"n=1000000: too small for the paper's settings"),
         (lambda: theory(risk_bound=0.0), "risk_bound=0.0"),
         (lambda: theory(failure=1.0), "failure=1.0"),

@@ -142,7 +142,7 @@ def test_losses_are_the_same_from_both(name: str) -> None:
         ({"name": "huber:0.5", "threshold": 1.0}, "set twice"),
         ({"name": "module"}, "must be logistic"),
         ({"name": "huber", "transform": 3}, "no setting 'transform'"),
-        ({"name": "huber", "rows": "drop"}, "'refuse' or 'clip'"),
+        ({"name": "huber", "rows": "drop"}, "'clip' or 'normalize'"),
         ({"name": "huber", "regularizer": "l3:1"}, "l2:STRENGTH"),
         ({"name": "huber", "regularizer": 3}, "must be a text"),
         ({"name": "logistic", "intercept": 2}, "true or false"),

@@ -1,57 +1,129 @@
-"""The page of reproductions: whole, self-contained, a picture for every result file and a word for each of them."""
+"""The page of reproductions: one file, every table and figure of the papers under its number, drawn and told."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAPERS = {"000": 5, "001": 2, "002": 16, "003": 0, "004": 0}  # figures of each
+FIGURES = {"000": 5, "001": 2, "002": 16, "003": 0, "004": 0}
+TABLES = {"000": 6, "001": 0, "002": 0, "003": 0, "004": 3}
+NOTHING_TO_RUN = {"000-table-1", "004-table-1", "004-table-2"}  # rates and sizes
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[str, dict[str, object]]:
-    script = runpy.run_path(str(ROOT / "reproduce" / "page.py"))
-    return script["page"](), script["PICTURES"]
+def made() -> tuple[str, list[Any]]:
+    before = list(sys.path)
+    try:
+        script = runpy.run_path(str(ROOT / "reproduce" / "page.py"))
+    finally:
+        sys.path[:] = before
+    return script["page"](), list(script["exhibits"]())
 
 
-def test_the_page_is_one_file_that_fetches_nothing(made: tuple[str, dict[str, object]]) -> None:
+def section(text: str, anchor: str) -> str:
+    """The markup of one exhibit."""
+    return text.partition(f'id="{anchor}"')[2].partition("</section>")[0]
+
+
+def test_the_page_is_one_file_that_fetches_nothing(made: tuple[str, list[Any]]) -> None:
     text, _ = made
     assert text.startswith("<!doctype html>")
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', text)
     assert "<script" not in text
-    assert "prefers-color-scheme: dark" in text
-
-
-def test_every_picture_is_drawn_once_and_told(made: tuple[str, dict[str, object]]) -> None:
-    text, pictures = made
-    source = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- picture: (\w+) -->", source)) == set(pictures)
-    figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
-    assert len(figures) >= 6
-    for figure in figures:
-        told = re.search(r'<svg role="img" aria-label="([^"]{40,})"', figure)
-        assert told is not None
-        assert "<title>" in figure
-        assert "#0a0b0c" not in figure  # ink is the page's own
-        assert len(re.findall(r"<path ", figure)) > 10  # no blank chart
+    assert "prefers-color-scheme:dark" in text
     names = re.findall(r' id="([^"]+)"', text)
     assert len(names) == len(set(names))
+
+
+def test_every_table_and_figure_of_the_papers_is_an_exhibit(made: tuple[str, list[Any]]) -> None:
+    text, found = made
+    anchors = {exhibit.anchor for exhibit in found}
+    wanted = {
+        f"{paper}-{kind}-{k}"
+        for kind, counts in (("figure", FIGURES), ("table", TABLES))
+        for paper, last in counts.items()
+        for k in range(1, last + 1)
+    }
+    assert wanted <= anchors
+    for exhibit in found:
+        mine = section(text, exhibit.anchor)
+        assert f"Paper {exhibit.paper}, {exhibit.name}" in mine
+        assert mine.count("<figure>") == len(exhibit.charts)
+        assert mine.count('role="img"') == len(exhibit.charts)
+        assert mine.count("<tr>") == (len(exhibit.rows) + 1 if exhibit.rows else 0)
+        if exhibit.anchor in wanted - NOTHING_TO_RUN:
+            assert exhibit.charts or exhibit.rows
+        if "figure" in exhibit.name:
+            assert exhibit.charts
+
+
+def test_no_chart_is_blank_and_none_is_wider_than_a_phone(made: tuple[str, list[Any]]) -> None:
+    text, found = made
+    for exhibit in found:
+        for chart in exhibit.charts:
+            assert any(len(line.points) > 1 for line in chart.drawn), (exhibit.anchor, chart.title)
+            assert len(chart.drawn) <= 7, "colours would come again"
+            assert "<polyline" in chart.svg()
+    assert "minmax(min(100%, 20rem), 1fr)" in text  # one column below 20rem
+    assert "figure > svg.chart { width: 100%" in text
+    bare = re.findall(r'(?<!<div class="scroll">)<table', text)
+    assert not bare  # wide tables scroll by themselves
+
+
+def test_stored_runs_are_drawn(made: tuple[str, list[Any]]) -> None:
+    """Every curve that a fit kept is in a chart: the legends count them."""
+    _, found = made
+    by_name = {exhibit.anchor: exhibit for exhibit in found}
+    results = runpy.run_path(str(ROOT / "reproduce" / "exhibits.py"))["results"]
+
+    def counted(*anchors: str) -> int:
+        names = [line.name for a in anchors for chart in by_name[a].charts for line in chart.drawn]
+        return sum(int(found[1]) for name in names if (found := re.search(r"\((\d+) runs?\)$", name)))
+
+    for anchors, name, axes in (
+        (("000-figure-3",), "mnist", 2),  # against steps and against seconds
+        (("000-figure-4", "000-figure-5"), "cifar", 2),
+        (("001-figure-1",), "stagewise", 1),
+        (("001-figure-2",), "stagewise_resnet", 1),
+    ):
+        kept = sum(bool(fit.get("curve")) for fit in results(name)["fits"])
+        assert counted(*anchors) == axes * kept > 0, name
+    printed = results("nonconvex_printed")["rows"]
+    assert counted("000-figure-1", "000-figure-2") == 2 * sum(row["curves"] for row in printed)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "column", "value"),
+    [
+        ("000-table-2", "test loss: paper", 0.3598),
+        ("000-table-3", "‖∇F‖: paper", 0.0117),
+        ("000-figure-3", "test error %: paper", 5.33),
+        ("000-figure-4", "test error %: paper", 48.2),
+        ("000-table-6", "s: paper", 5627.0),
+        ("004-table-3", "paper", 0.3983),
+    ],
+)
+def test_printed_numbers_stand_beside_ours(
+    made: tuple[str, list[Any]], anchor: str, column: str, value: float
+) -> None:
+    exhibit = next(each for each in made[1] if each.anchor == anchor)
+    assert value in [row[exhibit.columns.index(column)] for row in exhibit.rows]
 
 
 def test_every_figure_of_the_papers_has_a_row() -> None:
     text = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
     table = text.partition("| table or figure |")[2].partition("\n## ")[0]
-    for paper, last in PAPERS.items():
-        rows = re.findall(rf"^\| {paper} figures? ([^|]*)\|", table, re.MULTILINE)
-        named = {number for row in rows for number in _numbers(re.sub(r"\([^)]*\)", "", row))}
-        assert named == set(range(1, last + 1)), paper
-    for paper, tables in {"000": range(1, 7), "004": range(1, 4)}.items():
-        rows = re.findall(rf"^\| {paper} tables? ([^|]*)\|", table, re.MULTILINE)
-        assert {number for row in rows for number in _numbers(row)} == set(tables), paper
+    for kind, counts in (("figure", FIGURES), ("table", TABLES)):
+        for paper, last in counts.items():
+            rows = re.findall(rf"^\| {paper} {kind}s? ([^|]*)\|", table, re.MULTILINE)
+            named = {number for row in rows for number in _numbers(re.sub(r"\([^)]*\)", "", row))}
+            assert named == set(range(1, last + 1)), (paper, kind)
 
 
 def _numbers(text: str) -> set[int]:

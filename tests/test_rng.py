@@ -17,13 +17,14 @@ from scipy import special
 
 from quietgrad.errors import QuietgradError
 from quietgrad.privacy.keys import KeyFile, KeyFileError
+from quietgrad.privacy.noise import NoiseStream
 from quietgrad.privacy.rng import SecureStream, fresh_key, inversion_table, seed_key
 
 FALSE_ALARM = 1e-6
 
 
-def stream(seed: int = 0, label: str = "test") -> SecureStream:
-    return SecureStream(seed_key(seed), label)
+def stream(seed: int = 0, label: str = "test") -> NoiseStream:
+    return NoiseStream(seed_key(seed), label)
 
 
 def ks_rejects(sample: npt.NDArray[np.float64], cdf: npt.NDArray[np.float64]) -> bool:
@@ -132,7 +133,7 @@ def test_inverse_cdf_is_as_accurate_as_the_docstring_says(monkeypatch: pytest.Mo
         def update_into(self, zeros: memoryview, out: memoryview) -> None:
             out[:] = words.view(np.uint8).data
 
-    monkeypatch.setattr(SecureStream, "_open", lambda self, block: Fixed())
+    monkeypatch.setattr(NoiseStream, "_open", lambda self, block: Fixed())
     numbers = stream().normal(0, words.size)
     more = stream().at(0, np.uint64(2**63) + np.arange(words.size, dtype=np.uint64))
     assert np.isfinite(numbers).all()
@@ -157,7 +158,7 @@ def test_the_far_tail_has_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
         def update_into(self, zeros: memoryview, out: memoryview) -> None:
             out[:] = zeros
 
-    monkeypatch.setattr(SecureStream, "_open", lambda self, block: Zeros())
+    monkeypatch.setattr(NoiseStream, "_open", lambda self, block: Zeros())
     x = stream().normal(0, 20_000)
     assert np.unique(x).size == x.size
     assert x.max() < special.ndtri(2.0**-64)
@@ -208,7 +209,7 @@ def test_bad_addresses_are_refused() -> None:
 
 
 def test_the_key_is_not_printed() -> None:
-    assert repr(stream(0, "noise")) == "SecureStream(label='noise')"
+    assert repr(stream(0, "noise")) == "NoiseStream(label='noise')"
 
 
 @pytest.fixture
@@ -294,7 +295,7 @@ def test_compiled_inversion_is_scipys_bit_for_bit() -> None:
 
 def test_pieces_of_a_long_vector_are_the_vector() -> None:
     """A network's noise is added piece by piece; each length and release has numbers of its own."""
-    noise = SecureStream(seed_key(5), "noise")
+    noise = NoiseStream(seed_key(5), "noise")
     for size in (1, 1 << 14, (1 << 14) + 1, 100_003):
         joined = np.full(size, np.nan)
         for where, piece in noise.normal_pieces(7, size):

@@ -76,8 +76,6 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(where, "gaps, NaN or infinite", ledger)
     pq.write_table(table().set_column(1, "b", pa.array([np.inf, *np.zeros(2999)])), bad)
     refused(where, "gaps, NaN or infinite", ledger)
-    pq.write_table(table().set_column(3, "y", pa.array([7, *np.zeros(2999, int)])), bad)
-    refused(where, "not among the declared classes", ledger)
     pq.write_table(table().set_column(3, "y", pa.array([None, *np.zeros(2999, int)], pa.int64())), bad)
     refused(where, "target 'y' has missing", ledger)
     pq.write_table(table().set_column(3, "y", pa.array([np.nan, *np.zeros(2999)])), bad)
@@ -112,9 +110,8 @@ def test_text_that_cannot_be_used(tmp_path: Path) -> None:
         "label": {"column": "y", "classes": ["0", "1"]},
         "columns": {"a": {"bounds": [0, 40]}, "b": {"categories": ["1.5", "2"]}},
     }
-    with pytest.raises(DataError, match="outside its declared categories") as caught:
-        PrivateLogisticRegression().fit(scan(written(*lines, f"1,{SECRET},0"), schema=schema))
-    assert SECRET not in str(caught.value)
+    model = PrivateLogisticRegression().fit(scan(written(*lines, f"1,{SECRET},0"), schema=schema))
+    assert SECRET not in str(vars(model))
 
 
 @pytest.mark.parametrize("way", ["append", "replace", "same size and time", "gone"])
@@ -124,8 +121,8 @@ def test_a_file_that_changes_between_passes(tmp_path: Path, way: str) -> None:
     pq.write_table(table(), path, row_group_size=500)
     before = path.stat()
 
-    def change(state: Any, session: Any) -> None:
-        if state.step != 3:
+    def change(progress: qg.Progress) -> None:
+        if progress.step != 3:
             return
         if way == "append":
             with path.open("ab") as file:
@@ -161,9 +158,9 @@ _RUN = """
 import sys, time
 import quietgrad as qg
 table = qg.data.scan(sys.argv[1], target="y")
-def slow(state, session):
-    print(state.step, flush=True)
-    time.sleep(0.3 if state.step > 3 else 0.0)
+def slow(progress):
+    print(progress.step, flush=True)
+    time.sleep(0.3 if progress.step > 3 else 0.0)
 qg.minimize(qg.objectives.Logistic(), table, qg.DPGD(steps=8), budget=qg.Budget(1.0, 1e-5),
             ledger=sys.argv[2], folder=sys.argv[3], callback=slow, checkpoint_seconds=0.0)
 """
@@ -190,9 +187,9 @@ def test_a_killed_client_resumes_bit_for_bit(tmp_path: Path) -> None:
     child.stdout.close()
     again = scan(path, target="y", threads=3)
     result = qg.resume(qg.objectives.Logistic(), again, qg.DPGD(steps=8), folder=folder, ledger=ledger)
-    assert result.privacy.releases == {"gradient": 8}
+    assert result.privacy.releases == {"count": 1, "gradient": 8}
     kinds = [json.loads(line)["kind"] for line in ledger.read_text().splitlines()]
-    assert kinds.count("reserve") == 1
+    assert kinds.count("reserve") == 2  # the count, and the run, once each
     assert spent(ledger) == pytest.approx(1.0, rel=0.01)
 
 

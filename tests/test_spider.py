@@ -113,7 +113,7 @@ def test_reuse_is_composed_and_an_adaptive_run_gives_nothing_back() -> None:
     # All 37 planned releases are priced, though which of them happen depends on the data.
     full = plan.schedule["o1"].event(plan.noise_multiplier, qg.Relation.ADD_REMOVE)
     assert account(full, delta=1e-5, relation=qg.Relation.ADD_REMOVE) < plan.epsilon() <= 2.0
-    result = qg.minimize(HILL, 2000, algorithm, budget=qg.Budget(2.0, 1e-5), seed=1)
+    result = qg.minimize(HILL, 2000, algorithm, budget=qg.Budget(2.0, 1e-5), seed=1, n_public=2000)
     assert sum(result.privacy.releases.values()) < plan.schedule.releases
     assert result.stopped_by == "steps"
     assert result.privacy.epsilon == pytest.approx(plan.epsilon())
@@ -234,9 +234,9 @@ def test_a_fresh_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mon
     whole: list[Floats] = []
 
     def stop_at(step: int) -> Callable[..., None]:
-        def callback(state: Any, session: Any) -> None:
-            whole.append(np.array(state.params))
-            if state.step == step:
+        def callback(progress: qg.Progress) -> None:
+            whole.append(np.array(progress.params))
+            if progress.step == step:
                 raise Interrupted
 
         return callback
@@ -253,8 +253,8 @@ def test_a_fresh_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mon
         )
     resumed: list[Floats] = []
 
-    def note(state: Any, session: Any) -> None:
-        resumed.append(np.array(state.params))
+    def note(progress: qg.Progress) -> None:
+        resumed.append(np.array(progress.params))
 
     result = qg.resume(HILL, 20_000, algorithm, folder=tmp_path / "run", callback=note)
     np.testing.assert_array_equal(resumed[0], whole[-1])

@@ -99,21 +99,22 @@ def test_it_goes_on_after_a_crash_to_the_bit(tmp_path: Path) -> None:
             again.fit(batch)
     assert again.done
     assert again.result.privacy.events == events.Gaussian(again.result.privacy.noise_multiplier)
-    assert len(Ledger(tmp_path / "ledger.jsonl").entries()) <= 3  # opened once, closed once
+    kinds = [entry.kind for entry in Ledger(tmp_path / "ledger.jsonl").entries()]
+    assert kinds == ["open", "reserve", "resume", "close"]
 
 
 def interrupted(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Floats:
     """Three batches, the process dying after the third release and before its checkpoint."""
-    from quietgrad.training.saving import Saver
+    from quietgrad.training.runs import Run
 
     model = qg.stream(objective(), METHOD, **settings)
     for batch in batches()[:2]:
         model.fit(batch)
     with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", lambda *args, **more: None)
+        patch.setattr(Run, "save", lambda *args, **more: None)
         model.fit(batches()[2])
-    assert model._saver is not None
-    model._saver.close()
+    assert model._kept is not None
+    model._kept.close()
     return np.array(model.params)
 
 
@@ -179,11 +180,11 @@ def test_refusals(tmp_path: Path) -> None:
         _ = model.result
     kept = qg.stream(objective(), METHOD, budget=BUDGET, folder=tmp_path / "run")
     kept.fit(batches()[0])
-    assert kept._saver is not None
-    kept._saver.close()
+    assert kept._kept is not None
+    kept._kept.close()
     with pytest.raises(DataError, match="another budget"):
         qg.stream(objective(), METHOD, budget=qg.Budget(9.0, 1e-5), folder=tmp_path / "run")
-    with pytest.raises(DataError, match="other settings"):
+    with pytest.raises(DataError, match="another config"):
         qg.stream(objective(), qg.DPSGD(**{**vars_of(METHOD), "clip": 9.0}), budget=BUDGET, folder=tmp_path / "run")
 
 
@@ -231,14 +232,14 @@ def test_a_restarted_stream_knows_who_was_there(tmp_path: Path) -> None:
 
 
 def test_people_of_the_batch_under_way_come_in_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.training.saving import Saver
+    from quietgrad.training.runs import Run
 
     for released in (False, True):
         folder = tmp_path / str(released)
         model = by_person(folder)
         come(model, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(*((Saver, "save", _dies) if released else (qg.DPSGD, "step", _dies)))
+            patch.setattr(*((Run, "save", _dies) if released else (qg.DPSGD, "step", _dies)))
             with pytest.raises(KeyboardInterrupt):
                 come(model, 1)
         with pytest.raises(DataError, match="in an earlier one"):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.algorithms.theorems import bounds
+from quietgrad.cli import main
 from quietgrad.objectives import L2, Logistic, Nonconvex, Squared
 
 N, D = 4000, 6
@@ -134,3 +136,116 @@ def test_a_theorem_about_strong_convexity_needs_it() -> None:
         qg.WeightedAverage.theory(CONVEX.constants(), n=N, dim=D, budget=REPLACE)
     with pytest.raises(ValueError, match=r"growth=0\.0"):
         qg.StagewiseDPSGD.theory(CONVEX.constants(), n=N, dim=D, budget=REPLACE, batch_size=10)
+
+
+def test_000_a_random_output_is_uniform_on_the_points_that_were_asked_about() -> None:
+    """Algorithm 1 chooses from θ⁰ … θᵀ⁻¹. 400 draws of R at T = 4: each share is within 0.1 of 1/4 (fixed seeds; a
+    false alarm in 10⁻⁴ of choices of them), and R = 0 releases nothing and returns the start."""
+    made = qg.DPSRM(steps=4, batch_size=100, returns="random")
+    assert [(slot.name, slot.law) for slot in made.schedule(N).slots] == [
+        ("first", None), ("next", ((0, 0.5), (1, 0.25), (2, 0.25))),
+    ]  # fmt: skip
+    assert qg.DPGD(steps=4, returns="random").schedule(N).slots[0].law == tuple((r, 0.25) for r in range(4))
+    assert qg.RRPSGD(steps=4).schedule(N).slots[0].law == tuple((r, 0.25) for r in range(1, 5))
+    X, y = table()
+    small = X[:200], y[:200]
+    runs = [qg.minimize(BENT, small, made, budget=None, seed=seed) for seed in range(400)]
+    drawn = np.array([run.history[-1]["step"] for run in runs])
+    assert {int(r) for r in drawn} == {0, 1, 2, 3}
+    assert np.abs(np.bincount(drawn.astype(int)) / 400 - 0.25).max() < 0.1
+    assert all((not run.params.any()) == (r == 0) for run, r in zip(runs, drawn, strict=True))
+    with pytest.raises(ValueError, match="steps=1"):
+        qg.DPSRM(steps=1, returns="random")
+
+
+# --- what theorems say of a run, in numbers ----------------------------------------------------------------------
+
+
+def growing() -> tuple[Any, Any, Any]:
+    """A risk that obeys the Polyak–Łojasiewicz inequality: logistic with L2 does, with μ of the penalty."""
+    made = qg.WeightedAverage.theory(STRONG.constants(), n=N, dim=D, budget=REPLACE, growth=0.1)
+    return STRONG, made, {"initial_gap": 0.7, "growth": 0.1}
+
+
+SAID: dict[str, tuple[Callable[[], tuple[Any, Any, dict[str, Any]]], tuple[str, ...]]] = {
+    "002 theorem 2": (lambda: (STRONG, MADE["002 theorem 2"][1](), {"initial_gap": 0.7}), ("002 theorem 2",)),
+    "002 theorem 3": (growing, ("002 theorem 3",)),
+    "004 theorem 2": (
+        lambda: (STRONG, MADE["004 theorem 2"][1](), {"distance": 2.0}),
+        ("004 theorem 2", "004 excess risk, regularised", "004 excess risk, convex"),
+    ),
+    "004 theorem 3": (lambda: (CONVEX, MADE["004 theorem 3"][1](), {"distance": 10.0}), ("004 theorem 3",)),
+    "004 theorem 6": (
+        lambda: (CONVEX, qg.RRPSGD.theory(CONVEX.constants(), n=N, dim=D, budget=REPLACE, initial_gap=0.7,
+                                          batch_size=200, sampling="fixed-size"), {"initial_gap": 0.7}),
+        ("004 theorem 5", "004 theorem 6"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_a_theorem_says_is_true_of_its_runs(case: str) -> None:
+    """Twelve runs each; the bounds are far from tight, so none may be exceeded."""
+    make, names = SAID[case]
+    objective, method, known = make()
+    plan = qg.plan(method, n=N, budget=REPLACE)
+    found = bounds(method, objective.constants(), plan, dim=D, **known)
+    assert tuple(each.theorem for each in found) == names
+    assert all(line in plan.explain(found) for line in map(str, found))
+    records = objective.prepare(table())
+    best = objective.risk(
+        records, qg.minimize(objective, table(), qg.GD(steps=400, learning_rate=2.0), budget=None).params
+    )
+    runs = [qg.minimize(objective, table(), method, budget=REPLACE, seed=seed).params for seed in range(12)]
+    for each in found:
+        if "‖∇F‖²" in each.what:
+            seen = [float(np.linalg.norm(objective.risk_gradient(records, x)) ** 2) for x in runs]
+        else:
+            seen = [objective.risk(records, x) - best for x in runs]
+        assert (max(seen) if each.probability else float(np.mean(seen))) <= each.value, each
+
+
+def test_numbers_of_theorems_follow_their_formulas() -> None:
+    made = MADE["002 theorem 2"][1]()
+    plan = qg.plan(made, n=N, budget=REPLACE)
+    (found,) = bounds(made, STRONG.constants(), plan, dim=D, initial_gap=0.7)
+    left, s = (1 - 0.1 / 0.35) ** made.steps, plan.noise_multiplier / N
+    assert found.value == pytest.approx(left * 0.7 + D * s**2 / 0.2 * (1 - left))
+    stages = qg.StagewiseDPSGD(stages=1, first_steps=3, batch_size=10, learning_rate=0.5, momentum=0.0)
+    plan = qg.plan(stages, n=N, budget=REPLACE)
+    stable, order = bounds(stages, STRONG.constants(), plan, dim=D)
+    power = (1 - 1 / N) * 0.35 * 0.5 * (3 - 5 + 5 / 2)
+    assert stable.value == pytest.approx(2 / ((N - 1) * 0.35) * 6**power + 7 * 10 / N)
+    assert order.value == pytest.approx(max(D * math.log(1e5) / (0.1 * (N * 2) ** 2), math.sqrt(1 / (0.1 * N))))
+    usual = qg.StagewiseDPSGD()
+    assert "says nothing" in str(bounds(usual, STRONG.constants(), qg.plan(usual, n=N, budget=REPLACE), dim=D)[0])
+    assert bounds(qg.DPGD(), STRONG.constants(), qg.plan(qg.DPGD(), n=N, budget=REPLACE), dim=D) == ()
+    with pytest.raises(ValueError, match="failure=0"):
+        bounds(made, STRONG.constants(), plan, dim=D, failure=0)
+
+
+def test_privacy_bounds_the_generalisation_gap() -> None:
+    """μ-GDP is 2Φ(μ/2) − 1 in total variation; under add-remove a replaced record is two changes."""
+    exact = qg.plan(qg.DPGD(steps=5), n=N, budget=REPLACE)
+    mu = math.sqrt(5) * 2 / exact.noise_multiplier
+    assert exact.generalization == pytest.approx(math.erf(mu / 2 / math.sqrt(2)), rel=1e-3)
+    loose = qg.plan(qg.DPGD(steps=5), n=N, budget=qg.Budget(2.0, 1e-5), noise_multiplier=exact.noise_multiplier)
+    assert loose.generalization == pytest.approx(2 * math.erf(mu / 4 / math.sqrt(2)), rel=1e-3)
+    search = qg.plan(qg.DPAGD(), n=N, budget=REPLACE)
+    assert 0.0 < search.generalization < 1.0
+
+
+def test_plan_and_report_say_how_far_new_records_may_differ(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    promise = ["--steps", "5", "--epsilon", "1", "--delta", "1e-5", "--relation", "replace-one"]
+    assert main(["plan", "dp-gd", "--n", "4000", *promise]) == 0
+    assert "is expected to differ from that on these by at most 0.107" in capsys.readouterr().out
+    X, y = table()
+    np.savez(tmp_path / "rows.npz", X=X, y=y)
+    out = tmp_path / "run"
+    assert main(["train", str(tmp_path / "rows.npz"), "--algorithm", "dp-gd", *promise, "--out", str(out)]) == 0
+    assert qg.load(out).details["generalization"] == pytest.approx(0.1066, abs=2e-3)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "on new records differs by at most" in page

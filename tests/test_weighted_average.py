@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,16 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
+from quietgrad.errors import BudgetError
 from quietgrad.federation import Party, deal
-from quietgrad.federation.printed_average import reproduce, truth
 from quietgrad.federation.simulation import simulate
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2, Nonconvex
 from quietgrad.objectives.tables.glm import Huber, Logistic, Squared
 from quietgrad.privacy import events
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from reproduce.printed_average import printed_average, truth, verdict
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(0.25, 1e-3, qg.Relation.REPLACE_ONE)
@@ -130,10 +135,17 @@ def test_large_steps_and_wrong_relations_are_refused() -> None:
         simulate(qg.WeightedAverage(steps=3, learning_rate=100.0), OBJECTIVE, parties, budget=BUDGET)
     with pytest.raises(ValueError, match="replace-one"):
         simulate(qg.WeightedAverage(steps=3), OBJECTIVE, parties, budget=qg.Budget(1.0, 1e-3))
-    with pytest.raises(ValueError, match="reproduce"):
-        qg.minimize(OBJECTIVE, table(), qg.WeightedAverage(noise="paper"), budget=BUDGET)
-    with pytest.raises(ValueError, match="trust"):
-        simulate(qg.WeightedAverage(noise="paper"), OBJECTIVE, parties, budget=BUDGET, trust="local")
+
+
+def test_a_formula_that_is_false_cannot_be_asked_of_the_library(tmp_path: Path) -> None:
+    """It released a model outside the door: no ledger line, no cap, and an ε of 1.1 for a cap of 0.01."""
+    with pytest.raises(TypeError, match="noise"):
+        qg.WeightedAverage(noise="paper")  # type: ignore[call-arg]
+    with pytest.raises(BudgetError, match="cap"):
+        simulate(
+            qg.WeightedAverage(steps=3), OBJECTIVE, deal(*table(), 2), budget=BUDGET,
+            ledger=tmp_path / "ledger.jsonl", cap=qg.Budget(0.01, 1e-3, qg.Relation.REPLACE_ONE),
+        )  # fmt: skip
 
 
 def test_centrally_it_is_output_perturbation() -> None:
@@ -170,22 +182,19 @@ def test_printed_noise_costs_what_was_derived(
     assert seen["epsilon_observer_at_least"] <= seen["epsilon_observer"] <= seen["epsilon_server"]
 
 
-def test_printed_result_says_that_its_claim_is_false() -> None:
-    parties = deal(*table(), 8)
-    run = simulate(qg.WeightedAverage(steps=40, noise="paper"), OBJECTIVE, parties, budget=BUDGET, seed=0)
-    assert run.privacy.epsilon is not None
-    assert run.privacy.epsilon > 0.25
-    assert run.privacy.epsilon == pytest.approx(run.details["epsilon_server"])
-    assert not run.privacy.is_private
-    assert "false" in run.privacy.notes[0]
-    assert isinstance(run.privacy.events, events.PerParty)
+def test_the_script_says_that_the_claim_is_false() -> None:
+    tables = [party.data for party in deal(*table(), 8)]
+    _, told = printed_average(qg.WeightedAverage(steps=40), OBJECTIVE, tables, BUDGET)
+    assert told.epsilons(BUDGET.delta)["epsilon_server"] > BUDGET.epsilon
+    assert verdict(told, BUDGET.delta).startswith("NOT PRIVATE")
+    assert isinstance(told.server, events.PerParty)
 
 
 def test_averaged_noise_is_smaller_than_printed() -> None:
     """Equation (4) of the paper claims σ; what an observer faces is ‖w‖₂σ per step. One step, zero gradients."""
     d, m = 400, 16
     tables = [(np.zeros((10, d)), np.zeros(10))] * m
-    algorithm = qg.WeightedAverage(steps=1, noise="paper", learning_rate=1.0)
-    run = reproduce(algorithm, Logistic(row_bound=1.0), tables, budget=BUDGET, seed=1)
+    algorithm = qg.WeightedAverage(steps=1, learning_rate=1.0)
+    params, told = printed_average(algorithm, Logistic(row_bound=1.0), tables, BUDGET, seed=1)
     # 400 numbers: the standard deviation is known to 3.5 %; five of those.
-    assert np.std(run.params) == pytest.approx(run.details["sigma"] / math.sqrt(m), rel=0.18)
+    assert np.std(params) == pytest.approx(told.sigma / math.sqrt(m), rel=0.18)

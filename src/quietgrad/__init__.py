@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from quietgrad.privacy.calibrate import calibrate
     from quietgrad.privacy.ledger import Ledger
     from quietgrad.training import minimize, plan, resume, stream
+    from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
     from quietgrad.training.result import Privacy, Result, load
     from quietgrad.training.stationarity import Certificate, certify
 __version__ = "0.2.0"
@@ -50,6 +51,10 @@ _HOMES = {
     "minimize": "training",
     "resume": "training",
     "stream": "training",
+    "Progress": "training.callbacks",
+    "CSVLog": "training.callbacks",
+    "TensorBoardLog": "training.callbacks",
+    "MLflowLog": "training.callbacks",
     "Plan": "plans.schedule",
     "Privacy": "training.result",
     "Result": "training.result",
@@ -88,6 +93,10 @@ __all__ = [
     "minimize",
     "resume",
     "stream",
+    "Progress",
+    "CSVLog",
+    "TensorBoardLog",
+    "MLflowLog",
     "Plan",
     "Privacy",
     "Result",

@@ -1,6 +1,6 @@
 """Charts as inline SVG: small, printable, readable by screen readers, and coloured by the page's own style.
 
-A chart is a value: lines, bars or intervals, with words for its axes. Colours are CSS classes (``s0`` … ``s5``), so
+A chart is a value: lines, bars or intervals, with words for its axes. Colours are CSS classes (``s0`` … ``s6``), so
 a drawing follows a page into dark mode and onto paper; by itself, in a file or a notebook, it carries its own.
 Everything here is public numbers and text that passes through :func:`quietgrad.shown.shown`.
 """
@@ -17,9 +17,9 @@ from quietgrad.shown import shown
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
 _ROW, _NAMES = 26, 150  # of charts with a row per name
-_DASHES = ("", "9 5", "2 5", "12 4 2 4", "", "5 3")
-_LIGHT = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66")
-_DARK = ("#8dbbe8", "#eda46b", "#7cc9a0", "#c9a0e0", "#dcc462", "#b3bac4")
+_DASHES = ("", "9 5", "2 5", "12 4 2 4", "", "5 3", "1 3")
+_LIGHT = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66", "#0f7f8f")
+_DARK = ("#8dbbe8", "#eda46b", "#7cc9a0", "#c9a0e0", "#dcc462", "#b3bac4", "#6fd0dd")
 
 
 def _style(scope: str) -> str:
@@ -114,7 +114,7 @@ class Lines:
                 _text("tick", x, _HEIGHT - _BOTTOM + 18, "end" if x > _WIDTH - 40 else "middle", _number(tick))
             )
         for k, line in enumerate(drawn):
-            parts += _line(line, k % 6, x_at, y_at)
+            parts += _line(line, k % len(_DASHES), x_at, y_at)
         ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn)
         return _svg(f"{self.title}: {self.y_label} over {self.x_label}. {ends}.", _HEIGHT, parts)
 
@@ -209,7 +209,7 @@ def in_a_file(chart: Chart) -> str:
     legend = [f'<text x="0" y="16" style="font-size:15px;font-weight:600">{escape(shown(chart.title))}</text>']
     for k, line in enumerate(lines):
         y = 36 + 20 * k
-        legend.append(f'<line class="line s{k % 6}" x1="2" x2="34" y1="{y - 4}" y2="{y - 4}"/>')
+        legend.append(f'<line class="line s{k % len(_DASHES)}" x1="2" x2="34" y1="{y - 4}" y2="{y - 4}"/>')
         legend.append(f'<text x="42" y="{y}">{escape(shown(line.name))}</text>')
     inside = drawing[drawing.index(">") + 1 : -len("</svg>")]
     label = drawing.partition('aria-label="')[2].partition('"')[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from quietgrad.shown import shown
 
 
@@ -60,3 +63,23 @@ class ChangedError(QuietgradError, RuntimeError):
 
 class ClusterError(QuietgradError, RuntimeError):
     """A cluster could not be reached or gave up; the release was not made, and what was reserved stays so."""
+
+
+@contextmanager
+def boundary(refusal: str) -> Iterator[None]:
+    """Around what reads a file of somebody else: whatever a foreign parser raises becomes one ``DataError``.
+
+    Which exceptions a parser has for bytes that are not its own is nowhere promised, and their texts may quote what
+    was read. What quietgrad raised on purpose, and a file that is not there, pass as they are.
+
+    >>> with boundary("rows.npz: not a readable npz file."):
+    ...     raise IndexError("somebody's cell")
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: rows.npz: not a readable npz file.
+    """
+    try:
+        yield
+    except (QuietgradError, FileNotFoundError):
+        raise
+    except Exception:
+        raise DataError(refusal) from None

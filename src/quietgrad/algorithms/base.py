@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from quietgrad.algorithms.rates import Rate, as_rate
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Objective, Query
+from quietgrad.objectives.base import Objective
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.plans.schedule import Law, Plan, Schedule
 from quietgrad.privacy.budget import Budget
@@ -53,6 +54,11 @@ class Releases(Protocol):
 
     name: ClassVar[str]
     private: ClassVar[bool] = True
+
+    @property
+    def condition(self) -> str | None:
+        """The clause under which the ε of its releases holds; ``None`` where the library enforces all of it."""
+        return None
 
     def schedule(self, n_public: int) -> Schedule:
         """The releases of a run on ``n_public`` records, known before any data."""
@@ -95,8 +101,8 @@ class Algorithm(Releases, Protocol):
         """Raise if settings, loss and start do not go together; before anything is reserved."""
         return
 
-    def examples(self, x0: Vector, door: Session) -> Iterator[tuple[str, Query]]:
-        """Queries by slot that a rehearsal with made-up answers might not meet."""
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        """By slot, every query that a run may ask, and what may vary in it; nothing if others cannot approve it."""
         return iter(())
 
 
@@ -132,9 +138,12 @@ def config_of(algorithm: Any) -> dict[str, Any]:
 class FirstOrder(Algorithm):
     """θ ← θ − η_t·direction, the loop of DP-SGD and its relatives; subclasses choose oracle and direction.
 
-    With ``returns="random"`` the number of steps R is drawn uniformly before the first release and the run stops
-    there: the accountant then averages over R, and half the work is saved.
+    With ``returns="random"`` the result is uniform on θ⁰ … θᵀ⁻¹, the points at which gradients were asked for: the
+    number of steps R is drawn before the first release and the run stops there. The accountant then averages over
+    R, and half the work is saved. ``first_round`` is the least R.
     """
+
+    first_round: ClassVar[int] = 0
 
     steps: int
     learning_rate: Any
@@ -149,20 +158,33 @@ class FirstOrder(Algorithm):
         return as_rate(self.learning_rate)
 
     def rounds(self) -> Sequence[float] | None:
-        """P(R = k+1) of a random round, k = 0, 1, …; ``None`` for a fixed number of steps."""
+        """P(R = first_round + k) of a random round, k = 0, 1, …; ``None`` for a fixed number of steps."""
         return [1.0 / self.steps] * self.steps if self.returns == "random" else None
 
-    def law(self, first: int = 1) -> Law | None:
-        """The law that a slot which runs R (or R − 1 with ``first=0``) times is priced with."""
+    def law(self, after: int = 0) -> Law | None:
+        """The law that a slot is priced with which is asked in all of R steps but the first ``after``."""
         probabilities = self.rounds()
-        return None if probabilities is None else round_law(probabilities, first=first)
+        if probabilities is None:
+            return None
+        asked, never = max(0, self.first_round - after), max(0, after - self.first_round)
+        return round_law([math.fsum(probabilities[: never + 1]), *probabilities[never + 1 :]], first=asked)
+
+    @property
+    def _most_steps(self) -> int:
+        """The largest R."""
+        rounds = self.rounds()
+        return self.steps if rounds is None else self.first_round + len(rounds) - 1
 
     def schedule(self, n_public: int) -> Schedule:
         """The releases of a run on ``n_public`` records."""
-        slots = self.oracle().slots(n_public, self.steps)
+        slots = self.oracle().slots(n_public, self._most_steps)
         fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
         apart = fresh and not any(slot.mechanism.together for slot in slots)
         return Schedule(slots, "parallel" if apart else "sequential")
+
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        """What the oracle asks."""
+        return self._oracle.asks(x0, door)
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
@@ -172,13 +194,16 @@ class FirstOrder(Algorithm):
         """One release, one update."""
         if state.step == 0:
             state.stop_at = self._draw_round(door)
+            if state.stop_at == 0:
+                state.done = True
+                return state
         state.estimate = self._oracle.estimate(state.estimate, state.params, door)
         gradient = state.estimate.value + door.regularizer.gradient(state.params)
         size, direction = self.direction(state, gradient)
         state.params = self.project(state.params - size * direction)
         state.step += 1
         self._average(state)
-        state.done = state.step >= (state.stop_at or self.steps)
+        state.done = state.step >= (self.steps if state.stop_at is None else state.stop_at)
         return state
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
@@ -197,6 +222,8 @@ class FirstOrder(Algorithm):
         check_count("steps", self.steps)
         if self.returns not in get_args(Output):
             raise ValueError(f"returns={self.returns!r}: must be one of {', '.join(get_args(Output))}.")
+        if self.returns == "random" and self.first_round + self.steps < 2:
+            raise ValueError("steps=1: with returns='random' nothing would be asked; take 2 steps or more.")
         object.__setattr__(self, "_rate", self.rate())
         object.__setattr__(self, "_oracle", self.oracle())
 
@@ -211,8 +238,8 @@ class FirstOrder(Algorithm):
         for k, p in enumerate(probabilities):
             total += p
             if u < total:
-                return k + 1
-        return len(probabilities)
+                return self.first_round + k
+        return self._most_steps
 
     def _average(self, state: State) -> None:
         rule = self.returns

@@ -9,7 +9,7 @@ independent triangle; that of the Gaussian orthogonal ensemble has the same priv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ import numpy as np
 from quietgrad.algorithms.base import Algorithm, State, check_range
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.oracles.base import constant_of, noise_multiplier
 from quietgrad.plans.schedule import Schedule, Slot
@@ -32,7 +33,7 @@ class HessianSelection(Algorithm):
     """Algorithm 4 through any door: T noisy mean gradients and Hessians, the first pair that passes is taken.
 
     Through one curator's door the noise is that of one holder of all records;
-    :func:`quietgrad.federation.local_parties.run_on_parties` gives it the doors of parties that each add their own.
+    ``run_on_parties`` of ``reproduce/local_parties.py`` gives it the doors of parties that each add their own.
 
     Args:
         candidates: public iterates.
@@ -80,6 +81,13 @@ class HessianSelection(Algorithm):
             "failure": self.failure,
         }
 
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        """The candidates are public: each is asked about as it is."""
+        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "record_smoothness"))
+        for x in self.candidates:
+            yield "gradient", Asked(Gradient(x, clip), pinned=("params",))
+            yield "hessian", Asked(PackedHessian(x, smoothness, self.noise == "goe", self.rank), pinned=("params",))
+
     def init(self, x0: Vector) -> State:
         """Nothing tested yet; ``x0`` is returned if no candidate passes."""
         return State(params=x0, extra={"chosen": -1, "gradient_norms": [], "lambda_mins": []})
@@ -87,7 +95,7 @@ class HessianSelection(Algorithm):
     def step(self, state: State, door: Session) -> State:
         """Test one candidate: lines 2–8."""
         x, extra = self.candidates[state.step], state.extra
-        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "smoothness"))
+        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "record_smoothness"))
         query = PackedHessian(x, smoothness, self.noise == "goe", self.rank)
         gradient = door.release("gradient", Gradient(x, clip)) / door.expected_batch("gradient")
         hessian = query.unpack(door.release("hessian", query) / door.expected_batch("hessian"))
@@ -116,7 +124,7 @@ class HessianSelection(Algorithm):
         """
         clip, smoothness, rho = (
             constant_of(name, name, given, door)
-            for name, given in (("lipschitz", None), ("smoothness", None), ("hessian_lipschitz", self.rho))
+            for name, given in (("lipschitz", None), ("record_smoothness", None), ("hessian_lipschitz", self.rho))
         )
         dim, records = len(self.candidates[0]), door.expected_batch("gradient")
         log_d = math.log(8.0 * dim / self.failure)

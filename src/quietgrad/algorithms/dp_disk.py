@@ -9,6 +9,7 @@ gradients at two points, clipped once; the rest is post-processing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_ran
 from quietgrad.algorithms.rates import Rate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector
@@ -46,11 +48,20 @@ class KalmanGradient(Oracle):
         if state.value is None:
             total = door.release("gradient", Gradient(params, self.clip))
             return Estimate(total * (1.0 / size), params, 0.0, 1)
-        weight = (1.0 - self.kappa) / (self.kappa * self.lookahead)
         ahead = params + self.lookahead * (params - state.previous)
-        query = JointMomentum(ahead, params, min(1.0, 1.0 / weight), self.clip / weight)
-        total = door.release("gradient", query) * (self.kappa * weight / size)
+        total = door.release("gradient", self._query(ahead, params)) * (self.kappa * self._weight / size)
         return Estimate(total + (1.0 - self.kappa) * state.value, params, 0.0, state.calls + 1)
+
+    @property
+    def _weight(self) -> float:
+        return (1.0 - self.kappa) / (self.kappa * self.lookahead)
+
+    def _query(self, ahead: Vector, params: Vector) -> JointMomentum:
+        return JointMomentum(ahead, params, min(1.0, 1.0 / self._weight), self.clip / self._weight)
+
+    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        yield "gradient", Asked(Gradient(params, self.clip))
+        yield "gradient", Asked(self._query(params, params))
 
     def config(self) -> dict[str, Any]:
         return {"name": type(self).__name__, **settings_of(self)}

@@ -38,7 +38,8 @@ class DPSRM(FirstOrder):
         sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`.
         mode: ``"practical"``, or ``"theory"`` with η_t = min{ζ/(L‖v_t‖), 1/(2L)}; see :meth:`theory`.
         zeta: ζ, of the theory mode alone.
-        returns: ``"last"``, ``"average"``, ``"ema"`` or ``"random"`` (the paper's output rule).
+        returns: ``"last"``, ``"average"``, ``"ema"`` or ``"random"`` (the paper's output rule:
+            uniform on θ⁰ … θᵀ⁻¹).
 
     >>> [(s.name, s.count) for s in DPSRM(steps=1500, batch_size=100).schedule(32561).slots]
     [('first', 1), ('next', 1499)]
@@ -101,7 +102,6 @@ class DPSRM(FirstOrder):
         """
         g, smooth = constants.needed("lipschitz", "smoothness")
         check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
-        smooth += constants.regularizer_smoothness
         root = math.sqrt(dim * math.log(1.0 / budget.delta))
         ne = n * budget.epsilon
         zeta = scale * math.sqrt(g) * math.sqrt(math.sqrt(smooth * initial_gap) * root) / math.sqrt(ne)
@@ -136,7 +136,7 @@ class DPSRM(FirstOrder):
             smoothness=self.smoothness,
             sampling=self.sampling,
             first_noise=self.first_noise,
-            law=self.law(first=0),
+            law=self.law(after=1),
             cohorts=self.cohorts,
             noise=self.noise,
         )

@@ -13,20 +13,23 @@ says, λ_min ≥ −√(ρα), is worth something only if √(ρα) is small aga
 :func:`check_tolerance`.
 
 *Practical* numbers follow from a step η and a clip C that are chosen, as for DP-SGD, and from γ, the curvature to
-be left (default 0.1/η). Differences are clipped to ‖x − x′‖/η. A point at rest under errors of size χ in every step
+be left. Differences are clipped to ‖x − x′‖/η. A point at rest under errors of size χ in every step
 is carried about ηχ√𝒯 far in 𝒯 steps; 𝒮 is twice that, and 𝒯 is as long as curvature −γ needs for it:
 
     𝒮 = 2ηχ√𝒯,   𝒯 = ln(1 + γ𝒮/(0.32r)) / ln(1 + ηγ),   Q = 2.
 
 A stop then says that two drifts did not get away. That is an observation: clipped gradients may lead elsewhere than
-the risk's own, and no constant of the loss is known to hold.
+the risk's own, and no constant of the loss is known to hold. If γ is not given it is 0.1/η at first. A flatter
+saddle is left too slowly for 𝒯, and stopping early saves no privacy; so the last drift goes on, and γ is halved (𝒯
+about doubled) whenever it has not got away, until records or steps run out.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from quietgrad.objectives.base import Objective
 from quietgrad.oracles.base import Error
 
 STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is given: DP-SGD's own defaults
@@ -84,19 +87,22 @@ def practical(
 
 
 def check_tolerance(
-    n: int, alpha: float, rho: float, smoothness: float, objective: Any, curvature: float | None = None
+    n: int, alpha: float, rho: float, smoothness: float, objective: Objective, curvature: float | None = None
 ) -> float:
     """√(ρα); raise unless it is below the curvature that matters, for else the point of a saddle would pass.
 
-    That curvature is ``curvature`` if given, or a landscape's own at its saddle, or M, which bounds it.
+    That curvature is ``curvature`` if given, or the most negative that the risk can have, or β, which bounds it. A
+    convex risk has no saddle, so every α is fine.
     """
-    gamma, known = math.sqrt(rho * alpha), getattr(objective, "saddle_curvature", None)
+    gamma, known = math.sqrt(rho * alpha), objective.negative_curvature()
     if curvature is not None:
         limit, what = curvature, f"curvature={curvature:.3g}"
-    elif known is not None:
-        limit, what = min(abs(float(known)), smoothness), f"the curvature {abs(float(known)):.3g} of its saddle"
+    elif known == 0.0:
+        return gamma
+    elif known is not None and known < smoothness:
+        limit, what = known, f"the curvature {known:.3g} of its saddles"
     else:
-        limit, what = smoothness, f"M={smoothness:.3g}"
+        limit, what = smoothness, f"β={smoothness:.3g}"
     if gamma >= limit:
         raise ValueError(
             f"n={n}: too small. α={alpha:.3g} means √(ρα)={gamma:.3g}, not below {what}, so a stop would say "

@@ -61,7 +61,7 @@ def solve(
         failure: ω.
         scale: s. constant: C.
 
-    >>> hill = Constants(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, False)
+    >>> hill = Constants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
     >>> found = solve(hill, n=10**14, dim=10, budget=Budget(1.0, 1e-6), risk_bound=1.0)
     >>> found.alpha == 4 * found.chi, found.learning_rate <= 1.0
     (True, True)
@@ -80,7 +80,6 @@ def solve(
     assert g is not None
     assert m is not None
     assert rho is not None
-    m += constants.regularizer_smoothness
     noise = calibrate_event(events.Gaussian, budget=budget)
     kappa = max(
         g**1.5 * math.sqrt(risk_bound * rho / n) / m**2.5,

@@ -19,7 +19,7 @@ from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.second_order import Excess
-from quietgrad.oracles.base import Estimate, constant_of, preview
+from quietgrad.oracles.base import Estimate, constant_of, preview, total_smoothness
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.mechanisms import AboveThreshold
@@ -131,7 +131,7 @@ class ModelSelection(Algorithm):
         return state
 
     def _settle(self, door: Session, dim: int) -> dict[str, float]:
-        smoothness = self.oracle.smooth(door) + door.regularizer.smoothness
+        smoothness = total_smoothness(self.oracle, door)
         chi = escape_settings.estimate_error(self.oracle.error(door), dim, self.steps, self.failure)
         alpha = 4.0 * chi if self.alpha is None else self.alpha
         rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)

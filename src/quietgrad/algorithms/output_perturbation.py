@@ -9,12 +9,15 @@ enforces. Per-record clipping is refused: a clipped field need not be the gradie
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Constants
+from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.mechanisms import from_json
@@ -78,9 +81,9 @@ class OutputPerturbation(Algorithm):
         >>> [OutputPerturbation.theory(loss.constants(), **known).steps for loss in losses]
         [36, 34]
         """
-        lipschitz, smooth = constants.needed("lipschitz", "smoothness")
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
         check_range("distance", distance, 0.0, math.inf, closed=False)
-        mu, beta = constants.strong_convexity, smooth + constants.regularizer_smoothness
+        mu = constants.strong_convexity
         size = float(dim * dim) if mechanism == "pure" else dim * math.log(1.0 / budget.delta)
         signal = (n * budget.epsilon * distance / lipschitz) ** 2 / size
         if mu:
@@ -89,6 +92,20 @@ class OutputPerturbation(Algorithm):
         else:
             steps, rate = (beta * beta * signal) ** (1.0 / 3.0), 1.0 / beta
         return cls(steps=max(1, round(scale * steps)), learning_rate=rate, mechanism=mechanism)
+
+    @staticmethod
+    def regularization(constants: Constants, *, n: int, dim: int, budget: Budget, failure: float = 0.05) -> float:
+        """μ = √(2L/(nεγ))·(βd)^¼, the L2 penalty with which the paper takes a convex risk to new records (3.1).
+
+        Fit ``L2(μ)`` by :meth:`theory`, and :func:`quietgrad.algorithms.theorems.bounds` says what is left of it.
+
+        >>> from quietgrad.objectives import Logistic
+        >>> convex = Logistic(row_bound=1.0, rows="clip").constants()
+        >>> round(OutputPerturbation.regularization(convex, n=10**6, dim=20, budget=Budget(1.0, 1e-5)), 4)
+        0.0095
+        """
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        return math.sqrt(2.0 * lipschitz / (n * budget.epsilon * failure)) * math.sqrt(math.sqrt(beta * dim))
 
     def check_budget(self, budget: Budget) -> None:
         """Raise unless the budget is stated under the relation the proof is for."""
@@ -101,23 +118,26 @@ class OutputPerturbation(Algorithm):
     def schedule(self, n_public: int) -> Schedule:
         return Schedule((Slot("model", FullBatch(), mechanism=from_json(self.mechanism)),))
 
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        yield "model", Asked(self._fit(x0, door), pinned=("start",))
+
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
 
     def step(self, state: State, door: Session) -> State:
-        from quietgrad.objectives.queries.local_fit import local_fit
-
-        step_size = self.learning_rate
-        if step_size is None:
-            constants = door.objective.constants()
-            mu, beta = constants.strong_convexity, constants.smoothness + constants.regularizer_smoothness
-            step_size = 2.0 / (mu + beta) if mu else 1.0 / beta
-        n = door.plan.n_public
-        query = local_fit(door.objective, n=n, steps=self.steps, step_size=step_size, start=state.params)
-        state.params = door.release("model", query)
+        state.params = door.release("model", self._fit(state.params, door))
         state.step = 1
         state.done = True
         return state
+
+    def _fit(self, start: Vector, door: Session) -> LocalFit:
+        step_size = self.learning_rate
+        if step_size is None:
+            constants = door.objective.constants()
+            mu, beta = constants.strong_convexity, constants.smoothness
+            step_size = 2.0 / (mu + beta) if mu else 1.0 / beta
+        n = door.plan.n_public
+        return local_fit(door.objective, n=n, steps=self.steps, step_size=step_size, start=start)
 
     def output(self, state: State) -> Vector:
         return state.params

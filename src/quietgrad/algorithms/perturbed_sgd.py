@@ -26,8 +26,9 @@ from quietgrad.algorithms import escape_settings, escape_theory
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Constants, Objective, Query
-from quietgrad.oracles.base import Estimate, Oracle, constant_of, preview
+from quietgrad.objectives.base import Constants, Objective
+from quietgrad.objectives.queries.asked import Asked
+from quietgrad.oracles.base import Estimate, Oracle, constant_of, preview, total_smoothness
 from quietgrad.oracles.spider import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget
@@ -49,13 +50,15 @@ class PerturbedSGD(Algorithm):
         steps: cap on oracle calls.
         learning_rate: η. chi: χ. radius: 𝒮. escape_steps: 𝒯. attempts: Q.
         failure: ω.
-        hessian_lipschitz: ρ (default: the objective's).
-        curvature: in a practical run γ, the curvature to leave (default 0.1/η); else the curvature that √(ρα) must
-            stay below (default: that of a landscape's saddle, or M).
+        hessian_lipschitz: ρ of the whole risk, regulariser included (default: the objective's).
+        curvature: in a practical run γ, the least curvature to leave; without it a run looks for 0.1/η first and
+            then for half of it, again and again, as long as records last. Else the curvature that √(ρα) must stay
+            below (default: the most negative that the risk can have, or β).
         independent: begin every attempt after the first with a full query.
         returns: ``"certified"``, the point no attempt could leave, or ``"last"``, where the last attempt ended.
-        mode: ``"derived"`` (from G, M and ρ), ``"practical"`` (η, C and γ are chosen; it ends with
-            ``stopped_by="no-escape"`` where another would say ``"sosp"``), or ``"theory"``, made by :meth:`theory`.
+        mode: ``"derived"`` (from G, M and ρ), ``"practical"`` (η, C and γ are chosen; with ``curvature`` it ends
+            with ``stopped_by="no-escape"`` where another would say ``"sosp"``), or ``"theory"``, made by
+            :meth:`theory`.
 
     >>> import quietgrad as qg
     >>> hill = qg.objectives.landscape("strict-saddle", d=5)
@@ -141,7 +144,7 @@ class PerturbedSGD(Algorithm):
             batch_size=found.batch_size,
             difference_batch_size=found.difference_batch_size,
             clip=constants.lipschitz,
-            smoothness=constants.smoothness,
+            smoothness=constants.record_smoothness,
             kappa=found.kappa,
         )
         return cls(
@@ -170,9 +173,9 @@ class PerturbedSGD(Algorithm):
         objective.check_domain(x0)
         self._settle(preview(objective, plan), len(x0))
 
-    def examples(self, x0: Vector, door: Session) -> Iterator[tuple[str, Query]]:
-        """What the oracle may ask, slot by slot; a rehearsal with made-up answers need not meet all of it."""
-        return self.oracle.examples(x0, door)
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        """What the oracle asks."""
+        return self.oracle.asks(x0, door)
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
@@ -220,8 +223,12 @@ class PerturbedSGD(Algorithm):
         if norm(state.params - saved["params"]) >= extra["radius"]:
             extra["escapes"] += 1
             extra["attempt"] = 0
+            extra.update(extra.get("first", {}))
         elif extra["tried"] >= extra["escape_steps"]:
             done = extra["attempt"] >= extra["attempts"]
+            if done and "first" in extra:
+                self._seek_less(extra)
+                return
             if not done or self.returns == "certified":
                 state.params = saved["params"]
             if done:
@@ -229,6 +236,14 @@ class PerturbedSGD(Algorithm):
                 return
             extra.update(attempt=extra["attempt"] + 1, tried=0)
             state.estimate = Estimate(calls=state.estimate.calls) if self.independent else saved["estimate"]
+
+    def _seek_less(self, extra: dict[str, Any]) -> None:
+        """A practical run spends its records anyway: its last drift goes on, for half the curvature."""
+        extra["tolerance"] = extra["sought"]
+        found = escape_settings.practical(
+            extra["chi"], extra["push"], eta=extra["eta"], curvature=0.5 * extra["sought"], radius=self.radius
+        )
+        extra.update(sought=found.tolerance, radius=found.radius, escape_steps=found.escape_steps)
 
     def _settle(self, door: Session, dim: int) -> dict[str, Any]:
         """The public numbers of the run: given, or from the oracle's error and what the loss states."""
@@ -239,9 +254,12 @@ class PerturbedSGD(Algorithm):
             found = escape_settings.practical(
                 chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius
             )
+            if self.curvature is None and self.escape_steps is None:
+                first = {"radius": found.radius, "escape_steps": found.escape_steps,
+                         "sought": found.tolerance, "tolerance": found.tolerance}  # fmt: skip
+                more |= {"push": push, "first": first, **first}
         else:
-            smoothness = constant_of("smoothness", "smoothness", self.oracle.smoothness, door)
-            smoothness += door.regularizer.smoothness
+            smoothness = total_smoothness(self.oracle, door)
             rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
             escape_settings.check_tolerance(
                 door.plan.n_public, 4.0 * chi, rho, smoothness, door.objective, self.curvature
@@ -264,7 +282,7 @@ class PerturbedSGD(Algorithm):
         own = getattr(door.objective, "constants", None)
         oracle = {
             "lipschitz": getattr(self.oracle, "clip", None),
-            "smoothness": self.oracle.smoothness,
+            "record_smoothness": self.oracle.smoothness,
             "hessian_lipschitz": self.hessian_lipschitz,
         }
         by_hand = (self.chi, self.radius, self.escape_steps, self.attempts, self.learning_rate)

@@ -46,6 +46,7 @@ class RRPSGD(FirstOrder):
     returns: Literal["random"] = "random"
 
     name: ClassVar[str] = "rrpsgd"
+    first_round: ClassVar[int] = 1  # as printed, w_R after R steps; the proof of Theorem 5 is about R − 1 of them
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
@@ -91,7 +92,6 @@ class RRPSGD(FirstOrder):
 
         lipschitz, smooth = constants.needed("lipschitz", "smoothness")
         check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
-        smooth += constants.regularizer_smoothness
         draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
                              learning_rate=1.0 / smooth)  # fmt: skip
         z = plan(draft, n=n, budget=budget).noise_multiplier

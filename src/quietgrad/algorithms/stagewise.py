@@ -8,12 +8,14 @@ with a theorem for another sampler and relation; here the accountant prices what
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Constants, Gradient
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Noise, SamplingName, sampling_of, slot_of
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget
@@ -99,13 +101,12 @@ class StagewiseDPSGD(Algorithm):
         >>> made.stages, made.first_steps, round(made.learning_rate, 4)
         (16, 389, 0.0143)
         """
-        lipschitz, smooth = constants.needed("lipschitz", "smoothness")
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
         mu = constants.strong_convexity if growth is None else growth
         check_range("growth", mu, 0.0, math.inf, closed=False)
         check_range("quasi_convexity", quasi_convexity, 0.0, 1.0, closed=False)
         check_range("early", early, 0.0, 1.0)
         check_range("slack", slack, 0.0, 2.0 - 1e-9, closed=False)
-        beta = smooth + constants.regularizer_smoothness
         rate = min(quasi_convexity * (1.0 - momentum) ** 2 / (2.0 * beta), 1.0)
         effective = (1.0 - early) + early / (2.0 * (1.0 - momentum))
         first = max(1, math.ceil(1.0 / (slack * quasi_convexity * mu * rate * effective)))
@@ -144,6 +145,10 @@ class StagewiseDPSGD(Algorithm):
         """A stage's own slot, unless all releases together are one thing."""
         apart = self.noise == "independent" and self.cohorts is None
         return f"stage-{stage}" if apart else "stages"
+
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        for slot in door.plan.schedule.slots:
+            yield slot.name, Asked(Gradient(x0, self.clip))
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0), extra={"stage": 1, "stage_step": 0})

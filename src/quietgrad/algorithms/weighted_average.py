@@ -2,7 +2,7 @@
 
 The printed theorem is false: averaging weighted models also averages their noise away, so the output carries
 ‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed
-(``federation/printed_average.py`` has both numbers). Three calibrations are right, all runs of this one algorithm
+(``reproduce/printed_average.py`` has both numbers). Three calibrations are right, all runs of this one algorithm
 through different doors:
 
 (i)   ``method="rounds"``: in every round the n_j/n-weighted mean gradient leaves with noise for all n records
@@ -19,13 +19,15 @@ n/(m·n_min); on a central curator ``method="rounds"`` is DP-GD and ``"one-shot"
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Constants, Gradient
-from quietgrad.objectives.queries.local_fit import local_fit
+from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
@@ -42,9 +44,6 @@ class WeightedAverage(Algorithm):
         method: ``"one-shot"`` (local fits, one noisy sum; convex losses with bounded rows, replace-one) or
             ``"rounds"`` (a noisy mean gradient per step).
         clip: C of one record's gradient, ``"rounds"`` only.
-        noise: ``"tight"``, or ``"paper"``: Algorithm 1 as printed, for reproduction only; its result reports the ε
-            that is true for an observer and for the server.
-        constant: c of the printed noise σ² = c·G²T·ln(1/δ)/(n²ε²), which the paper leaves open; its proof needs 16.
 
     >>> [WeightedAverage(steps=100, method=m).schedule(1000).releases for m in ("one-shot", "rounds")]
     [1, 100]
@@ -54,8 +53,6 @@ class WeightedAverage(Algorithm):
     learning_rate: float | None = None
     method: Literal["one-shot", "rounds"] = "one-shot"
     clip: float = 1.0
-    noise: Literal["tight", "paper"] = "tight"
-    constant: float = 16.0
 
     name: ClassVar[str] = "weighted-average"
     needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
@@ -66,12 +63,7 @@ class WeightedAverage(Algorithm):
             check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
         if self.method not in ("one-shot", "rounds"):
             raise ValueError(f"method={self.method!r}: must be 'one-shot' or 'rounds'.")
-        if self.noise not in ("tight", "paper"):
-            raise ValueError(f"noise={self.noise!r}: must be 'tight' or 'paper'.")
-        if self.noise == "paper" and self.method != "one-shot":
-            raise ValueError("noise='paper': Algorithm 1 as printed is one-shot; leave method out.")
         check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("constant", self.constant, 0.0, math.inf, closed=False)
 
     @classmethod
     def theory(
@@ -83,11 +75,14 @@ class WeightedAverage(Algorithm):
         budget: Budget,
         method: Literal["one-shot", "rounds"] = "rounds",
         scale: float = 1.0,
+        growth: float | None = None,
     ) -> WeightedAverage:
         """Theorem 2's settings: η = 1/β and T = (β/λ)·ln(n²ε²/(p·G²·ln(1/δ))), its Õ(·) read as ``scale``·β/λ.
 
         The theorem is about a gradient that is noisy in every step, hence ``"rounds"``. Its noise is not taken
-        over: that is the accountant's, and its λ must be the regulariser's.
+        over: that is the accountant's, and its λ is the risk's strong convexity. With ``growth`` they are Theorem
+        3's, about risks that need not be convex: λ is then μ of the Polyak–Łojasiewicz inequality
+        ‖∇F‖² ≥ 2μ(F − min F), which nothing here can check. :mod:`quietgrad.algorithms.theorems` has both bounds.
 
         >>> from quietgrad.objectives import L2, Logistic
         >>> strong = Logistic(regularizer=L2(0.01), row_bound=1.0, rows="clip").constants()
@@ -95,11 +90,16 @@ class WeightedAverage(Algorithm):
         >>> made.steps, round(made.learning_rate, 2)
         (351, 3.85)
         """
-        lipschitz, smooth = constants.needed("lipschitz", "smoothness")
-        strength = constants.strong_convexity
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        strength = constants.strong_convexity if growth is None else growth
         if not strength:
-            raise ValueError("Theorem 2 is about strongly convex risks; add a regulariser such as L2(0.01).")
-        beta = smooth + constants.regularizer_smoothness
+            raise ValueError(
+                "Theorem 2 is about strongly convex risks; add a regulariser such as L2(0.01). Theorem 3 is about "
+                "others: give growth, μ of the Polyak–Łojasiewicz inequality."
+            )
+        check_range("growth", strength, 0.0, beta, closed=False)
+        if growth is not None and method == "one-shot":
+            raise ValueError("growth: Theorem 3 is about noise in every step; use method='rounds'.")
         signal = (n * budget.epsilon / lipschitz) ** 2 / (dim * math.log(1.0 / budget.delta))
         steps = max(1, round(scale * beta / strength * math.log(max(math.e, signal))))
         return cls(steps=steps, learning_rate=1.0 / beta, method=method, clip=lipschitz)
@@ -111,16 +111,21 @@ class WeightedAverage(Algorithm):
                 f"relation={str(budget.relation)!r}: a fit's stability is proved under 'replace-one' only; "
                 "pass Budget(..., relation='replace-one'), or method='rounds'."
             )
-        if self.noise == "paper":
-            raise ValueError(
-                "noise='paper': the printed noise proves nothing like its claim, so no plan is made of it; "
-                "reproduce it with quietgrad.federation.simulate(..., trust='curator')."
-            )
 
     def schedule(self, n_public: int) -> Schedule:
         if self.method == "one-shot":
             return Schedule((Slot("model", FullBatch()),))
         return Schedule((Slot("gradient", FullBatch(), self.steps),))
+
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        if self.method == "one-shot":
+            yield "model", Asked(self._fit(x0, door), pinned=("start",))
+        else:
+            yield "gradient", Asked(Gradient(x0, self.clip))
+
+    def _fit(self, start: Vector, door: Session) -> LocalFit:
+        rate = self.step_size(door.objective)
+        return local_fit(door.objective, door.plan.n_public, self.steps, rate, start=start)
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
@@ -128,8 +133,7 @@ class WeightedAverage(Algorithm):
     def step(self, state: State, door: Session) -> State:
         rate = self.step_size(door.objective)
         if self.method == "one-shot":
-            fit = local_fit(door.objective, door.plan.n_public, self.steps, rate, start=state.params)
-            state.params = door.release("model", fit)
+            state.params = door.release("model", self._fit(state.params, door))
             state.step, state.done = 1, True
             return state
         gradient = door.release("gradient", Gradient(state.params, self.clip))
@@ -146,10 +150,9 @@ class WeightedAverage(Algorithm):
         if self.learning_rate is not None:
             return self.learning_rate
         constants = objective.constants()
-        mu, smooth = constants.strong_convexity, constants.smoothness
-        if smooth is None:
+        mu, beta = constants.strong_convexity, constants.smoothness
+        if beta is None:
             raise ValueError("learning_rate=None: this loss is not smooth, so no step follows from it; give one.")
-        beta = smooth + constants.regularizer_smoothness
         return float(2.0 / (mu + beta) if mu else 1.0 / beta)
 
     def output(self, state: State) -> Vector:

@@ -10,6 +10,7 @@ public numbers and earlier releases. Which releases a table can repay is decided
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -20,8 +21,10 @@ from quietgrad.algorithms import one_step
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.algorithms.table_looks import Bounds, Look, found_frame, frame_of, noise_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Query
+from quietgrad.objectives.base import Query, following_clip
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.tables.frame import Framed
+from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
     MeanSquares,
@@ -124,6 +127,33 @@ class WhitenedGD(Algorithm):
         gradients = Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))
         return Schedule((*slots, gradients))
 
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        """What is asked without a look at ranges and without standard errors, which need one curator."""
+        if self.look is not None or self.inference_share:
+            return
+        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
+        outputs, column = (
+            door.objective.outputs,
+            door.objective.intercept_scale if door.objective.intercept else 0.0,
+        )
+        features = len(x0) // outputs - bool(door.objective.intercept)
+        norms, found = RowNormHistogram(), self.row_bound
+        yield "norms", Asked(norms)
+        edges = {} if found is not None or not self.norm_share else {"clip": (norms.edges[0], norms.edges[-1])}
+        bound = _TYPICAL * math.sqrt(features) if found is None else found
+        yield "mean", Asked(FeatureMean(bound), edges)
+        if self.moments == "full":
+            yield "second-moments", Asked(SecondMomentMatrix(bound, relation), edges)
+        else:
+            squared = {field: (low * low, high * high) for field, (low, high) in edges.items()}
+            yield "second-moments", Asked(MeanSquares(bound * bound, relation=relation), squared)
+        shape = (features,) if self.moments == "diagonal" else (features, features)
+        radius = math.sqrt(features + column**2) * (1.0 + 1e-9)
+        longest = max(self.clip, _WIDEST_CLIP) * radius
+        whitening = Whitening(Affine(np.zeros(features), np.zeros(shape)), column, outputs, radius)
+        varies = {"clip": (0.0, longest), "whitening.radius": (0.0, radius)}
+        yield "gradient", Asked(WhitenedGradient(x0, longest, whitening), varies)
+
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
 
@@ -132,7 +162,7 @@ class WhitenedGD(Algorithm):
             self._measure(state, door)
         extra = state.extra
         whitening = self._whitening(state, door)
-        curvature = replace(door.objective, intercept=False, row_bound=1.0).constants().smoothness or 1.0
+        curvature = replace(door.objective, intercept=False, row_bound=1.0).constants().record_smoothness or 1.0
         query = WhitenedGradient(extra["inner"], extra["clip"], whitening)
         gradient = door.release("gradient", self._seen(query, state))
         gradient *= 1.0 / door.expected_batch("gradient")
@@ -193,7 +223,7 @@ class WhitenedGD(Algorithm):
         gradient's own sampling error, with weights that a run without data shows.
         """
         extra, scale = state.extra, whitening.transform.scale
-        smooth = replace(door.objective, intercept=False, row_bound=1.0).constants().smoothness or 1.0
+        smooth = replace(door.objective, intercept=False, row_bound=1.0).constants().record_smoothness or 1.0
         shift = whitening.transform.shift
         if scale.ndim == 1:
             shares, axes = np.maximum(extra["second"] - shift * shift, 0.0) * scale**2, np.eye(len(scale))
@@ -253,7 +283,7 @@ class WhitenedGD(Algorithm):
         extra.update(mean=mean, second=second, floor=floor)
         whitening = self._whitening(state, door)
         extra["momentum"], extra["rate"], widened = self._pace(whitening, door)
-        extra["clip"] = self.clip * widened * whitening.radius
+        extra["clip"] = following_clip(self.clip * widened * whitening.radius)
         for name in ("inner", "mean_inner", "velocity"):
             extra[name] = np.zeros_like(state.params)
 

@@ -72,7 +72,8 @@ def probe_lost_rounds(*, spare: int = 2) -> Finding:
     from quietgrad.federation.coordinator import FederatedCurator
     from quietgrad.federation.parties import Party
     from quietgrad.federation.simulation import assemble
-    from quietgrad.federation.transport.in_process import Fault, InProcess
+    from quietgrad.federation.transport.in_process import InProcess
+    from quietgrad.federation.wire import Bytes, Message, decode, encode
     from quietgrad.privacy.accounting import account
 
     steps, budget = 3, Budget(1.0, 1e-5)
@@ -81,10 +82,17 @@ def probe_lost_rounds(*, spare: int = 2) -> Finding:
     plan, people = assemble(
         DPGD(steps=steps), register, holders, budget=budget, trust="curator", spare=spare, noise_multiplier=5.0
     )
-    # The first message opens the run; the second party's answers to the next ones get lost.
-    lost = Fault("party-2", "lose-reply", first=1, last=spare)
+    honest, lies = people.handlers["party-2"], iter(range(spare))
+
+    def lying(message: Bytes) -> Bytes:
+        """The first answers of the second party are no numbers, so that their rounds are lost."""
+        reply = decode(bytes(honest(message)))
+        if reply.kind == "sum" and next(lies, None) is not None:
+            reply = Message(reply.kind, reply.fields, {"total": np.full_like(reply.arrays["total"], np.nan)})
+        return encode(reply)
+
     curator = FederatedCurator(
-        register, InProcess(people.handlers, [lost]), identity=people.identity, roster=people.roster
+        register, InProcess({**people.handlers, "party-2": lying}), identity=people.identity, roster=people.roster
     )
     session = curator.open(plan)
     for _ in range(steps):

@@ -111,7 +111,7 @@ class CanaryObjective(BaseObjective):
 
     def constants(self, row_bound: float | None = None) -> Constants:
         """None that a proof may lean on: these gradients are adversarial."""
-        return Constants(1.0, None, None, None, 0.0, 0.0, False)
+        return Constants(1.0, None, None, None, None, 0.0, None)
 
     def gradients(self, records: Cast, step: int) -> Floats:
         """One row per role."""

@@ -88,12 +88,9 @@ def _points(objective: Any, records: Any, seed: int = 3) -> Iterator[tuple[Any, 
 
 
 def adversarial_table(objective: Any, *, features: int = 5, seed: int = 0, dtype: Any = np.float64) -> Any:
-    """A few rows of all lengths from 10⁻² to 10³, as far as the objective takes them, and labels for it."""
+    """A few rows of all lengths from 10⁻² to 10³, and labels for them."""
     rng = np.random.default_rng(seed)
     lengths = [1e-2, 0.3, 1.0, 3.0, 30.0, 1e3]
-    bound = getattr(objective, "row_bound", None)
-    if bound is not None and objective.rows == "refuse":
-        lengths = [bound * share for share in (0.01, 0.1, 0.5, 0.9, 0.99, 1.0)]
     rows = rng.standard_normal((len(lengths), features))
     rows *= (np.array(lengths) / np.linalg.norm(rows, axis=1) * (1.0 - 1e-9))[:, None]
     return rows.astype(dtype), labels(objective, rng, len(lengths))

@@ -94,6 +94,10 @@ class Listener:
         return self._session.seeded
 
     @property
+    def run(self) -> str:
+        return self._session.run
+
+    @property
     def epochs(self) -> int:
         return self._session.epochs
 

@@ -33,8 +33,6 @@ def neighbouring_tables(
     rng = np.random.default_rng(seed)
     bound = getattr(objective, "row_bound", None)
     for scale in _SCALES:
-        if bound is not None and objective.rows == "refuse" and scale > bound:
-            continue
         for _ in range(draws):
             common = rng.standard_normal((4, features))
             common[0] = 0.0

@@ -93,7 +93,7 @@ def _exchanged(x: Tensor, ids: Any) -> Iterator[Tensor]:
 def _sum(
     asked: OfPeople, records: Any, indices: Any, points: Sequence[Tensor], rule: Rule, processes: int
 ) -> Tensor:
-    from quietgrad.torch.distributed import share_of
+    from quietgrad.torch.processes import share_of
 
     out = torch.zeros_like(points[0], dtype=torch.float64)
     batch = Batch(records, indices, _KEY)
@@ -109,7 +109,7 @@ def _reach(a: Tensor, b: Tensor, bound: float) -> float:
 
 def probe_people_drawn(steps: int = 30) -> Finding:
     """In how many samples of an own loop somebody is without some of their records."""
-    from quietgrad.torch.opacus_verbs import make_private
+    from quietgrad.torch.opacus import make_private
 
     ids = np.arange(90) // 3
     data = TensorDataset(torch.arange(90.0)[:, None], torch.zeros(90))
@@ -122,6 +122,6 @@ def probe_people_drawn(steps: int = 30) -> Finding:
     for _ in range(steps // 3):
         for x, _ in loader:
             people, counts = np.unique(ids[x.flatten().long().tolist()], return_counts=True)
-            torn += bool((counts != 3).any()) or len(x) != 3 * len(people)
+            torn += bool((counts != 3).any()) or x.shape[0] != 3 * len(people)
     verdict = "violation" if torn else "pass"
     return Finding("L0 sampling", "own loop: people", "torn apart", 0.0, float(torn), verdict)  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 Given the key of a release a record's contribution must be a function of that record alone. So neighbours are
 compared under one key: without a record the others keep their numbers, and a record is exchanged for one that is
 huge, zero or overflows. Besides the bound: gradients are autograd's, a replayed query has the same sum to the last
-bit, models that mix examples are refused, and processes that hold different things find out.
+bit, what a loop's own backward pass leaves is what a fit sums, what would mix records sees one, and processes that
+hold different things find out.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from torch import Tensor
 
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.network_people import people_probes
-from quietgrad.audit.zoo import MIXERS, MODELS, Augmented, loss, table
-from quietgrad.errors import QuietgradError
+from quietgrad.audit.zoo import MIXERS, MODELS, Augmented, Plain, loss, table
 from quietgrad.objectives.base import Batch, Rule
-from quietgrad.objectives.networks.checks import alone
+from quietgrad.objectives.networks.engine import PerExampleEngine, clip_weights
 from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.objectives.networks.one_record import stacked
+from quietgrad.objectives.networks.planning import vectors_by_autograd
 from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.records import RecordGroup
 
-__all__ = ["network_probes", "probe_agreement", "probe_gradients", "probe_long_sums", "probe_network",
-           "probe_refusals"]  # fmt: skip
+__all__ = ["network_probes", "probe_agreement", "probe_gradients", "probe_long_sums", "probe_mixing",
+           "probe_network", "probe_recorded"]  # fmt: skip
 
 _KEY = bytes(range(32))
 _SLACK = 1e-6
@@ -42,7 +45,8 @@ def network_probes() -> Iterator[Finding]:
     yield probe_network("layers", augmented=True)
     yield probe_long_sums()
     yield from (probe_gradients(name) for name in MODELS)
-    yield probe_refusals()
+    yield from (probe_recorded(name) for name in MODELS)
+    yield from (probe_mixing(name) for name in MIXERS)
     yield probe_agreement()
     yield from people_probes()
 
@@ -56,8 +60,21 @@ def probe_network(
     """
     torch.manual_seed(0)
     objective = ModuleObjective(MODELS[name](), loss, micro_batch=micro_batch)
+    what = f"network: {name}" + ", augmented" * augmented + ", 2 processes" * (processes > 1)
+    what += f", passes of {micro_batch}" if micro_batch else ""
+    return _probed(objective, Augmented if augmented else Plain, what, "L0 sensitivity", processes, n)
+
+
+def probe_mixing(name: str) -> Finding:
+    """The same of models, losses and collate functions that would mix records, or keep something of them."""
+    torch.manual_seed(0)
+    make, loss_of_one, data, collate = MIXERS[name]
+    objective = ModuleObjective(make(), loss_of_one, collate_fn=collate)
+    return _probed(objective, data, f"network: {name}", "L0 mixing", 1, 10)
+
+
+def _probed(objective: ModuleObjective, made: Any, what: str, layer: str, processes: int, n: int) -> Finding:
     x, y = table(n)
-    made: Any = Augmented if augmented else lambda *parts: parts
     records = objective.prepare(made(x, y))
     theta = objective.initial(records)
     exchanged = []
@@ -75,11 +92,9 @@ def probe_network(
             worst = max(worst, _reach(whole, less, rule.bound))
         for others in exchanged:
             worst = max(worst, _reach(whole, _sum(objective, others, None, pair, rule, processes), 2 * rule.bound))
-    what = f"network: {name}" + ", augmented" * augmented + ", 2 processes" * (processes > 1)
-    what += f", passes of {micro_batch}" if micro_batch else ""
     if not again:
         return Finding("L0 replay", what, "equal bits", 1.0, 0.0, "violation")
-    return Finding("L0 sensitivity", what, "Δ", 1.0, worst, "violation" if worst > 1.0 + _SLACK else "pass")
+    return Finding(layer, what, "Δ", 1.0, worst, "violation" if worst > 1.0 + _SLACK else "pass")
 
 
 def _exchanged(x: Tensor) -> list[Tensor]:
@@ -125,46 +140,49 @@ def probe_gradients(name: str, tolerance: float = 1e-3) -> Finding:
     torch.manual_seed(0)
     objective = ModuleObjective(MODELS[name](), loss)
     records = objective.prepare(table(6))
-    theta = 1.5 * objective.initial(records)
+    theta, engine = 1.5 * objective.initial(records), objective.engine
     keys = RecordKeys(_KEY, np.arange(6))
-    x, y = records.read(keys)
-    way = objective.engine.way(x, y)
-    draws = "record" if way.draws == "rows" else way.draws
-    one = type(way)(way.network, way.space, draws=draws).one(keys, theta.device)
-    found = alone(objective.module, loss, objective.engine.unflatten(theta), x, y, one)
-    wanted = sum(torch.cat([g.flatten().double() for g in row.values()]) for _, row in found)
-    assert isinstance(wanted, Tensor)
+    (group,) = records.read(keys)
+    program = engine.program_of(group.record)
+    leaves = {key: value.clone().requires_grad_() for key, value in engine.unflatten(theta).items()}
+    wanted = vectors_by_autograd(program, engine.loss_of, leaves, group.record, keys, torch.float64).sum(0)
     made = _sum(objective, records, None, (theta,), Rule.gradient(1e9), 1)
+    return _compared("L0 gradients", name, made, wanted, tolerance)
+
+
+def probe_recorded(name: str, tolerance: float = 1e-4) -> Finding:
+    """What a loop's own backward pass leaves of its records, clipped and summed, against a fit's sum."""
+    torch.manual_seed(0)
+    objective = ModuleObjective(MODELS[name](), loss)
+    records = objective.prepare(table(10))
+    theta, keys = objective.initial(records), RecordKeys(_KEY, np.arange(10))
+    wanted = _sum(objective, records, None, (theta,), _RULES[0], 1)
+    (group,) = records.read(keys)
+    x, y = group.record
+    engine = PerExampleEngine(objective.module)
+    recording = engine.record([RecordGroup(group.rows, ((x,), {}))], keys)
+    output = stacked(recording.passes, 10)
+    torch.autograd.backward(loss(output.flatten(0, 1), y.flatten()).sum())
+    found, made = engine.gradients_recorded([recording], 10), torch.zeros_like(wanted)
+    found.add_weighted(clip_weights(found.norms(), 1.0, theta.dtype), made)
+    return _compared("L0 recorded", name, made, wanted, tolerance)
+
+
+def _compared(layer: str, name: str, made: Tensor, wanted: Tensor, tolerance: float) -> Finding:
     off = float((made - wanted).norm() / wanted.norm())
     verdict = "pass" if off <= tolerance else "violation"
-    return Finding("L0 gradients", f"network: {name}", "relative error", tolerance, off, verdict)  # type: ignore[arg-type]
-
-
-def probe_refusals() -> Finding:
-    """How many models and collate functions that mix examples, or keep statistics of them, are accepted."""
-    accepted = []
-    for name, (make, collate) in MIXERS.items():
-        x, y = table()
-        try:
-            objective = ModuleObjective(make(), loss, collate_fn=collate)
-            objective.prepare(Augmented(x, y) if collate else (x, y))
-            accepted.append(name)
-        except (ValueError, QuietgradError):
-            continue
-    note = f"accepted: {', '.join(accepted)}" if accepted else ""
-    verdict = "violation" if accepted else "pass"
-    return Finding("L0 mixing", "networks", "accepted", 0.0, float(len(accepted)), verdict, note=note)  # type: ignore[arg-type]
+    return Finding(layer, f"network: {name}", "relative error", tolerance, off, verdict)  # type: ignore[arg-type]
 
 
 def probe_agreement() -> Finding:
     """Whether the digests by which processes compare what they hold tell other orders and weights apart."""
-    from quietgrad.torch.distributed import _digests
+    from quietgrad.torch.processes import _digests
 
     torch.manual_seed(0)
     model = MODELS["layers"]()
     x, y = table()
 
-    def digests(*data: Tensor) -> tuple[str, ...]:
+    def digests(*data: Tensor) -> dict[str, str]:
         objective = ModuleObjective(model, loss)
         return _digests(objective, objective.prepare(data), _KEY)
 

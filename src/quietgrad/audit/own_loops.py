@@ -31,11 +31,12 @@ from quietgrad.objectives.base import Batch, Gradient, Rule
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
-from quietgrad.torch.opacus_verbs import make_private
-from quietgrad.torch.privacy_engine import PrivacyEngine
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.torch.opacus import PrivacyEngine, make_private
+from quietgrad.torch.private_loop import PrivateLoop
 
 __all__ = ["audit_networks", "distinguish_fit", "distinguish_loop", "loop_probes", "probe_loop_charges",
-           "probe_loop_reuse"]  # fmt: skip
+           "probe_loop_conditions", "probe_loop_reuse"]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 _BUDGET = Budget(4.0, 1e-5)
@@ -101,16 +102,16 @@ def distinguish_loop(runs: int) -> tuple[Plan, Finding]:
         torch.manual_seed(0)
         data = TensorDataset(x[first:], y[first:])
         model = MODELS["dropout"]()
-        private, optimizer, loader = make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), loss_reduction="sum",
-            data_loader=DataLoader(data, batch_size=len(data)), max_grad_norm=1.0,
-            noise_multiplier=plan.noise_multiplier,
+        private, optimizer, loader, criterion = make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), max_grad_norm=1.0,
+            data_loader=DataLoader(data, batch_size=len(data)), noise_multiplier=plan.noise_multiplier,
+            criterion=lambda output, labels: loss(output, labels).sum(), loss_reduction="sum",
         )  # fmt: skip
         seen = []
         for _ in range(runs):
             for inputs, labels in loader:
                 optimizer.zero_grad()
-                torch.autograd.backward(loss(private(inputs), labels).sum())
+                criterion(private(inputs), labels).backward()
                 optimizer.step()
             grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
             seen.append(torch.cat(grads).numpy())
@@ -153,66 +154,83 @@ def _apart(a: Floats, b: Floats) -> float:
 
 def loop_probes() -> list[Finding]:
     """The bookkeeping of own loops."""
-    return [probe_loop_reuse(), probe_loop_charges()]
+    return [probe_loop_reuse(), probe_loop_conditions(), probe_loop_charges()]
 
 
 def _made(engine: Any = None, **settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(8, 2)
     make: Callable[..., Any] = make_private if engine is None else engine.make_private
-    settings.setdefault(
-        "loss_reduction", "mean"
-    )  # vouched for: refusing the loss must not hide what else is accepted
     return make(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
         data_loader=DataLoader(TensorDataset(*table()), batch_size=20), max_grad_norm=1.0, **settings,
     )  # fmt: skip
 
 
-def _fed_twice(model: Any, optimizer: Any, loader: Any) -> None:
-    x, y = next(iter(loader))
-    for _ in range(2):
-        torch.autograd.backward(F.cross_entropy(model(x[: len(x) // 2]), y[: len(x) // 2]))
-    optimizer.step()
+def _opaque(**settings: Any) -> PrivateLoop:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    return PrivateLoop(
+        model, nn.CrossEntropyLoss(), table(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), batch_size=20,
+        noise_multiplier=1.0, max_grad_norm=1.0, epochs=2, **settings,
+    )  # fmt: skip
 
 
-def _mixed_up(model: Any, optimizer: Any, loader: Any) -> None:
-    x, y = next(iter(loader))
-    torch.autograd.backward(F.cross_entropy(model(0.5 * x + 0.5 * x.flip(0)), y))
-    optimizer.step()
-
-
-def _stepped_twice(model: Any, optimizer: Any, loader: Any) -> None:
+def _stepped_twice() -> None:
+    model, optimizer, loader = _made()
     x, y = next(iter(loader))
     for _ in range(2):
         torch.autograd.backward(F.cross_entropy(model(x), y))
         optimizer.step()
 
 
-def _two_iterators(model: Any, optimizer: Any, loader: Any) -> None:
+def _stepped_on_an_old_one() -> None:
+    model, optimizer, loader, criterion = _made(criterion=nn.CrossEntropyLoss())
+    batches = iter(loader)
+    x, y = next(batches)
+    next(batches)
+    criterion(model(x), y).backward()
+    optimizer.step()
+
+
+def _two_iterators() -> None:
+    model, optimizer, loader, criterion = _made(criterion=nn.CrossEntropyLoss())
     first, second = iter(loader), iter(loader)
-    kept = []
     for batches in (first, second, first):
         x, y = next(batches)
-        kept.append(x)
-        torch.autograd.backward(F.cross_entropy(model(x), y))
+        criterion(model(x), y).backward()
         optimizer.step()
+
+
+def _opaque_twice() -> None:
+    loop = _opaque()
+    batch = next(iter(loop))
+    for _ in range(2):
+        loop.step(batch)
+
+
+def _opaque_beyond_the_plan() -> None:
+    loop = _opaque()
+    for _ in range(2):
+        for batch in loop:
+            loop.step(batch)
 
 
 _REUSES = {
-    "a piece fed twice": _fed_twice,
-    "mixup": _mixed_up,
     "two steps": _stepped_twice,
+    "an old batch": _stepped_on_an_old_one,
     "two iterators": _two_iterators,
+    "two steps, opaque": _opaque_twice,
+    "beyond the plan": _opaque_beyond_the_plan,
 }
 
 
 def probe_loop_reuse() -> Finding:
-    """How many ways of letting a record contribute twice to a step, or to a sample, a loop accepts."""
+    """How many ways of using a sample twice, or more samples than were planned, a loop accepts."""
     accepted = []
     for name, attempt in _REUSES.items():
         try:
-            attempt(*_made())
+            attempt()
             accepted.append(name)
         except (QuietgradError, ValueError):
             continue
@@ -221,8 +239,39 @@ def probe_loop_reuse() -> Finding:
     return Finding("L0 reuse", "own loops", "accepted", 0.0, float(len(accepted)), verdict, note=note)  # type: ignore[arg-type]
 
 
+_LOOKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "a loss": lambda x, y, output, value: value.item(),
+    "an accuracy": lambda x, y, output, value: (output.argmax(1) == y).sum(),
+    "a size": lambda x, y, output, value: len(x),
+    "a shape": lambda x, y, output, value: x.shape,
+    "a batch statistic": lambda x, y, output, value: x - x.mean(0),
+    "a scaled loss": lambda x, y, output, value: value / 2,
+    "an array": lambda x, y, output, value: np.asarray(x),
+    "a row": lambda x, y, output, value: y[0],
+}
+
+
+def probe_loop_conditions() -> Finding:
+    """How many ways of looking at private batches leave ε without its condition, in the loop or in its ledger."""
+    silent = []
+    for name, look in _LOOKS.items():
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, QUIETGRAD_STATE=folder):
+            book = Ledger(os.path.join(folder, "ledger.jsonl"))
+            model, _, loader, criterion = _made(criterion=nn.CrossEntropyLoss(), ledger=book, epochs=1)
+            x, y = next(iter(loader))
+            output = model(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                look(x, y, output, criterion(output, y))
+            if loader.privacy.condition is None or not book.book().conditions("default"):
+                silent.append(name)
+    verdict = "violation" if silent else "pass"
+    note = f"without a word: {', '.join(silent)}" if silent else ""
+    return Finding("L0 condition", "own loops", "silent", 0.0, float(len(silent)), verdict, note=note)  # type: ignore[arg-type]
+
+
 def probe_loop_charges() -> Finding:
-    """The least ε said ÷ ε spent: skipped samples, earlier loops, seeded loops, states that went on elsewhere."""
+    """The least ε said ÷ ε spent: skipped samples, earlier loops, seeded loops, states that were loaded."""
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.events import poisson_gaussian
 
@@ -237,19 +286,26 @@ def probe_loop_charges() -> Finding:
         for _ in loader:  # two samples, none of them stepped on
             pass
         said.append(engine.get_epsilon(1e-5) / spent(2 * number))
-    said.append(loader.privacy.epsilon() / spent(2))
+    said.append((loader.privacy.epsilon or 0.0) / spent(2))
+    loop = _opaque()
+    for _ in next(loop.epochs()):
+        pass
+    said.append((loop.privacy.epsilon or 0.0) / spent(2))
+    said.append((loop.close().epsilon or 0.0) / spent(4))  # why it ended is not known
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, _, seeded = _made(seed=1)
     next(iter(seeded))
-    said.append(1.0 if math.isinf(seeded.privacy.epsilon()) else 0.0)
+    said.append(1.0 if math.isinf(seeded.loop.epsilon()) and not seeded.privacy.is_private else 0.0)
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, QUIETGRAD_STATE=folder):
-        loops = [_made() for _ in range(3)]
-        next(iter(loops[0][2]))
-        state = loops[0][1].state_dict()
-        for _, optimizer, loader in loops[1:]:  # one state, and two that go on from it
-            optimizer.load_state_dict(state)
-            next(iter(loader))
-        said += [loader.privacy.epsilon() / spent(3) for _, _, loader in loops]
+        file = os.path.join(folder, "checkpoint")
+        first, second = PrivacyEngine(), PrivacyEngine()
+        model, optimizer, loader = _made(first)
+        next(iter(loader))
+        first.save_checkpoint(path=file, module=model, optimizer=optimizer)
+        model, optimizer, loader = _made(second)
+        second.load_checkpoint(path=file, module=model, optimizer=optimizer)
+        next(iter(loader))
+        said.append(second.get_epsilon(1e-5) / spent(2))
     verdict = "violation" if min(said) < 1.0 - 1e-9 else "pass"
     return Finding("L0 charge", "own loops", "share", 1.0, min(said), verdict)  # type: ignore[arg-type]

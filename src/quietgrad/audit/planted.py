@@ -108,8 +108,12 @@ class _Padded:
         return self.inner.smoothness
 
     @property
-    def convex(self) -> bool:
-        return self.inner.convex
+    def hessian_lipschitz(self) -> float:
+        return self.inner.hessian_lipschitz
+
+    @property
+    def weak_convexity(self) -> float:
+        return self.inner.weak_convexity
 
     def value(self, params: Vector) -> float:
         return float(self.inner.value(params[: -self.canaries]))

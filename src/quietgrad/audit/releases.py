@@ -26,6 +26,7 @@ from quietgrad.audit.report import AuditReport
 from quietgrad.audit.running import run
 from quietgrad.audit.series import lengthened, probe_slots
 from quietgrad.audit.units import categories, judge_units
+from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import mu_of
 from quietgrad.privacy.budget import Budget, Relation
@@ -123,7 +124,7 @@ def _looks(runs: int) -> Iterator[AuditReport]:
         started = time.perf_counter()
         kind = getattr(estimators, name)
         known = {"row_bound": 1.0} if "row_bound" in kind().get_params() else {}
-        plan = _plan_of(kind(epsilon=6.0, **known), X, (X[:, 0] > 0).astype(int))
+        plan = _plan_of(kind(epsilon=6.0, n_public=len(X), **known), X, (X[:, 0] > 0).astype(int))
         yield _report(name, plan, probe_slots(lengthened(plan), what=name), runs, started)
     started = time.perf_counter()
     plan = plan_scaling(len(X), X.shape[1], _BUDGET)
@@ -133,7 +134,7 @@ def _looks(runs: int) -> Iterator[AuditReport]:
 def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
     """What a fit would release: it is stopped at the door, before anything is charged."""
 
-    def stop(objective: Any, data: Any, plan: Plan) -> Any:
+    def stop(curator: Any, plan: Plan) -> Any:
         raise _Planned(plan)
 
     estimator._open = stop
@@ -156,7 +157,7 @@ def _search(runs: int) -> Iterator[AuditReport]:
     budget = Budget(6.0, 1e-5, Relation.REPLACE_ONE)
     model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
     search = PrivateSearch(model, {"regularization": [0.0]}, mean_rounds=3.0)
-    plan = price(lambda z: search._plan(z, 50, budget), budget)
+    plan = price(lambda z: search._plan(z, PublicCount(50), budget), budget)
     findings = probe_slots(lengthened(plan), what="scores")
     # K ≥ 1 is geometric: P(K > k) = (1 − 1/mean)^k.
     mean = float(search.mean_rounds)
@@ -211,31 +212,28 @@ def _own_loop(runs: int) -> Iterator[AuditReport]:
 def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
     """What a loop over ``rows``, each in every sample, finds in its gradients, in units of the clip."""
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import TensorDataset
 
-    from quietgrad.torch import make_private_with_epsilon
+    from quietgrad.torch import PrivateLoop
 
     plain = torch.nn.Linear(rows.shape[1], 1, bias=False)
-    model, optimizer, loader = make_private_with_epsilon(
-        module=plain,
-        optimizer=torch.optim.SGD(plain.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(torch.from_numpy(rows), torch.zeros(len(rows))), batch_size=len(rows)),
-        target_epsilon=_BUDGET.epsilon,
-        target_delta=_BUDGET.delta,
-        epochs=steps,
+    loop = PrivateLoop(
+        plain,
+        lambda output, _: 1e3 * output.sum(),
+        TensorDataset(torch.from_numpy(rows), torch.zeros(len(rows))),
+        batch_size=len(rows),
         max_grad_norm=1.0,
-        loss_reduction="sum",
+        budget=_BUDGET,
+        steps=steps,
         account="audit",
     )
+    loop.mean = False
     heard = []
-    for _ in range(steps):
-        for x, _ in loader:
-            optimizer.zero_grad()
-            (1e3 * model(x).sum()).backward()
-            optimizer.step()
-            assert plain.weight.grad is not None
-            heard.append(plain.weight.grad.double().numpy().ravel().copy())
-    return np.stack(heard), loader.privacy.plan
+    for batch in loop:
+        plain.weight.grad = None
+        loop.backward(batch)
+        heard.append(torch.as_tensor(plain.weight.grad).double().numpy().ravel().copy())
+    return np.stack(heard), loop.plan
 
 
 def _report(name: str, plan: Plan, findings: list[Finding], runs: int, started: float) -> AuditReport:
@@ -267,7 +265,7 @@ RELEASES: dict[str, Release] = {
             "sklearn",
         ),
         Release("private-search", ("estimators.search",), _search, "sklearn"),
-        Release("own-loop", ("torch.own_loop",), _own_loop, "torch"),
+        Release("own-loop", ("algorithms.own_loop", "torch.loops"), _own_loop, "torch"),
         Release("people", ("objectives.people",), people_reports),
     )
 }

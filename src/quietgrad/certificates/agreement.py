@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quietgrad.certificates.claims import ALTERED, Claim
 from quietgrad.certificates.document import canonical
 from quietgrad.errors import QuietgradError
+from quietgrad.plans.counting import COUNT, PublicCount
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed, repeated
 from quietgrad.privacy.spending import is_part
 from quietgrad.training.statement import ADVERSARY
+
+if TYPE_CHECKING:
+    from quietgrad.algorithms.base import Releases
 
 _MOST_STEPS = 2 * 10**7  # a plan of a stranger is made here: its lists must fit
 _MOST_SLOTS = 256
@@ -24,6 +28,7 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
         "algorithm",
         "composition",
         "config",
+        "counted",
         "n_public",
         "noise_multiplier",
         "rounds",
@@ -31,7 +36,7 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
         "stopped_by",
     }
     if (
-        set(plan) != expected
+        {*plan, "counted"} != expected
         or len(plan["slots"]) > _MOST_SLOTS
         or _largest([plan["config"], plan["slots"]]) > _MOST_STEPS
     ):
@@ -41,7 +46,10 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
         raise ValueError("slots")
     rounds = None if plan["rounds"] is None else (float(plan["rounds"][0]), float(plan["rounds"][1]))
     schedule = Schedule(slots, plan["composition"], rounds=rounds)
+    count = PublicCount.from_json(int(plan["n_public"]), plan.get("counted"))
     found = []
+    if count.counted and claim.relation is not Relation.ADD_REMOVE:
+        found.append("its records were counted privately, and their number is public")
     if plan["noise_multiplier"] != privacy.noise_multiplier:
         found.append("the claim states another noise multiplier")
     if plan["n_public"] != body["data"]["n_public"]:
@@ -50,11 +58,16 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
     if privacy.sampling != privacy.unit.in_words(described):  # which also says whom it draws: records, or people
         found.append("the claim states another sampling, or another unit")
     found += _federation_problems(body["federation"], plan["n_public"], claim)
-    counts = {slot.name: slot.count for slot in slots}
+    counts = {slot.name: slot.count for slot in slots} | ({COUNT: 1} if count.counted else {})
+    if count.counted and privacy.releases.get(COUNT) != 1:
+        found.append("its records were counted privately, and no such release is stated")
     for name, made in privacy.releases.items():
         if type(made) is not int or not 0 <= made <= counts.get(name, -1):
             found.append("releases are stated that were not planned")
-    planned = _planned(plan, claim.relation)
+    algorithm = _algorithm(plan)
+    if algorithm is not None and algorithm.condition != privacy.condition:
+        found.append("the claim states another condition than the algorithm has at its settings")
+    planned = None if algorithm is None else _planned(algorithm, plan, claim.relation)
     if not found and (planned is None or not _same(planned, schedule, federated=body["federation"] is not None)):
         found.append("the slots are not those that the algorithm has at its settings")
     if not found and planned is not None:
@@ -64,7 +77,7 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
             if any(privacy.releases.get(name, 0) < n for name, n in counts.items() if name not in lawful):
                 found.append("fewer releases are stated than its steps make")
         parts_count = plan["stopped_by"] in ("steps", "budget") and _may_end_there(planned, schedule, body, claim)
-        if not _derived(schedule, claim, body["federation"], parts_count=parts_count):
+        if not _derived(schedule, claim, body["federation"], count, parts_count=parts_count):
             found.append("the events are not those that its slots, noise and releases give")
     return schedule, found
 
@@ -125,14 +138,19 @@ def _largest(value: Any) -> float:
     return abs(value) if isinstance(value, int) or (isinstance(value, float) and value.is_integer()) else 0
 
 
-def _derived(schedule: Schedule, claim: Claim, federation: Any, *, parts_count: bool) -> bool:
+def _derived(schedule: Schedule, claim: Claim, federation: Any, count: PublicCount, *, parts_count: bool) -> bool:
     """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
     parties = _without_slack(claim.event)
+    first = count.event(claim.relation)
     for k, event in enumerate(parties):
+        if first is not None:
+            if not isinstance(event, Composed) or event.parts[0] != first:
+                return False
+            event = composed(event.parts[1:])
         own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
         z, relation = claim.privacy.noise_multiplier, claim.relation
         all_of_it = repeated(own.event(z, relation), times)
-        made = {name: n for name, n in claim.privacy.releases.items() if n}
+        made = {name: n for name, n in claim.privacy.releases.items() if n and name != COUNT}
         follow = {all_of_it}
         if made and parts_count:
             follow.add(repeated(own.event(z, relation, made), times))
@@ -180,24 +198,34 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     return replace(schedule, slots=tuple(slots)), known_to
 
 
-def _planned(plan: dict[str, Any], relation: Relation) -> Schedule | None:
-    """What the algorithm plans at its stated settings; ``None`` if there is no such thing."""
+def _algorithm(plan: dict[str, Any]) -> Releases | None:
+    """The algorithm at its stated settings; ``None`` if there is no such thing."""
+    from quietgrad.algorithms.own_loop import OwnLoop
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
-    if plan["algorithm"] not in ALGORITHMS or any(
-        type(value) is int and value > _MOST_SETTING and "batch" not in key for key, value in plan["config"].items()
-    ):
+    name, config = plan["algorithm"], plan["config"]
+    if any(type(v) is int and v > _MOST_SETTING and "batch" not in key for key, v in config.items()):
         return None
-    method = entry(plan["algorithm"])
     try:
+        if name == OwnLoop.name:
+            return OwnLoop.from_config(config)
+        if name not in ALGORITHMS:
+            return None
         try:
-            algorithm = method.make(plan["config"])
+            made: Releases = entry(name).make(config)
         except ValueError:  # settings with parts of their own, which only the class itself reads
-            algorithm = method.kind(**plan["config"])
-        planned: Schedule = algorithm.schedule(int(plan["n_public"])).under(relation)
+            made = entry(name).kind(**config)
     except (*ALTERED, QuietgradError):
         return None
-    return planned
+    return made
+
+
+def _planned(algorithm: Releases, plan: dict[str, Any], relation: Relation) -> Schedule | None:
+    """What the algorithm plans for its stated number of records; ``None`` if there is no such thing."""
+    try:
+        return algorithm.schedule(int(plan["n_public"])).under(relation)
+    except (*ALTERED, QuietgradError):
+        return None
 
 
 def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:

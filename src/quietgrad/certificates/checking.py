@@ -1,10 +1,10 @@
 """Checking a certificate: what its parts prove, whether they agree, whose word it is, and what stays unshown.
 
-Nothing is believed because the file says so. ε is proved again from the events by the accountant that is named and
-by dp-accounting; the events must be those that the plan's slots and noise give for the releases made, the slots
-those that the algorithm has at its settings, and the lines of the ledger must chain and have paid for these events
-at this δ under this relation. All that can be rewritten alike by whoever needs no signature: without one, agreement
-is all that is shown, and the verdict says so.
+Nothing is believed because the file says so. ε is proved again from the events by the accountant that is named and,
+where it has a rule that is as tight, by dp-accounting; the events must be those that the plan's slots and noise
+give for the releases made, the slots those that the algorithm has at its settings, and the lines of the ledger
+must chain and have paid for these events at this δ under this relation. All that can be rewritten alike by
+whoever needs no signature: without one, agreement is all that is shown, and the verdict says so.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 from quietgrad.certificates.agreement import plan_problems
 from quietgrad.certificates.claims import ALTERED, Claim, read_claim
 from quietgrad.certificates.document import Document
-from quietgrad.certificates.second import SecondProof, second_proof
+from quietgrad.certificates.second import SecondProof, second_proof, sensitivity_again
 from quietgrad.certificates.signing import signature_holds
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_bytes
-from quietgrad.plans.schedule import DECLARED
+from quietgrad.plans.schedule import DECLARED, Schedule
 from quietgrad.privacy.accounting import Proof, prove
 from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.chain import Entry, anchor, check_anchor
+from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.spending import Book, total
 from quietgrad.training.verification import unpaid
@@ -59,13 +60,19 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether ε is proved again by two accountants and nothing was found altered."""
+        """Whether ε is proved again and nothing was found altered."""
         return all(finding.ok is not False for finding in self.findings)
+
+    @property
+    def accountants(self) -> int:
+        """By how many accountants with code of their own ε is proved: two, or ours alone."""
+        return sum(finding.what in ("proof", "second proof") and finding.ok is True for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as JSON values."""
         return {
             "ok": self.ok,
+            "accountants": self.accountants,
             "claim": self.claim,
             "findings": [vars(finding) for finding in self.findings],
             "shown": list(self.shown),
@@ -95,17 +102,16 @@ def check(
         words = f"it is not a statement of privacy with its releases ({type(error).__name__})"
         findings.append(Finding("claim", False, words))
         return Verdict("unreadable", tuple(findings), (), ("Anything: the claim cannot be read.",))
-    together = False
+    schedule = None
     try:
         schedule, problems = plan_problems(document.body, claim)
-        together = schedule.composition == "filter" or any(slot.mechanism.together for slot in schedule.slots)
     except ALTERED as error:
         problems = [f"it cannot be read as a plan ({type(error).__name__})"]
     agrees = "the events are those of its slots and noise, and the slots those of its settings"
     findings.append(Finding("plan", not problems, "; ".join(problems) or agrees))
-    ours, first = _first_proof(claim)
+    ours, first = _first_proof(claim, counted=document.body["plan"].get("counted") is not None)
     findings.append(first)
-    findings.append(_second_finding(claim, ours, together=together))
+    findings.append(_second_finding(claim, ours, schedule))
     try:
         findings += _ledger_findings(document.body, claim, ledger)
     except ALTERED as error:
@@ -114,6 +120,7 @@ def check(
         findings.append(Finding("ledger", False, f"its lines are not those of a ledger ({type(error).__name__})"))
     findings.append(_model_finding(document.body, model))
     stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP per {claim.privacy.unit} under {claim.relation}"
+    stated = stated if claim.privacy.condition is None else f"{stated}, {claim.privacy.condition}"
     stated = "; ".join([stated, *(note for note in claim.privacy.notes if note.endswith(DECLARED))])
     return Verdict(
         f"{document.body['plan'].get('algorithm')} on {document.body['data'].get('name')}: {stated}",
@@ -139,7 +146,7 @@ def _signature(document: Document, demanded: str | None) -> Finding:
 # ---- the proofs ----------------------------------------------------------------------------------------------
 
 
-def _first_proof(claim: Claim) -> tuple[Proof | None, Finding]:
+def _first_proof(claim: Claim, *, counted: bool) -> tuple[Proof | None, Finding]:
     name = str(claim.privacy.accountant)
     family = next(
         (each for each in ("gaussian-exact", "pure", "pld", "zcdp", "rdp") if name.startswith(each)), None
@@ -153,29 +160,47 @@ def _first_proof(claim: Claim) -> tuple[Proof | None, Finding]:
     if claim.epsilon < proof.epsilon * (1.0 - _EXACT) or proof.accountant != name:
         words = f"the events cost ε = {proof.epsilon:.6g} by {proof.accountant}, not what is claimed"
         return proof, Finding("proof", False, words)
-    if claim.epsilon > proof.epsilon * (1.0 + _EXACT):
+    # A run whose records were counted states its budget, which its plan meets to a thousandth.
+    if claim.epsilon > proof.epsilon * (1.0 + (2.0 * AGREES if counted else _EXACT)):
         words = f"the events cost only ε = {proof.epsilon:.6g}; the claim is of other events"
         return proof, Finding("proof", False, words)
     return proof, Finding("proof", True, f"quietgrad, {proof.accountant}: ε = {proof.epsilon:.6g}")
 
 
-def _second_finding(claim: Claim, ours: Proof | None, *, together: bool) -> Finding:
+def _second_finding(claim: Claim, ours: Proof | None, schedule: Schedule | None) -> Finding:
+    """Whether dp-accounting proves ε too. Where it cannot, one accountant did, which is no fault of the claim."""
     second: SecondProof = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
-    refused = "not proved by a second accountant"
     if second.epsilon is None:
-        return Finding("second proof", False, f"{refused}: {second.how}: {second.reason}")
+        return Finding("second proof", None, f"one accountant: {second.how}: {second.reason}")
     value = f"{second.how}: ε = {second.epsilon:.6g}"
-    if together:
+    theorem = _theorem(schedule)
+    if theorem is None:
         words = (
-            f"{refused}: the event stands for many releases (correlated noise or a filter), by a theorem that only "
-            f"quietgrad applies; from that event, {value}"
+            "one accountant: the event stands for many releases (a filter, or noise in bands), by a theorem that "
+            f"only quietgrad applies; from that event, {value}"
         )
-        return Finding("second proof", False, words)
+        return Finding("second proof", None, words)
     if second.borrowed and ours is not None and ours.accountant == "rdp":
-        return Finding("second proof", False, f"{refused}: both take the same curves of sampled releases; {value}")
+        return Finding("second proof", None, f"one accountant: both take the same curves of samples; {value}")
     if second.epsilon > claim.epsilon * (1.0 + AGREES):
-        return Finding("second proof", False, f"{refused}: it proves no less than this; {value}")
-    return Finding("second proof", True, value)
+        return Finding("second proof", None, f"one accountant: the other's bound is above the claim; {value}")
+    return Finding("second proof", True, f"{value}{theorem}")
+
+
+def _theorem(schedule: Schedule | None) -> str | None:
+    """What an event that stands for many releases rests on and was computed again; ``None`` if it was not."""
+    if schedule is None or schedule.composition == "filter":
+        return None
+    said = ""
+    for slot in schedule.slots:
+        mechanism = slot.mechanism
+        if not mechanism.together:
+            continue
+        again = sensitivity_again(mechanism) if isinstance(mechanism, Correlated) else None
+        if again is None or not again <= mechanism.factor * (1.0 + 1e-9):
+            return None
+        said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
+    return said
 
 
 # ---- what lies beside it -------------------------------------------------------------------------------------
@@ -240,18 +265,18 @@ def _chain_problem(entries: tuple[Entry, ...], head: Any) -> str:
 
 
 def _account_finding(book: Book, claim: Claim) -> Finding:
-    parts = book.counted(str(claim.privacy.account))
+    parts, count = book.counted(str(claim.privacy.account)), book.runs(str(claim.privacy.account))
     if len(set(parts)) > _MOST_KINDS:
-        return Finding("account", None, f"{len(parts)} runs of this account: too many kinds to add up here")
+        return Finding("account", None, f"{count} runs of this account: too many kinds to add up here")
     event = total(parts)
     planned = book.relations(str(claim.privacy.account))
     if event is None or (claim.relation is Relation.ADD_REMOVE and Relation.REPLACE_ONE in planned):
-        return Finding("account", None, f"{len(parts)} runs of this account, without a common ε")
+        return Finding("account", None, f"{count} runs of this account, without a common ε")
     try:
         epsilon = prove(event, delta=claim.delta, relation=claim.relation).epsilon
     except (UnprovableError, *ALTERED):
-        return Finding("account", None, f"{len(parts)} runs of this account, without a common ε")
-    runs = f"{len(parts)} run{'' if len(parts) == 1 else 's'}"
+        return Finding("account", None, f"{count} runs of this account, without a common ε")
+    runs = f"{count} run{'' if count == 1 else 's'}"
     words = f"{runs} of {claim.privacy.account!r} in this ledger cost ε = {epsilon:.4g} together at this δ"
     return Finding("account", None, words)
 
@@ -292,6 +317,9 @@ def _words(
         shown.append(
             "The releases listed cost no more than the ε claimed, by two accountants with code of their own."
         )
+    elif "proof" in good:
+        shown.append("The releases listed cost no more than the ε claimed, by quietgrad's own accountant.")
+        rest.append("That a second accountant says so too: none is known for these releases.")
     if "plan" in good:
         shown.append("The releases listed are those that the stated algorithm makes at the stated settings.")
     if "ledger" in good and any(finding.what == "account" for finding in findings):
@@ -306,6 +334,8 @@ def _words(
         rest.append("Whose key it is: give --public-key with one that you had from the signer.")
     elif "signature" in good:
         shown.append("Nothing was altered since the holder of the key you gave signed it.")
+    if claim.privacy.condition is not None:
+        rest.append(f"That the condition is met: ε holds {claim.privacy.condition}.")
     rest += [
         "That the run made these releases and no others, with secret noise: that is the signer's word.",
         _TAKEN[claim.privacy.unit],

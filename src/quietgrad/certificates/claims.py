@@ -46,7 +46,11 @@ def read_claim(body: dict[str, Any]) -> Claim:
     if event_size(event) > _MOST_EVENTS or len(canonical(event)) > _MOST_BYTES or _longest(event) > _MOST_LAW:
         raise ValueError("too many events")
     privacy = Privacy.from_json({**stated, "event": event})
-    if privacy.to_json() != {**stated, "event": event}:  # nothing was added, and nothing is spelt otherwise
+    if privacy.to_json() != {
+        "condition": None,
+        **stated,
+        "event": event,
+    }:  # nothing was added, and nothing is spelt otherwise
         raise ValueError("claim")
     if privacy.events is None or privacy.relation is None or type(privacy.epsilon) is not float:
         raise ValueError("no ε")

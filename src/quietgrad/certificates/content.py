@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.certificates.document import LARGEST, Document
-from quietgrad.curators.account import EPOCH
+from quietgrad.curators.account import run_of
 from quietgrad.errors import DataError
 from quietgrad.files import read_bytes
+from quietgrad.privacy.accounts import DEFAULT, same
 from quietgrad.privacy.chain import anchor
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.training.result import Result, load
@@ -40,7 +41,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     lines = _lines(result, book, whole=whole_ledger)
     if ledger is not None and lines is None:
         raise DataError(
-            f"{ledger}: has no line that names this run (fits that are kept in no folder have no name), so it "
+            f"{ledger}: has no line that names this run (it was paid for elsewhere), so it "
             "cannot go into a certificate; leave the ledger out."
         )
     privacy = result.privacy
@@ -94,6 +95,7 @@ def plan_of(result: Result) -> dict[str, Any]:
         "composition": details.get("composition", "sequential"),
         "rounds": details.get("rounds"),
         "slots": list(details.get("slots", ())),
+        "counted": details.get("counted"),
         "stopped_by": result.stopped_by,
     }
 
@@ -115,8 +117,10 @@ def _lines(result: Result, file: Path | None, *, whole: bool) -> dict[str, Any] 
         return None
     mine, ids = [], set()
     for entry in entries:
-        if entry.kind == "reserve" and str(entry.body.get("run")).partition(EPOCH)[0] == run:
+        if entry.kind == "reserve" and run_of(str(entry.body.get("run"))) == run:
             ids.add(entry.body["id"])
+            # A ledger of a whole project tells of other tables too, which nobody meant to show.
+            whole = whole and (entry.body["account"] == DEFAULT or not same(entry.body["account"], DEFAULT))
         if entry.body.get("id") in ids:
             mine.append(entry)
     kept = entries if whole else tuple(mine)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.options import Delta, Json, RelationName, show_json, show_rows, usage, writable
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.privacy.events import Event
@@ -36,7 +37,7 @@ def account(
     batch_size: Batch = None,
     rate: Rate = None,
     delta: Delta = 1e-5,
-    relation: RelationName = "add-remove",
+    relation: RelationName = DEFAULT_RELATION,
     accountant: Annotated[str, typer.Option(help="best, or one of gaussian-exact, pure, pld, zcdp, rdp.")] = "best",
     plot: Annotated[
         Path | None, typer.Option(help="Draw ε over the steps to this .png, .svg or .pdf.", show_default=False)

@@ -211,6 +211,9 @@ def audit_folder(
     if left := [slot["name"] for slot in result.details.get("slots", ()) if slot["name"] not in attacked]:
         why = f"not attacked: {', '.join(left)}, with which the run claims ε={privacy.epsilon:.4g}"
         report = replace(report, notes=(*report.notes, why))
+    elif result.details.get("counted") is not None:
+        why = f"not attacked: the count, with which the run claims ε={privacy.epsilon:.4g}"
+        report = replace(report, epsilon_claimed=privacy.epsilon, notes=(*report.notes, why))
     elif privacy.epsilon > 1.001 * report.epsilon_claimed:
         why = f"the plan was charged more than once: with all of it the run claims ε={privacy.epsilon:.4g}"
         report = replace(report, notes=(*report.notes, why))

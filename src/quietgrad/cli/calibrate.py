@@ -8,6 +8,7 @@ import typer
 
 from quietgrad.cli.account import Batch, Rate, Records, SamplingKind, described_run, described_sampling
 from quietgrad.cli.options import Delta, Epsilon, Json, RelationName, budget, show_json, show_rows, usage
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 app = typer.Typer(add_completion=False)
 
@@ -33,7 +34,7 @@ def calibrate(
     noise_multiplier: Annotated[
         float | None, typer.Option(help="σ of the noise on the sum ÷ C; given when another is sought.")
     ] = None,
-    relation: RelationName = "add-remove",
+    relation: RelationName = DEFAULT_RELATION,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Search again even if the answer is kept.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -109,7 +109,7 @@ def _values(what: str) -> list[str]:
         "--sampling": ("poisson", "fixed-size", "full", "single-pass", "turns", "poisson-turns"),
         "--task": ("binary", "multiclass", "regression"),
         "--objective": ("logistic", "multinomial", "huber", "squared", "hinge"),
-        "--rows": ("refuse", "clip", "normalize"),
+        "--rows": ("clip", "normalize"),
         "--accountant": ("best", "gaussian-exact", "pure", "pld", "zcdp", "rdp"),
         "completion": _SCRIPTS,
     }

@@ -39,7 +39,7 @@ def demo(
     tell(f"Data: {data.name}, {data.n} records of {data.d} features. {'; '.join(data.notes)}.")
     ledger = out / "ledger.jsonl"
     specs = _specs(data, epsilon, delta, ledger)
-    method = specs["dp-srm"].make_algorithm(data)
+    method = specs["dp-srm"].make_algorithm(data, data.n)
     budget = specs["dp-srm"].budget()
     tell("\nBefore anything is released, the plan:\n")
     tell(plan(method, n=data.n, budget=budget).explain())
@@ -73,22 +73,16 @@ def demo(
 
 
 def _specs(data: Dataset, epsilon: float, delta: float, ledger: Path) -> dict[str, RunSpec]:
-    shared = RunSpec(data=data.name, epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo")
+    shared = RunSpec(
+        data=data.name, epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo", n_public=data.n
+    )  # fmt: skip
     small = {"batch_size": max(1, min(256, data.n // 8))}
     return {"dp-srm": replace(shared, algorithm="dp-srm", flags=small), "default": shared}
 
 
 def _abandon(folder: Path) -> None:
     """Forget an interrupted demo in ``folder``: its reservation stays charged, its key goes."""
-    from quietgrad.errors import DataError
-    from quietgrad.privacy.keys import KeyFile
-    from quietgrad.training.checkpoint import load
+    from quietgrad.training.runs import forget
 
-    path = folder / "checkpoint.safetensors"
-    if not path.exists():
-        return
-    try:
-        KeyFile.destroy(load(path).meta["run"])
-    except DataError:
-        say(f"{path} cannot be read; it is replaced.", err=True)
-    path.unlink()
+    if not forget(folder):
+        say(f"{folder}: what an interrupted run left there cannot be read; it is replaced.", err=True)

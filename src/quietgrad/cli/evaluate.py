@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, show_json, show_rows
+from quietgrad.cli.options import Json, RelationName, show_json, show_rows
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 app = typer.Typer(add_completion=False)
 
@@ -25,7 +26,7 @@ def evaluate(
     ],
     epsilon: Annotated[float, typer.Option(help="ε of the evaluation.")] = 0.3,
     delta: Annotated[float, typer.Option(help="δ of the evaluation.")] = 1e-6,
-    relation: Annotated[str, typer.Option(help="replace-one or add-remove.")] = "replace-one",
+    relation: RelationName = DEFAULT_RELATION,
     ledger: Annotated[
         Path | None, typer.Option(help="Ledger file; else the one that the run was paid from.")
     ] = None,
@@ -47,6 +48,7 @@ def evaluate(
     from quietgrad.estimators.runs import from_run
     from quietgrad.estimators.scoring import private_score
     from quietgrad.files import are_many
+    from quietgrad.privacy.project import project_path
     from quietgrad.training.verification import ledger_of
 
     model = from_run(folder)
@@ -73,7 +75,9 @@ def evaluate(
         if y is None:
             raise DataError(f"{data}: has no labels to score against.")
         labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
-    book = ledger_of(folder) if ledger is None else ledger  # where people who were trained on are known
+    # Where people who were trained on are known; of a project's ledger it is asked for by naming none.
+    found = ledger_of(folder) if ledger is None else ledger
+    book = found if found.exists() and found.resolve() != project_path().resolve() else None
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     with usage():
         score = private_score(
@@ -88,6 +92,6 @@ def evaluate(
     rows = [
         (n.replace("_", " "), f"{v[0]:.4f} ± {v[1]:.4f}") for n in names if (v := getattr(score, n)) is not None
     ]
-    rows += [("privacy", str(score.privacy)), ("account", account), ("ledger", str(book))]
+    rows += [("privacy", str(score.privacy)), ("account", account), ("ledger", str(book or project_path()))]
     rows += [("note", note) for note in score.notes]
     show_rows(f"{folder} on held-out people ({data})", rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,8 +43,6 @@ def evaluate(
 def _scores(
     objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str, frame: Frame | None
 ) -> dict[str, float]:
-    if objective.rows == "refuse":  # the bound protects training records; others may be longer
-        objective = dataclasses.replace(objective, row_bound=None)
     if part[1] is None:
         return scan_scores(objective, params, part[0], task, frame)
     X = part[0] if frame is None else frame.clipped(part[0])

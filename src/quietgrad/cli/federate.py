@@ -27,6 +27,7 @@ from quietgrad.cli.options import (
     show_json,
     show_rows,
 )
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 app = typer.Typer(
     help="Many parties train one model; nobody shows records to anybody.",
@@ -41,7 +42,10 @@ Account = Annotated[str, typer.Option(help="Whose privacy is spent: the people i
 CapEpsilon = Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")]
 Pin = Annotated[str | None, typer.Option(help="Digest of the plan that was approved; refuse any other.")]
 Address = Annotated[str | None, typer.Option(help="HOST:PORT, if not the plan's.")]
-Engine = Annotated[str, typer.Option(help="tls (default) or nvflare (extra `federated`).")]
+Data = Annotated[Path, typer.Option(help="This party's records: LIBSVM, CSV, npz or parquet.")]
+PeopleKey = Annotated[Path | None, typer.Option(help="Matched people: the parties' key.")]
+PeopleLists = Annotated[Path | None, typer.Option(help="Matched people: folder of all parties' lists.")]
+Patience = Annotated[float, typer.Option(help="Seconds to wait for others who are away before giving up.")]
 
 
 @app.command(
@@ -57,7 +61,9 @@ def simulate(
         "runs/federation"
     ),
     trust: Annotated[str, typer.Option(help="curator, secure or local: who may see what.")] = "secure",
-    secure: Annotated[str, typer.Option(help="With trust secure: masks, servers or mpc.")] = "masks",
+    secure: Annotated[
+        str | None, typer.Option(help="With trust secure: masks, servers or mpc.", show_default="masks")
+    ] = None,
     weights: Annotated[str, typer.Option(help="size (every record the same) or equal (every party).")] = "size",
     unevenness: Annotated[float, typer.Option(help="Largest party ÷ smallest party.")] = 1.0,
     dirichlet: Annotated[float | None, typer.Option(help="Skew the parties' labels: α of a Dirichlet.")] = None,
@@ -68,7 +74,7 @@ def simulate(
     processes: Annotated[bool, typer.Option("--processes", help="A process for every party.")] = False,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
-    relation: RelationName = "add-remove",
+    relation: RelationName = DEFAULT_RELATION,
     algorithm: Annotated[str | None, typer.Option(help="Such as dp-srm; see `quietgrad plan --list`.")] = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -80,7 +86,7 @@ def simulate(
     objective: Annotated[str | None, typer.Option(help="As in `quietgrad train`.")] = None,
     regularizer: Annotated[str | None, typer.Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None,
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
-    rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
+    rows: Annotated[str, typer.Option(help="Rows above the bound: clip them; or normalize all.")] = "clip",
     label: Label = None,
     classes: Classes = None,
     task: TaskName = None,
@@ -114,8 +120,10 @@ def simulate(
     spec.budget()
     from quietgrad.cli.members import simulated
 
+    if trust == "secure" and secure is None:
+        secure = "masks"
     federation: dict[str, Any] = {
-        "trust": trust, "secure": secure if trust == "secure" else None, "weights": weights, "quorum": quorum,
+        "trust": trust, "secure": secure, "weights": weights, "quorum": quorum,
         "colluders": colluders, "spare": spare, "cohort": cohort, "processes": processes,
     }  # fmt: skip
     split = {"unevenness": unevenness, "dirichlet": dirichlet}
@@ -136,7 +144,6 @@ def provision(
     requests: Annotated[
         list[Path] | None, typer.Option("--with", help="Requests that members sent; may be repeated.")
     ] = None,
-    engine: Engine = "tls",
     as_json: Json = False,
 ) -> None:
     """Make the certificates and identities of all members, or this member's own keys."""
@@ -159,11 +166,7 @@ def provision(
                 raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
             sent[name] = path
         made = keys.provision(file.members, out, sent)
-        if members.is_nvflare(engine):
-            from quietgrad.federation.flare import make_kits
-
-            make_kits(file, out)
-        advice = members.handing_out(file, out, sent, engine)
+        advice = members.handing_out(file, out, sent)
     if as_json:
         show_json({"made": [str(path) for path in made], "plan": file.digest})
     else:
@@ -270,16 +273,13 @@ def server(
     plan: Plan,
     keys: Keys,
     out: Annotated[Path, typer.Option(help="Folder for the model, result and ledger.")] = Path("runs/federation"),
-    wait: Annotated[float, typer.Option(help="Seconds to wait for everybody to connect.")] = 600.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for everybody at the beginning.")] = 600.0,
+    patience: Patience = 7200.0,
     address: Address = None,
     ledger: Ledger = None,
     account: Account = "default",
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
-    engine: Engine = "tls",
-    listen_everywhere: Annotated[
-        bool, typer.Option("--listen-everywhere", help="With nvflare: accept that it listens on all addresses.")
-    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -287,25 +287,15 @@ def server(
     from quietgrad.cli import members
     from quietgrad.cli.train import show as show_result
 
-    file, credentials = members.approved(plan, keys, pin, address, engine)
-    tell = members.teller(credentials.name, quiet or as_json)
-    cap = members.cap_of(file, cap_epsilon)
-    kept: dict[str, Any] = {"ledger": ledger, "account": account, "cap": cap}
-    if members.is_nvflare(engine):
-        from quietgrad.cli import flare
-
-        if credentials.name in file.plan.servers:
-            flare.take_part(file, plan, credentials, None, out, tell, patience=wait, **kept)
-            return
-        result = flare.coordinate(
-            file, credentials, out, plan=plan, wait=wait, tell=tell, listen_everywhere=listen_everywhere, **kept
-        )
-    elif credentials.name in file.plan.servers:
-        members.serve_sums(file, credentials, tell, patience=wait)
+    mine = members.approval(
+        plan, keys, out, pin=pin, address=address, ledger=ledger, account=account, cap_epsilon=cap_epsilon
+    )
+    tell = members.teller(mine.credentials.name, quiet or as_json)
+    if mine.credentials.name in mine.file.plan.servers:
+        members.take_part(mine, tell, patience=patience)
         return
-    else:
-        result = members.coordinate(file, credentials, out, wait=wait, tell=tell, **kept)
-    members.remember_reading(file, out)
+    result = members.coordinate(mine, wait=wait, patience=patience, tell=tell)
+    members.remember_reading(mine.file, out)
     show_result(result, out, as_json=as_json)
 
 
@@ -315,43 +305,113 @@ def server(
 def party(
     plan: Plan,
     keys: Keys,
-    data: Annotated[Path, typer.Option(help="This party's records: LIBSVM, CSV, npz or parquet.")],
+    data: Data,
     out: Annotated[Path, typer.Option(help="Folder for this party's ledger, journal and model.")] = Path("party"),
-    patience: Annotated[float, typer.Option(help="Seconds without a coordinator before giving up.")] = 600.0,
+    listen: Annotated[
+        Path | None, typer.Option(help="Wait behind this socket for an engine's app, instead of calling.")
+    ] = None,
+    patience: Patience = 7200.0,
     address: Address = None,
     ledger: Ledger = None,
     account: Account = "default",
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
-    engine: Engine = "tls",
-    people_key: Annotated[Path | None, typer.Option(help="Matched people: the parties' key.")] = None,
-    people_lists: Annotated[Path | None, typer.Option(help="Matched people: folder of all parties' lists.")] = None,
+    people_key: PeopleKey = None,
+    people_lists: PeopleLists = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
     as_json: Json = False,
 ) -> None:
     """Take part with one's own records: answer what the approved plan allows, refuse everything else."""
     from quietgrad.cli import members
 
-    file, credentials = members.approved(plan, keys, pin, address, engine)
-    tell = members.teller(credentials.name, quiet or as_json)
-    cap = members.cap_of(file, cap_epsilon)
-    if cap is not None and ledger is None:
+    mine = members.approval(
+        plan, keys, out, pin=pin, address=address, data=data, ledger=ledger, account=account,
+        cap_epsilon=cap_epsilon, people_key=people_key, people_lists=people_lists,
+    )  # fmt: skip
+    tell = members.teller(mine.credentials.name, quiet or as_json)
+    if cap_epsilon is not None and ledger is None:
         tell(f"the cap counts what {out / 'ledger.jsonl'} holds; share one --ledger FILE among all runs")
-    if members.is_nvflare(engine):
-        from quietgrad.cli import flare
-
-        facts = flare.take_part(
-            file, plan, credentials, data, out, tell, ledger=ledger, account=account, cap=cap, patience=patience,
-            people_key=people_key, people_lists=people_lists,
-        )  # fmt: skip
-    else:
-        facts = members.take_part(
-            file, credentials, data, out, tell,
-            ledger=out / "ledger.jsonl" if ledger is None else ledger, account=account, cap=cap, patience=patience,
-            people_key=people_key, people_lists=people_lists,
-        )  # fmt: skip
-    members.remember_reading(file, out)
+    facts = members.take_part(mine, tell, patience=patience, listen=listen)
+    members.remember_reading(mine.file, out)
     if as_json:
         show_json(facts)
     else:
-        show_rows(f"{credentials.name}: {facts['words']}", [(k, str(v)) for k, v in facts.items() if k != "words"])
+        name = mine.credentials.name
+        show_rows(f"{name}: {facts['words']}", [(k, str(v)) for k, v in facts.items() if k != "words"])
+
+
+@app.command(
+    epilog="Example: quietgrad federate approve plan.toml --pin '0123 4567 89ab cdef' --keys my-keys --data h1.csv "
+    "--out /srv/quietgrad --file local/quietgrad.json"
+)
+def approve(
+    plan: Plan,
+    keys: Keys,
+    pin: Annotated[str, typer.Option(help="Digest of the plan, as all members compared it.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for this member's ledger, journal and model.")] = Path("party"),
+    data: Annotated[Path | None, typer.Option(help="A party's records; servers have none.")] = None,
+    file: Annotated[Path, typer.Option(help="The approval; FLARE looks for it in the site's local folder.")] = Path(
+        "quietgrad.json"
+    ),
+    ledger: Ledger = None,
+    account: Account = "default",
+    cap_epsilon: CapEpsilon = None,
+    people_key: PeopleKey = None,
+    people_lists: PeopleLists = None,
+    as_json: Json = False,
+) -> None:
+    """Approve one plan for an engine that runs here already: a file of this member's own, never shipped."""
+    from quietgrad.cli import members
+
+    mine = members.approval(
+        plan, keys, out, pin=pin, data=data, ledger=ledger, account=account, cap_epsilon=cap_epsilon,
+        people_key=people_key, people_lists=people_lists,
+    )  # fmt: skip
+    if mine.credentials.name != "coordinator":
+        mine.member().close()  # whatever is wrong with keys, records or cap is told here
+    mine.write(file)
+    rows = [("approval", str(file)), ("plan digest", mine.digest), ("folder", mine.out)]
+    if as_json:
+        show_json(dict(rows))
+    else:
+        show_rows(f"{mine.credentials.name} approved {mine.file.name}", rows)
+
+
+@app.command(epilog="Example: quietgrad federate job plan.toml --engine flare --out job")
+def job(
+    plan: Plan,
+    engine: Annotated[str, typer.Option(help="flare or flower.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the job; new or empty.")] = Path("job"),
+    as_json: Json = False,
+) -> None:
+    """Write what is submitted to a FLARE or Flower that is there already; there is nothing secret in it."""
+    from quietgrad.cli.options import usage
+    from quietgrad.federation.jobs import CLASSES, write_job
+    from quietgrad.federation.toml_plan import read_plan
+
+    with usage():
+        made = write_job(read_plan(plan), engine, out)
+    if as_json:
+        show_json({"made": [str(path) for path in made]})
+        return
+    show_rows(f"a job for {engine}", [(path.name, str(path)) for path in made])
+    if engine == "flare":
+        say(f"every site allows the classes {' and '.join(CLASSES)}; then: nvflare job submit -j {out}")
+    else:
+        say(f"every party runs `quietgrad federate party --listen SOCKET`; then: flwr run {out}")
+
+
+@app.command(epilog="Example: quietgrad federate status runs/model")
+def status(
+    folder: Annotated[Path, typer.Argument(help="A member's --out folder.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Say where a run is: rounds, what is spent, how it ended. For the coordinator, parties and servers alike."""
+    from quietgrad.federation.progress import status as read
+
+    facts = read(folder)
+    if as_json:
+        show_json(facts)
+    else:
+        shown = ("federation", "line", "words", "time")
+        show_rows(f"{facts['member']}", [(name.replace("line", "rounds"), str(facts[name])) for name in shown])

@@ -26,6 +26,7 @@ from quietgrad.cli.options import (
     show_json,
     usage,
 )
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.charts import Lines
@@ -36,8 +37,8 @@ app = typer.Typer(add_completion=False)
 
 _USUAL = "0.1,0.2,0.5,1,2,5"
 _DRAWN = (
-    "; the number of records was taken from the data and is thereby declared public; unless --test names them, who "
-    "is held out is drawn anew by each call, so over several calls both accounts together are what a person may pay"
+    "; unless --test names them, who is held out is drawn anew by each call, so over several calls both accounts "
+    "together are what a person may pay"
 )
 
 
@@ -49,7 +50,7 @@ def frontier(
     data: Annotated[str, typer.Argument(help="A file, or a registered name.", show_default=False)],
     epsilons: Annotated[str, typer.Option(help="Where to fit, such as 0.1,0.5,1.")] = _USUAL,
     delta: Delta = 1e-5,
-    relation: RelationName = "replace-one",
+    relation: RelationName = DEFAULT_RELATION,
     public: Annotated[
         bool, typer.Option("--public", help="The data are public: charge nothing, and draw the non-private line.")
     ] = False,
@@ -88,14 +89,14 @@ def frontier(
     table = _load(data, given)
     if not public:
         table.refuse_uncounted(Budget(levels[0], delta, Relation.parse(relation)))
-    table, n_public = _with_held_out(table, relation)
+    table = _with_held_out(table, relation)
     if row_bound is not None:
         table = replace(table, row_bound=row_bound)
     if public:
         found = _public(table, levels, delta, relation, repeats)
     else:
         found = _private(
-            table, n_public, levels, delta, relation, score_epsilon, ledger or out / "ledger.jsonl",
+            table, levels, delta, relation, score_epsilon, ledger or out / "ledger.jsonl",
             (account, held_out), cap_epsilon, quiet=as_json,
         )  # fmt: skip
     import json
@@ -137,8 +138,8 @@ def _load(data: str, given: dict[str, Any]) -> Dataset:
     return load(data, **{key: value for key, value in given.items() if value is not None})
 
 
-def _with_held_out(table: Dataset, relation: str) -> tuple[Dataset, int]:
-    """The table with held-out rows of its own, a fifth where it brings none, and the public number of the others.
+def _with_held_out(table: Dataset, relation: str) -> Dataset:
+    """The table with held-out rows of its own, a fifth where it brings none.
 
     Under add-remove each row is held out by a draw of its own: in a split of fixed sizes one record more would move
     others to the other side, and tables that are neighbours would not have parts that are.
@@ -151,18 +152,14 @@ def _with_held_out(table: Dataset, relation: str) -> tuple[Dataset, int]:
     from quietgrad.privacy.rng import SecureStream, fresh_key
 
     if table.X_test is not None and table.y_test is not None:
-        return table, table.n
-    if table.n < 20:
-        raise DataError(f"{table.name}: has too few rows to hold some out; give --test.")
+        return table
     if Relation.parse(relation) is Relation.ADD_REMOVE:
         aside = SecureStream(fresh_key(), "split").uint64(0, table.n) < np.uint64(2**64 // 5)
+    elif table.n < 20:
+        raise DataError(f"{table.name}: has too few rows to hold some out; give --test.")
     else:
         aside = np.random.default_rng(SPLIT_SEED).permutation(table.n) < table.n // 5
-    if not 2 <= aside.sum() <= table.n - 2:
-        raise DataError(f"{table.name}: has too few rows to hold some out; give --test.")
-    kept = replace(table, X=table.X[~aside], y=table.y[~aside], X_test=table.X[aside], y_test=table.y[aside])
-    exact = Relation.parse(relation) is Relation.REPLACE_ONE
-    return kept, kept.n if exact else round(0.8 * table.n)  # four fifths of what is declared by being taken
+    return replace(table, X=table.X[~aside], y=table.y[~aside], X_test=table.X[aside], y_test=table.y[aside])
 
 
 def _model(table: Dataset, epsilon: float, delta: float, relation: str, **kept: Any) -> Any:
@@ -203,7 +200,6 @@ def _public(table: Dataset, levels: list[float], delta: float, relation: str, re
 
 def _private(
     table: Dataset,
-    n_public: int,
     levels: list[float],
     delta: float,
     relation: str,
@@ -234,7 +230,7 @@ def _private(
     file.parent.mkdir(parents=True, exist_ok=True)
     points = []
     for level in levels:
-        model = _model(table, level, delta, relation, n_public=n_public, ledger=str(file), account=accounts[0])
+        model = _model(table, level, delta, relation, ledger=str(file), account=accounts[0])
         model.fit(table.X, table.y)
         score = private_score(
             model, table.X_test, table.y_test, epsilon=score_epsilon, delta=delta, relation=relation,

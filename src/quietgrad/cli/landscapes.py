@@ -20,8 +20,8 @@ _RECORDS = 1_000_000
 def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
     from quietgrad.objectives.registry import make_landscape
-    from quietgrad.training import minimize, plan, resume
-    from quietgrad.training.progress import SpentSoFar, progress
+    from quietgrad.training import minimize, resume
+    from quietgrad.training.progress import progress_bar
     from quietgrad.training.stationarity import certify
 
     n = spec.n_public or _RECORDS
@@ -31,28 +31,21 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
         land = make_landscape(spec.landscape or "", key_values(its))
     method = algorithm_from(spec.algorithm or "perturbed-sgd", spec.flags, others, spec.oracle)
     promise = spec.budget()
-    with usage():
-        the_plan = plan(method, n=n, budget=promise)
-    spent = SpentSoFar(the_plan)
-    kept: dict[str, Any] = {
-        "ledger": spec.ledger_in(out),
-        "account": spec.account,
-        "cap": spec.cap(),
-        "folder": out,
-        "checkpoint_seconds": spec.checkpoint_seconds,
-    }
+    pays: dict[str, Any] = {"ledger": spec.ledger_in(out), "account": spec.account, "cap": spec.cap()}
+    kept: dict[str, Any] = {"folder": out, "checkpoint_seconds": spec.checkpoint_seconds}
     if not resumed:
         spec.save(out)
-    with usage(), progress(the_plan, spent, method.name, quiet=quiet) as callback:
+    with usage(), progress_bar(quiet=quiet) as watched:
         if resumed:
-            result = resume(land, n, method, callback=callback, **kept)
+            result = resume(land, n, method, callback=watched, **kept)
         else:
-            result = minimize(land, n, method, budget=promise, n_public=n, callback=callback, **kept)
+            result = minimize(land, n, method, budget=promise, n_public=n, callback=watched, **pays, **kept)
     found = certify(land, result.params, alpha=float(result.details.get("alpha", 0.01)))
-    curve = spent.curve_of(result.privacy.epsilon) or []
+    curve = watched.curve_of(result.privacy.epsilon) or []
     details = {**result.details, "certificate": str(found), "epsilon_curve": [list(point) for point in curve]}
     result = replace(result, data={"name": land.name, "notes": ["synthetic records"]}, details=details)
     result.save(out)
+    spec.link_ledger(out)
     report_if_possible([out], out / "report.html")
     if not quiet:
         rests = result.details.get("claim")

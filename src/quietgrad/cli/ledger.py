@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, say, say_table, show_json, table_row
+from quietgrad.cli.options import Json, RelationName, say, say_table, show_json, table_row
+from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.privacy.events import Event
     from quietgrad.privacy.ledger import Ledger, VerifyReport
     from quietgrad.privacy.spending import Book
+    from quietgrad.training.result import Result
 
 app = typer.Typer(
     help="The record of what privacy was spent: show it, check it, cap it.",
@@ -104,9 +106,7 @@ def cap(
         float, typer.Option(help="The most that all its runs together may spend.", show_default=False)
     ],
     delta: Annotated[float, typer.Option(help="The δ at which ε is stated.", show_default=False)],
-    relation: Annotated[str, typer.Option(help="replace-one, which holds for every run, or add-remove.")] = (
-        "replace-one"
-    ),
+    relation: RelationName = DEFAULT_RELATION,
 ) -> None:
     """Cap what an account may spend from now on; the ledger is made if it does not exist."""
     from quietgrad.privacy.budget import Budget, Relation
@@ -163,6 +163,7 @@ def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> 
     except (UnprovableError, OverflowError) as error:
         row |= {"epsilon": None, "accountant": None, "problem": str(error)}
     row["unit"] = " and ".join(book.units(name)) or None
+    row["conditions"] = list(book.conditions(name))
     row["cap"] = cap.to_json() if cap else None
     row["reservations"] = [
         {
@@ -172,6 +173,7 @@ def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> 
             "state": each.state,
             "reason": each.reason,
             "note": each.note,
+            "condition": each.reservation.condition,
             "reserved": each.reservation.event.to_json(),
             "counts": None if each.counts is None else each.counts.to_json(),
             "counts_in_words": "nothing" if each.counts is None else in_words(each.counts),
@@ -209,8 +211,38 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
         if counts := str(run["note"]).partition("; ")[2]:  # numbers that were declared public
             say(shown(f"run {run['run'][:16]}: {counts}"))
     for row in rows:
+        for condition in row["conditions"]:
+            say(shown(f"{row['account']}: ε holds {condition}."))
         if row["problem"]:
             say(shown(f"{row['account']}: {row['problem']}"))
+
+
+def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
+    """What the account that paid for a run has spent by now, as a row; none if its ledger does not know the run."""
+    from quietgrad.curators.account import EPOCH
+    from quietgrad.errors import QuietgradError
+    from quietgrad.privacy.accounts import identity
+    from quietgrad.privacy.ledger import Ledger
+    from quietgrad.privacy.spending import COUNTED
+    from quietgrad.training.verification import ledger_of
+
+    privacy, path = result.privacy, ledger_of(folder)
+    if privacy.delta is None or privacy.relation is None or not path.exists():
+        return []
+    try:
+        ledger = Ledger(path)
+        held = ledger.find(str(result.details.get("run")))
+        if held is None:
+            return []
+        account = held.reservation.account
+        paid = (each.reservation.run for each in ledger.book().of(account) if each.counts is not None)
+        runs = len({run.partition(EPOCH)[0].removesuffix(COUNTED) for run in paid})
+        spent = ledger.spent(account, delta=privacy.delta, relation=privacy.relation).epsilon
+    except QuietgradError:  # the total is a service; the run's own statement stands
+        return []
+    many = "1 run" if runs == 1 else f"{runs} runs"
+    whom = repr(account) if identity(account) == identity(privacy.account or "") else "this table"
+    return [("spent so far", f"ε = {spent:.4g} by {many} on {whom}")]
 
 
 _NAMES = {"noise_multiplier": "noise", "total_variation": "distance"}  # shorter in a table

@@ -14,14 +14,15 @@ import typer
 
 from quietgrad.cli.options import usage
 from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.secure.faults import DropoutError
 from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.cli.runs import RunSpec
+    from quietgrad.federation.approved import Approved
     from quietgrad.federation.plan import FederatedPlan
-    from quietgrad.federation.provision import Credentials
     from quietgrad.federation.toml_plan import PlanFile
-    from quietgrad.privacy.budget import Budget
+    from quietgrad.training.callbacks import Callback, Progress
     from quietgrad.training.result import Result
 
 Tell = Callable[[str], None]
@@ -41,32 +42,34 @@ def teller(name: str, quiet: bool) -> Tell:
     return tell
 
 
-def approved(
-    plan: Path, keys: Path, pin: str | None, address: str | None, engine: str
-) -> tuple[PlanFile, Credentials]:
-    """The plan file and the keys, if the plan is the one that was approved."""
-    from quietgrad.federation.provision import COORDINATOR, Credentials
-    from quietgrad.federation.revocation import check_none_revoked
-    from quietgrad.federation.toml_plan import _address, read_plan
+def approval(
+    plan: Path, keys: Path, out: Path, *, pin: str | None = None, address: str | None = None,
+    data: Path | None = None, ledger: Path | None = None, account: str = "default",
+    cap_epsilon: float | None = None, people_key: Path | None = None, people_lists: Path | None = None,
+) -> Approved:  # fmt: skip
+    """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
+    from quietgrad.federation.approved import Approved
+    from quietgrad.federation.toml_plan import parse_plan, read_text
 
-    file = read_plan(plan)
+    text = read_text(plan)
+    digest = parse_plan(text, str(plan)).digest
     pin = None if pin is None else "".join(pin.split())  # as it was read out, in groups
     if pin is not None and len(pin) < 16:
         raise typer.BadParameter(f"{pin!r}: give at least 16 digits of the digest.", param_hint="--pin")
-    if pin is not None and (not file.digest.startswith(pin.lower())):
-        raise BudgetError(f"{plan}: its digest is {file.digest}, not the approved {pin}; nothing was given.")
-    if address is not None:
-        if engine == "nvflare":
-            raise typer.BadParameter(
-                "FLARE's kits hold the plan's address; change the plan and provision again.", param_hint="--address"
-            )
-        with usage():
-            host, port = _address(address)
-        file = dataclasses.replace(file, host=host, port=port)
-    credentials = Credentials.read(keys)
-    if credentials.name != COORDINATOR:  # the coordinator turns a revoked party away and may do without it
-        check_none_revoked(keys, file.members)
-    return file, credentials
+    if pin is not None and (not digest.startswith(pin.lower())):
+        raise BudgetError(f"{plan}: its digest is {digest}, not the approved {pin}; nothing was given.")
+
+    def absolute(path: Path | None) -> str | None:
+        return None if path is None else str(path.resolve())
+
+    found = Approved(
+        plan=text, digest=digest, keys=str(keys.resolve()), out=str(out.resolve()), data=absolute(data),
+        ledger=absolute(ledger), account=account, cap_epsilon=cap_epsilon, people_key=absolute(people_key),
+        people_lists=absolute(people_lists), address=address,
+    )  # fmt: skip
+    with usage():
+        found.check()
+    return found
 
 
 def tell_state(out: Path, name: str, tell: Tell) -> None:
@@ -74,30 +77,17 @@ def tell_state(out: Path, name: str, tell: Tell) -> None:
     from quietgrad.cli.keys import reminder
 
     tell(
-        f"what was answered, and the key of the samples, is in {out / f'{name}.journal'} until the run is over: "
-        "neither copy nor restore it"
+        f"what was answered is in {out / f'{name}.journal'}, the key of the samples beside it, until the run is "
+        "over: neither copy nor restore them"
     )
     if (words := reminder()) is not None:
         tell(words)
 
 
-def cap_of(file: PlanFile, epsilon: float | None) -> Budget | None:
-    """The most that an account may spend, at the plan's δ and relation."""
-    from quietgrad.privacy.budget import Budget
-
-    if epsilon is None:
-        return None
-    if file.budget is None:
-        raise BudgetError("this plan adds no noise and has no ε: no cap can hold. Leave --cap-epsilon out.")
-    with usage():
-        return Budget(epsilon, file.budget.delta, file.budget.relation)
-
-
-def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path], engine: str) -> str:
+def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path]) -> str:
     """What to do with the folders that were just provisioned."""
     own = [name for name in file.members if name not in sent]
-    kit = "" if engine == "tls" else ", nvflare (with a key: send it safely)"
-    lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json{kit}."] if sent else []
+    lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json."] if sent else []
     if own:
         lines.append(
             f"made here, secret keys included, for {', '.join(own)}: "
@@ -171,11 +161,10 @@ def simulated(
     from quietgrad.cli.runs import objective_from
     from quietgrad.cli.train import _check_folder, finish
     from quietgrad.federation import deal
-    from quietgrad.federation.network import report_rounds
     from quietgrad.federation.simulation import simulate
 
     data = spec.load_data()
-    method = spec.make_algorithm(data)
+    method = spec.make_algorithm(data, data.n)
     _check_folder(out, overwrite=False)
     with usage():
         loss = objective_from(spec.describe_objective(data))
@@ -188,7 +177,7 @@ def simulated(
         for home in homes:
             home.mkdir(parents=True, exist_ok=True)
     spec.save(out)  # tells `predict` how the data were read
-    progress = report_rounds(teller("simulation", quiet))
+    progress = _rounds_told(teller("simulation", quiet))
     saved: list[Result] = []
     simulate(
         method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,
@@ -197,41 +186,33 @@ def simulated(
     return saved[0]
 
 
-def is_nvflare(engine: str) -> bool:
-    """Whether FLARE carries the messages; refuses an engine that does not exist or is not installed."""
-    if engine not in ("tls", "nvflare"):
-        raise typer.BadParameter(f"{engine!r}: must be tls or nvflare.", param_hint="--engine")
-    from importlib.util import find_spec
+def _rounds_told(tell: Tell) -> Callback:
+    """A callback that tells now and then how many rounds are complete."""
+    next_line = time.monotonic()
 
-    if engine == "nvflare" and find_spec("nvflare") is None:
-        raise DataError("NVIDIA FLARE is not installed: pip install 'quietgrad[federated]'.")
-    return engine == "nvflare"
+    def callback(progress: Progress) -> None:
+        nonlocal next_line
+        if progress.step and (progress.done or time.monotonic() >= next_line):
+            next_line = time.monotonic() + _EVERY
+            tell(f"round {progress.releases} of {progress.planned}")
+
+    return callback
 
 
-def coordinate(
-    file: PlanFile,
-    credentials: Credentials,
-    out: Path,
-    *,
-    wait: float,
-    ledger: Path | None,
-    account: str,
-    cap: Budget | None,
-    tell: Tell,
-) -> Result:
-    """Wait for everybody, train, hand out the model; say goodbye with the reason if it fails."""
+def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> Result:
+    """Listen, train, hand out the model; say goodbye with the reason if it fails."""
     from quietgrad.federation import network
-    from quietgrad.federation.aggregate_store import has_ended
     from quietgrad.federation.coordinator import AGGREGATES
     from quietgrad.federation.transport.tls import TlsServer
 
+    file, credentials, out = mine.file, mine.credentials, mine.folder
     network.check_coordinator(credentials)
     over = network.finished(file, out) is not None
     everyone = [name for name in file.members if name != credentials.name]
     try:
         transport = TlsServer(
-            credentials, (file.host, file.port), everyone,
-            agreement=file.digest, most=network.largest_frame(file), grace=file.grace, tell=tell,
+            credentials, (file.host, file.port), everyone, agreement=file.digest,
+            most=network.largest_frame(file), timeout=file.timeout, tell=tell,
         )  # fmt: skip
     except OSError as error:
         raise DataError(cannot_listen(file.host, file.port, error)) from None
@@ -244,21 +225,7 @@ def coordinate(
     if file.budget is None:
         tell(NOT_PRIVATE)
     try:
-        absent = transport.wait_for_all(wait)
-        needed = not (over or has_ended(out / AGGREGATES))
-        few = len(file.parties) - sum(name in absent for name in file.parties) < file.plan.quorum
-        if needed and (few or absent.keys() & set(file.plan.servers)):
-            why = "; ".join(f"{name} ({reason})" for name, reason in absent.items())
-            raise DataError(f"not enough members came within {wait:g} s: {why}; nothing was asked.")
-        result = network.coordinate(
-            file, credentials, transport, folder=out, account=account, cap=cap,
-            tell=tell,
-            ledger=None if file.budget is None else out / "ledger.jsonl" if ledger is None else ledger,
-        )  # fmt: skip
-        transport.finish("the run is complete", network.parting(result))
-    except QuietgradError as error:
-        transport.finish(f"aborted: {error}")
-        raise
+        result = mine.coordinate(transport, tell, wait=wait, patience=patience)
     finally:
         transport.close()
     tell(f"digest of the model, the same at everybody: {network.spoken(network.model_digest(out))}")
@@ -279,76 +246,61 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
     )
 
 
-def serve_sums(file: PlanFile, credentials: Credentials, tell: Tell, *, patience: float) -> None:
-    """Be a server of a secure sum until the run is over."""
+def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | None = None) -> dict[str, Any]:
+    """Be a party, or a server of a secure sum, until the run is over; a party saves the model that comes out."""
     from quietgrad.federation import network
+    from quietgrad.federation.transport.local_socket import serve
+    from quietgrad.federation.transport.tls_party import TlsParty
 
-    tell(f"plan {file.digest[:16]}…; calling {file.host}:{file.port}")
-    farewell = _member(file, credentials, network.server(file, credentials).handle, tell, patience).run()
-    tell(farewell.words)
-    if not len(farewell.parting):
-        raise typer.Exit(1)
-
-
-def take_part(
-    file: PlanFile,
-    credentials: Credentials,
-    data: Path,
-    out: Path,
-    tell: Tell,
-    *,
-    ledger: Path,
-    account: str,
-    cap: Budget | None,
-    patience: float,
-    people_key: Path | None = None,
-    people_lists: Path | None = None,
-) -> dict[str, Any]:
-    """Be a party until the run is over; save the model that comes out."""
-    from quietgrad.federation import network
-    from quietgrad.federation.matching import read_matching
-
-    if credentials.name not in file.parties:
-        raise DataError(f"{credentials.folder}: {credentials.name!r} is not a party of this plan.")
-    table = network.records(file, data)
-    said = file.sizes[file.parties.index(credentials.name)]
-    columns = f"; columns in this order: {', '.join(table.feature_names)}" if table.feature_names else ""
-    found = f"{len(table.y)} records"
-    if table.person is not None:
-        from quietgrad.objectives.person_ids import first_seen
-
-        found = f"{first_seen(table.person)[1]} people, {found}"
-    tell(f"{data}: {found} (the plan says {said}){columns}")
+    file, credentials, out = mine.file, mine.credentials, mine.folder
     if file.budget is None:
         tell(NOT_PRIVATE)
-    kept = None if file.budget is None else ledger
-    party = network.party(
-        file, credentials, network.held(table), folder=out, ledger=kept, account=account, cap=cap,
-        matching=read_matching(people_key, people_lists, file.parties),
-    )  # fmt: skip
-    if file.plan.matched:
-        tell(f"{len(party.records)} people are kept here; others that are known here are kept by another party")
-    tell_state(out, credentials.name, tell)
-    tell(f"approved one run of plan {network.spoken(file.digest)}; calling {file.host}:{file.port}")
-    member = _member(file, credentials, party.handle, tell, patience)
+    member = mine.member(tell)
     try:
-        farewell = member.run()
-        if not network.save_parting(farewell.parting, file, out, party):
-            raise QuietgradError(f"the coordinator ended the run: {farewell.words.rstrip('.')}.")
-        party.discard()
+        site = mine.site(member, tell)
+        where = f"calling {file.host}:{file.port}" if listen is None else f"listening at {listen}"
+        tell(f"{_what_is_approved(member, file, out, tell)}; {where}")
+        most = network.largest_frame(file)
+        if listen is not None:
+            serve(site, listen, most=most)
+        else:
+            TlsParty(
+                credentials, (file.host, file.port), site, agreement=file.digest, most=most, timeout=file.timeout,
+                patience=patience, tell=tell,
+            ).run()  # fmt: skip
+        if site.error is not None:
+            raise site.error
     except QuietgradError as error:
-        free = party.withdraw()
-        tell("nothing was asked, so nothing is charged" if free else "what the plan costs stays charged")
-        raise error from None
+        if not isinstance(error, DropoutError) or not getattr(member, "withdraw", bool)():
+            raise
+        tell("nothing was asked, so nothing is charged")
+        raise
     finally:
-        party.close()
-    facts = {
-        "words": farewell.words, "messages answered": member.answered, "model": str(out / "model.safetensors"),
-        "model digest": network.spoken(network.model_digest(out)), "plan digest": network.spoken(file.digest),
+        member.close()
+    facts: dict[str, Any] = {"words": site.words, "messages answered": site.answered}
+    if credentials.name in file.plan.servers:
+        return facts
+    facts |= {
+        "model": str(out / "model.safetensors"), "model digest": network.spoken(network.model_digest(out)),
+        "plan digest": network.spoken(file.digest),
     }  # fmt: skip
     if file.budget is None:
         return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
-    return {**facts, "ledger": str(ledger)}
+    return {**facts, "ledger": str(mine.books)}
+
+
+def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str:
+    """Whether this is a new run, or one that goes on, in words."""
+    from quietgrad.federation import network
+
+    plan = f"plan {network.spoken(file.digest)}"
+    if member.name in file.plan.servers:
+        return f"adding up for {plan}"
+    tell_state(out, member.name, tell)
+    rounds = sum(member.answered().values())
+    if member.run is None:
+        return f"approved one run of {plan}"
+    return f"continuing the run of {plan} that was approved before, with {rounds} rounds answered"
 
 
 def remember_reading(file: PlanFile, out: Path) -> None:
@@ -356,30 +308,3 @@ def remember_reading(file: PlanFile, out: Path) -> None:
     from quietgrad.cli.runs import RunSpec
 
     RunSpec(reading={k: v for k, v in file.reading.items() if k != "n_features"}).save(out)
-
-
-def _member(file: PlanFile, credentials: Credentials, handler: Any, tell: Tell, patience: float) -> Any:
-    from quietgrad.federation import network
-    from quietgrad.federation.transport.tls_party import TlsParty
-
-    return TlsParty(
-        credentials, (file.host, file.port), _counted(handler, tell),
-        agreement=file.digest, most=network.largest_frame(file), timeout=file.timeout, patience=patience,
-        greeting=file.grace, tell=tell,
-    )  # fmt: skip
-
-
-def _counted(handler: Any, tell: Tell) -> Any:
-    """The handler, with a line of progress now and then."""
-    count, next_line = 0, time.monotonic() + _EVERY
-
-    def handle(message: Any) -> Any:
-        nonlocal count, next_line
-        reply = handler(message)
-        count += 1
-        if time.monotonic() >= next_line:
-            next_line = time.monotonic() + _EVERY
-            tell(f"{count} message{'' if count == 1 else 's'} answered")
-        return reply
-
-    return handle

@@ -26,6 +26,7 @@ from quietgrad.cli.options import (
     table_row,
     usage,
 )
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.plans.passes import Expected
@@ -57,7 +58,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
-    relation: RelationName = "add-remove",
+    relation: RelationName = DEFAULT_RELATION,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Fix the noise; ε is then what it proves to be.", show_default=False)
     ] = None,
@@ -106,13 +107,19 @@ def plan(
     reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
         proof = None if promise is None else the_plan.proof.to_json()
-        more = {} if reading is None else {"scan": reading.to_json()}
+        more: dict[str, Any] = {} if reading is None else {"scan": reading.to_json()}
+        if promise is not None:
+            more["generalization"] = the_plan.generalization
         show_json({**the_plan.to_json(), "proof": proof, **more})
         return
     if reading is not None:
         show_rows(f"scanning {n:,} rows of {columns} columns on {cluster}", reading.lines())
     say(the_plan.explain())
     if the_plan.is_private:
+        say(
+            "on new records: the mean of a loss in [0, 1], such as the error rate, is expected to differ from that "
+            f"on these by at most {the_plan.generalization:.3g}, because of the noise"
+        )
         show_slots(the_plan)
 
 

@@ -154,7 +154,7 @@ def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | Non
         reading["n_features"] = facts["features"]
     label = _missing_label(data, facts, reading)
     if label is None:
-        loaded = load(data, train=False, **reading)
+        loaded = load(data, **reading)
         return loaded, loaded.y
     # A file without labels is read with a column of one public class or number in their place.
     filler = str(facts["class_names"][0]) if facts["class_names"] else "0"
@@ -163,7 +163,7 @@ def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | Non
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / Path(data).name
         _write_with(Path(data), copy, label, filler)
-        return load(copy, train=False, **reading), None
+        return load(copy, **reading), None
 
 
 def _write_with(source: Path, copy: Path, label: str, filler: str) -> None:

@@ -6,6 +6,7 @@ in ``train``, ``resume`` and ``demo``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import DataError
 from quietgrad.files import read_json
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -38,7 +40,7 @@ class RunSpec:
     regularizer: str | None = None
     intercept: bool = True
     row_bound: float | None = None
-    rows: str = "refuse"
+    rows: str = "clip"
     algorithm: str | None = None
     oracle: str | None = None
     landscape: str | None = None
@@ -46,7 +48,7 @@ class RunSpec:
     settings: tuple[str, ...] = ()
     epsilon: float | None = None
     delta: float = 1e-5
-    relation: str = "add-remove"
+    relation: str = DEFAULT_RELATION
     non_private: bool = False
     ledger: str | None = None
     account: str = "default"
@@ -106,11 +108,8 @@ class RunSpec:
             return ScannedPeople(data.person, combine, self.records_per_person)
         return People.of(data.person, combine=combine, records_per_person=self.records_per_person, records=data.n)
 
-    def make_algorithm(self, data: Dataset, n: int | None = None) -> Any:
-        """The method asked for, or the default for linear models, chosen from public numbers only.
-
-        ``n`` is how many people there are, if they are not the records: the number of records is then a secret.
-        """
+    def make_algorithm(self, data: Dataset, n: int) -> Any:
+        """The method asked for, or the default for linear models, chosen for ``n``, a public number of records."""
         from quietgrad.cli.settings import algorithm_from, key_values
 
         if self.algorithm is not None:
@@ -118,10 +117,9 @@ class RunSpec:
         given = {key: value for key, value in self.flags.items() if value is not None}
         bound = data.row_bound if self.row_bound is None else self.row_bound
         promise = self.budget()
-        people = self.n_public or n or data.n
         if self.features is not None:  # thousands of features are too many to whiten
             said = key_values(self.settings)
-            usual = pictures_settings(people, None if promise is None else promise.epsilon)
+            usual = pictures_settings(n, None if promise is None else promise.epsilon)
             flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
             return algorithm_from("dp-sgd", flags, self.settings)
         if promise is None or given or self.settings:  # whoever sets it up sets it up whole
@@ -132,7 +130,7 @@ class RunSpec:
         from quietgrad.algorithms.whitened_design import for_table
 
         return for_table(
-            people,
+            n,
             data.d,
             budget=promise,
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
@@ -161,10 +159,22 @@ class RunSpec:
         return data if self.features is None else _featured(data)
 
     def ledger_in(self, folder: Path) -> Path | None:
-        """The ledger file; a run without a budget has nothing to write there."""
-        if self.non_private:
-            return None
-        return folder / "ledger.jsonl" if self.ledger is None else Path(self.ledger)
+        """The ledger file: the one asked for, or one that the folder had of its own; ``None`` for the project's."""
+        own = folder / "ledger.jsonl"
+        if self.ledger is not None:
+            return Path(self.ledger)
+        return own if own.is_file() and not own.is_symlink() else None
+
+    def link_ledger(self, folder: Path) -> None:
+        """Let ``ledger.jsonl`` in the folder lead to the project's ledger, if that is what pays."""
+        from quietgrad.privacy.project import project_path
+
+        own = folder / "ledger.jsonl"
+        if self.non_private or self.ledger_in(folder) is not None:
+            return
+        with contextlib.suppress(OSError):  # on file systems without links the folder just has none
+            own.unlink(missing_ok=True)
+            own.symlink_to(project_path().resolve())
 
     def describe_objective(self, data: Dataset) -> dict[str, Any]:
         """What :func:`objective_from` needs, and the class names: public facts that are kept with the model."""
@@ -221,7 +231,7 @@ def objective_from(facts: dict[str, Any]) -> Any:
     """The objective that :meth:`RunSpec.describe_objective` describes.
 
     >>> facts = {"objective": "huber:0.5", "regularizer": "l2:0.1", "intercept": True, "row_bound": None,
-    ...          "rows": "refuse", "task": "regression", "classes": None}
+    ...          "rows": "clip", "task": "regression", "classes": None}
     >>> objective_from(facts)
     Huber(regularizer=L2(strength=0.1, unpenalized=1), intercept=True, ..., threshold=0.5)
     """

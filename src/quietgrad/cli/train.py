@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.keys import reminder
+from quietgrad.cli.ledger import so_far
 from quietgrad.cli.options import (
     BatchSize,
     Classes,
@@ -33,9 +34,11 @@ from quietgrad.cli.options import (
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import FEATURES, RunSpec, objective_from
 from quietgrad.files import are_many
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
+    from quietgrad.training.progress import Watched
     from quietgrad.training.result import Result
 
 app = typer.Typer(add_completion=False)
@@ -56,7 +59,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder for the model, result, ledger and report.")] = Path("runs/last"),
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
-    relation: RelationName = "add-remove",
+    relation: RelationName = DEFAULT_RELATION,
     algorithm: Annotated[
         str | None,
         typer.Option(help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models."),
@@ -85,7 +88,7 @@ def train(
         str | None, typer.Option(help="scattering: fixed features of square pictures in place of their pixels.")
     ] = None,
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
-    rows: Annotated[str, typer.Option(help="Rows above the bound: refuse, clip or normalize.")] = "refuse",
+    rows: Annotated[str, typer.Option(help="Rows above the bound: clip them; or normalize all.")] = "clip",
     test: Annotated[Path | None, typer.Option(help="Held-out records in a file of the same kind.")] = None,
     schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
     label: Label = None,
@@ -93,7 +96,10 @@ def train(
     task: TaskName = None,
     n_features: Annotated[int | None, typer.Option(help="Public number of features (LIBSVM).")] = None,
     n_public: Annotated[
-        int | None, typer.Option(help="Public number of records; else the file's, or 10⁶ of a landscape.")
+        int | None,
+        typer.Option(
+            help="Public number of records. Under add-remove they are counted privately without it, with 1 % of ε."
+        ),
     ] = None,
     person: Annotated[
         str | None,
@@ -103,7 +109,7 @@ def train(
     records_per_person: Annotated[
         int | None, typer.Option(help="The most of a person's rows that one release looks at.")
     ] = None,
-    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
     records_public: Annotated[
         int | None, typer.Option(help="How many rows people have together, if that is public; else it is not said.")
     ] = None,
@@ -170,6 +176,8 @@ def train(
         checkpoint_seconds=checkpoint_seconds,
         features=features,
     )  # fmt: skip
+    if rows not in ("clip", "normalize"):
+        raise typer.BadParameter(f"{rows!r}: must be clip or normalize.", param_hint="--rows")
     if features is not None and (features not in FEATURES or landscape is not None):
         raise typer.BadParameter(f"must be {' or '.join(FEATURES)}, of pictures.", param_hint="--features")
     if landscape is not None and data is not None:
@@ -186,8 +194,9 @@ def train(
 
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
-    from quietgrad.training import minimize, plan, resume
-    from quietgrad.training.progress import SpentSoFar, progress
+    from quietgrad.plans.counting import NOMINAL
+    from quietgrad.training import minimize, resume
+    from quietgrad.training.progress import progress_bar
 
     if spec.landscape is not None:
         from quietgrad.cli.landscapes import run_on_landscape
@@ -197,21 +206,18 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     facts = spec.describe_objective(data)
     with usage():
         people = spec.people_in(data)
-    count = data.n if people is None else len(people)
-    method = spec.make_algorithm(data, count)
     promise = spec.budget()
     with usage():
         loss = objective_from(facts)
-        unit = "record" if people is None else "person"
-        the_plan = plan(
-            method, n=spec.n_public or count, budget=promise, unit=unit, records_public=spec.records_public
-        )
-    spent = SpentSoFar(the_plan)
+
+    def method(n: int) -> Any:
+        return spec.make_algorithm(data, n)
+
+    with usage():
+        method(NOMINAL if spec.n_public is None else spec.n_public)  # a mistake is told before anything is written
     table = getattr(data, "table", None) or (data.X, data.y)
+    pays: dict[str, Any] = {"ledger": spec.ledger_in(out), "account": spec.account, "cap": spec.cap()}
     kept: dict[str, Any] = {
-        "ledger": spec.ledger_in(out),
-        "account": spec.account,
-        "cap": spec.cap(),
         "folder": out,
         "checkpoint_seconds": spec.checkpoint_seconds,
         "person": people,
@@ -221,18 +227,18 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     if not resumed:
         spec.save(out)
     try:
-        with progress(the_plan, spent, method.name, quiet=quiet) as callback:
+        with usage(), progress_bar(quiet=quiet) as watched:
             if resumed:
-                result = resume(loss, table, method, callback=callback, **kept)
+                result = resume(loss, table, method, callback=watched, **kept)
             else:
                 result = minimize(
-                    loss, table, method, budget=promise, n_public=spec.n_public, planned=the_plan,
-                    callback=callback, records_public=spec.records_public, **kept,
+                    loss, table, method, budget=promise, n_public=spec.n_public, callback=watched,
+                    records_public=spec.records_public, **pays, **kept,
                 )  # fmt: skip
     except KeyboardInterrupt:
         say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
-    return finish(spec, out, data, result, spent.curve_of(result.privacy.epsilon), loss)
+    return finish(spec, out, data, result, watched, loss)
 
 
 def finish(
@@ -240,7 +246,7 @@ def finish(
     out: Path,
     data: Dataset,
     result: Result,
-    curve: list[tuple[int, float]] | None = None,
+    watched: Watched | None = None,
     objective: Any = None,
 ) -> Result:
     """Score the model, and write the result and the report of a run that is over."""
@@ -250,8 +256,10 @@ def finish(
     from quietgrad.objectives.tables.frame import Frame
 
     details = {**result.details, "model": facts}
-    if curve:
+    curve = None if watched is None else watched.curve_of(result.privacy.epsilon)
+    if curve and watched is not None and watched.plan is not None:  # a run that was charged again has neither
         details["epsilon_curve"] = [list(point) for point in curve]
+        details["generalization"] = watched.plan.generalization
     result = replace(
         result,
         data={"name": data.name, "notes": list(data.notes)},
@@ -265,6 +273,7 @@ def finish(
         ),
     )
     result.save(out)
+    spec.link_ledger(out)
     report_if_possible([out], out / "report.html")
     return result
 
@@ -278,9 +287,10 @@ def show(result: Result, out: Path, *, as_json: bool) -> None:
         (name.replace("_", " "), f"{value:.4f}") for name, value in result.metrics.items() if type(value) is float
     ]
     files = ", ".join(sorted(path.name for path in out.iterdir() if not path.name.startswith((".", "run.json"))))
-    rows = [("privacy", str(result.privacy)), *scores, ("seconds", f"{result.seconds:.2f}"), ("written", files)]
+    rows = [("privacy", str(result.privacy)), *so_far(result, out), *scores]
     if scores:
-        rows.insert(1 + len(scores), ("", "(scores look at records without noise: they are data, not private)"))
+        rows.append(("", "(scores look at records without noise: they are data, not private)"))
+    rows += [("seconds", f"{result.seconds:.2f}"), ("written", files)]
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
 
 

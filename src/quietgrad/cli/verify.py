@@ -34,7 +34,8 @@ def verify(
 ) -> None:
     """Prove a certificate's ε again, by quietgrad and by dp-accounting, and check chain, plan and signature.
 
-    Exit code 0 only if both prove it and nothing was altered. Unsigned, a file shows only that it is consistent.
+    Exit code 0 only if ε is proved and nothing was altered; whether by two accountants or by one is said. Unsigned,
+    a file shows only that it is consistent.
     """
     from quietgrad.certificates import check, read
     from quietgrad.certificates import public_key as read_key
@@ -55,5 +56,6 @@ def verify(
     holds = (
         "The claim holds as certified." if signed else "The claim follows from the file; nobody signed the file."
     )
-    say(holds if verdict.ok else "The claim is NOT proved: see what says NO above.")
+    by = "" if verdict.accountants == 2 else " One accountant proved it."
+    say(holds + by if verdict.ok else "The claim is NOT proved: see what says NO above.")
     raise typer.Exit(0 if verdict.ok else 1)

@@ -59,19 +59,30 @@ _LOCAL: list[Any] = []
 
 
 def _local(distributed: Any) -> Any:
-    """One cluster of processes on this machine, for as long as this process lives."""
+    """One cluster of processes on this machine, for as long as this process lives.
+
+    Its sockets speak TLS under certificates that are made for it, kept in memory and known to its processes alone.
+    Whoever else has an account on the machine can reach a socket of the loopback interface, and whom a worker
+    listens to it obeys: on plain TCP anybody's code would run as the holder of the data.
+    """
     if not _LOCAL or _LOCAL[0].status not in ("running", "connecting"):
         import dask
 
-        with dask.config.set({"distributed.worker.daemon": True}):
+        security = distributed.Security.temporary()
+        pages = ("distributed.scheduler.http.routes", "distributed.worker.http.routes")  # for nobody
+        quiet: dict[str, list[str]] = {page: [] for page in pages}
+        with dask.config.set({"distributed.worker.daemon": True, **quiet}):
             cluster = distributed.LocalCluster(
+                host="127.0.0.1",
+                protocol="tls://",
+                security=security,
                 n_workers=_cores(),
                 threads_per_worker=1,
                 processes=True,
-                dashboard_address=None,
+                dashboard_address="127.0.0.1:0",
                 silence_logs=logging.CRITICAL,  # what goes wrong is said once, by the error
             )
-        client = distributed.Client(cluster, set_as_default=False)
+        client = distributed.Client(cluster, security=security, set_as_default=False)
         _LOCAL[:] = [client, cluster]
         atexit.register(_close_local, client, cluster)
     return _LOCAL[0]

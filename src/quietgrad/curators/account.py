@@ -1,29 +1,32 @@
 """Who pays: every reservation and every close of quietgrad, for tables, modules, searches and parties alike.
 
 *Reserve → release → close.* An :class:`Account` is a group of people and the ledger that keeps their spending; a
-:class:`Charge` is one plan's entry in it. Opening an existing entry again demands the identical event, closing is
-idempotent, and without a ledger the events are added up in this process (:func:`spent`).
+:class:`Charge` is one plan's entry in it. Opening an existing entry again demands the identical event, and closing
+is idempotent. Front ends charge the ledger that they are given, or else the project's (:meth:`Account.of`).
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quietgrad.errors import BudgetError, LedgerWarning, UnprovableError
+from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, QuietgradError, UnprovableError
 from quietgrad.privacy import events
-from quietgrad.privacy.accounts import checked, identity
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.accounts import DEFAULT, NAMELESS, checked, identity, unnamed
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation, Unit
+from quietgrad.privacy.spending import COUNTED, EPOCH, run_of
+
+__all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "sent_away", "spent"]
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation
 
 
-EPOCH = "#"  # between a run's name and the number of an epoch, in the ledger
+_WAIT = 10.0  # seconds for a ledger that nobody asked for
 _tally: dict[str, list[Charge]] = {}
 _elsewhere: set[str] = set()  # accounts of models that left this process before they were fitted
 _tally_lock = threading.Lock()
@@ -38,20 +41,70 @@ class Account:
         ledger: path of a ledger file, a :class:`~quietgrad.privacy.ledger.Ledger`, or ``None``: then nothing is
             durable, and only runs of this process are added up.
         cap: a budget the account as a whole may not exceed; needs a ledger.
+        by_default: nobody asked for this ledger: where it cannot be written, the run is counted in this process
+            alone, and ``note`` says so.
     """
 
-    name: str = "default"
+    name: str = DEFAULT
     ledger: Ledger | str | Path | None = None
     cap: Budget | None = None
+    by_default: bool = False
+    note: str = ""
+    asked: str = ""  # the name that was asked for, where lines stand under another
+    table: str | None = None  # its fingerprint, where it is known already
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", checked(self.name))
         if self.cap is not None and self.ledger is None:
             raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
 
+    @classmethod
+    def of(
+        cls, name: str, ledger: Ledger | str | Path | None, cap: Budget | None, *, seeded: bool = False
+    ) -> Account:
+        """The account that a front end charges: in the ledger given, else in the project's own.
+
+        A ``seeded`` run promises nobody anything, so it is charged where somebody asked for it only. Where there is
+        a ``cap``, a project's ledger that cannot be written is an error like any other.
+        """
+        if ledger is not None or seeded:
+            return cls(name, ledger, cap)
+        from quietgrad.privacy.project import project_ledger
+
+        try:
+            return cls(name, project_ledger(_WAIT), cap, by_default=True)
+        except (QuietgradError, OSError, RuntimeError) as error:
+            if cap is not None:
+                raise LedgerError(f"cap: {_uncounted(error)}; pass ledger=PATH.") from None
+            return cls(name, note=_uncounted(error))
+
+    def settled(self, contents: Callable[[], Iterable[bytes | memoryview]], unit: Unit) -> Account:
+        """The account under which lines will stand: in a project's ledger that of the table, if no other is named.
+
+        Tables are told apart by their keyed fingerprint, so that unrelated ones do not add up.
+        """
+        if not self.by_default or self.asked:
+            return self
+        from quietgrad.privacy.fingerprint import fingerprint
+
+        try:
+            ledger = self.open()
+            assert ledger is not None
+            _ = ledger.id  # that it can be written
+            name, table = self.name, fingerprint(contents())
+            if any(known is not unit for known in ledger.book().units(name)):
+                name = f"{name}, by {unit}"  # entries about records and about people do not add up
+            if identity(self.name) in NAMELESS:
+                name = unnamed("table" if unit is Unit.RECORD else "people of table", table)
+            return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
+        except (QuietgradError, OSError) as error:
+            if self.cap is not None:
+                raise
+            return Account(self.name, note=_uncounted(error))
+
     def check(self, event: events.Event, budget: Budget, unit: Unit = Unit.RECORD) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
-        if (ledger := self._open()) is not None:
+        if (ledger := self.open()) is not None:
             ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap, unit=unit)
 
     def reserve(
@@ -64,6 +117,7 @@ class Account:
         contents: Iterable[bytes | memoryview] | None = None,
         part: bool = False,
         unit: Unit = Unit.RECORD,
+        condition: str | None = None,
     ) -> Charge:
         """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
 
@@ -73,47 +127,60 @@ class Account:
             contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
             part: it may be a part of a table that the account knows, such as a fold.
             unit: whom the promise is about; an account whose ledger was charged for another is refused.
+            condition: the clause under which the event's ε holds, which its line says.
         """
         if event is None or budget is None:
             return Charge(event)
-        ledger = self._open()
+        ledger = self.open()
+        here = (identity(self.asked or self.name), budget.relation, unit)
         if ledger is None:
-            charge = Charge(event, tallied=(identity(self.name), budget.relation, unit))
-            with _tally_lock:
-                _tally.setdefault(identity(self.name), []).append(charge)
-            return charge
+            return _tallied(Charge(event, tallied=here, note=self.note))
         from quietgrad.privacy.fingerprint import fingerprint
 
-        reservation = ledger.reserve(
-            self.name,
-            event,
-            delta=budget.delta,
-            relation=budget.relation,
-            run=run,
-            cap=self.cap,
-            note=note,
-            fingerprint=None if contents is None else fingerprint(contents),
-            part=part,
-            unit=unit,
-        )
-        return Charge(event, ledger, reservation)
+        mark = self.table if self.table or contents is None else fingerprint(contents)
+        try:
+            reservation = _unhindered(ledger.reserve, self.by_default)(
+                self.name,
+                event,
+                delta=budget.delta,
+                relation=budget.relation,
+                run=run,
+                cap=self.cap,
+                note=note,
+                fingerprint=mark,
+                part=part,
+                unit=unit,
+                condition=condition,
+            )
+        except LedgerError as error:
+            if not self.by_default or self.cap is not None:
+                raise
+            return _tallied(Charge(event, tallied=here, note=_uncounted(error)))
+        charge = Charge(event, ledger, reservation, tallied=here if self.by_default else None)
+        return _tallied(charge) if self.by_default else charge
 
     def reopen(
-        self, event: events.Event | None, budget: Budget | None, *, run: str, unit: Unit = Unit.RECORD
+        self,
+        event: events.Event | None,
+        budget: Budget | None,
+        *,
+        run: str,
+        unit: Unit = Unit.RECORD,
+        condition: str | None = None,
     ) -> Charge | None:
         """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
 
         What was reserved under a name pays for that event only: another one under the same name is refused.
         """
-        ledger = self._open()
+        ledger = self.open()
         if event is None or budget is None or ledger is None:
             return None
         held = ledger.find(run)
         if held is None:
             return None
         found = held.reservation
-        asked = (event, budget.delta, budget.relation, unit)
-        same = (found.event, found.delta, found.relation, found.unit) == asked
+        asked = (event, budget.delta, budget.relation, unit, condition)
+        same = (found.event, found.delta, found.relation, found.unit, found.condition) == asked
         if not same or identity(found.account) != identity(self.name):
             raise BudgetError(
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
@@ -121,7 +188,27 @@ class Account:
             )
         return Charge(event, ledger, found, paid=held.state != "open", booked=held.counts)
 
-    def _open(self) -> Ledger | None:
+    def epochs(self, run: str) -> tuple[str, ...]:
+        """The nonces of the epochs that ``run`` was charged for, whatever it remembers of them itself."""
+        ledger = self.open()
+        held = () if ledger is None else ledger.book().held.values()
+        names = (each.reservation.run.partition(EPOCH) for each in held if each.counts is not None)
+        return tuple(dict.fromkeys(nonce for name, mark, nonce in names if name == run and mark))
+
+    def openings(self, run: str) -> int:
+        """How often the ledger knows ``run`` to have been opened; ``LedgerError`` if there is no ledger."""
+        ledger = self.open()
+        if ledger is None:
+            raise LedgerError("a run goes on only with the ledger that pays for it; start a new one.")
+        return ledger.openings(run)
+
+    def resume(self, run: str) -> None:
+        """Write down that ``run`` is opened again."""
+        if (ledger := self.open()) is not None and ledger.openings(run):
+            ledger.resume(run)
+
+    def open(self) -> Ledger | None:
+        """The ledger itself; ``None`` if nothing is durable."""
         from quietgrad.privacy.ledger import Ledger
 
         return self.ledger if self.ledger is None or isinstance(self.ledger, Ledger) else Ledger(self.ledger)
@@ -132,7 +219,7 @@ class Charge:
     """One plan's entry: what it may release, and whether it was closed already.
 
     ``paid`` marks an entry that an earlier process closed: nothing new may be released under it, and it stays
-    ``booked`` as it is. ``tallied`` is where one without a ledger is counted.
+    ``booked`` as it is. ``tallied`` is where one without a ledger of its own is counted in this process.
     """
 
     event: events.Event | None
@@ -141,6 +228,7 @@ class Charge:
     paid: bool = False
     booked: events.Event | None = None
     tallied: tuple[str, Relation, Unit] | None = None
+    note: str = ""
     spent: events.Event | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
 
@@ -159,6 +247,11 @@ class Charge:
                 self.reservation.id, spent_event=spent, reason=reason, data_dependent=data_dependent
             )
         return self.spent
+
+    def set_condition(self, condition: str) -> None:
+        """Write down that what this entry pays for is private under ``condition``, before more is released."""
+        if self.ledger is not None and self.reservation is not None:
+            self.reservation = self.ledger.set_condition(self.reservation.id, condition)
 
     def part(self, event: events.Event, budget: Budget | None) -> Charge:
         """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
@@ -192,13 +285,37 @@ class Charge:
                 _tally[self.tallied[0]] = kept
 
 
+def _tallied(charge: Charge) -> Charge:
+    assert charge.tallied is not None
+    with _tally_lock:
+        _tally.setdefault(charge.tallied[0], []).append(charge)
+    return charge
+
+
+def _unhindered(reserve: Callable[..., Reservation], by_default: bool) -> Callable[..., Reservation]:
+    """``reserve``; in a ledger that nobody asked for, its warnings are no errors, whatever the filters say."""
+
+    def warned(*args: Any, **settings: Any) -> Reservation:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", LedgerWarning)
+            return reserve(*args, **settings)
+
+    return warned if by_default else reserve
+
+
+def _uncounted(error: Exception) -> str:
+    """What a statement says if the project's ledger could not be used."""
+    what = str(error).partition(": ")[2] or str(error)
+    return f"the project's ledger could not be written ({what}), so only runs of this process are added up"
+
+
 def sent_away(account: str) -> None:
     """Remember that a model without a ledger was pickled before its fit: what it spends then is not seen here."""
     with _tally_lock:
         _elsewhere.add(identity(account))
 
 
-def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = "replace-one") -> float:
+def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = DEFAULT_RELATION) -> float:
     """The ε that all runs of this process without a ledger spent together on ``account``.
 
     Runs under replace-one are not priced under add-remove: they publish n, and some of their bounds are about two

@@ -59,6 +59,11 @@ class Session(Protocol):
     """What is left of a zCDP filter; infinite in a run without noise."""
 
     @property
+    def run(self) -> str:
+        """The run's name, under which the ledger has what it costs."""
+        ...
+
+    @property
     def seeded(self) -> bool:
         """Whether its randomness was fixed for a test: then nothing is private."""
         ...

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from quietgrad.curators.account import EPOCH, Account, Charge
+from quietgrad.curators.counting import public_count
 from quietgrad.curators.session import CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Reading
 from quietgrad.objectives.people import OfPeople
 from quietgrad.objectives.tables.scanned import UNCOUNTED, Scanned
+from quietgrad.plans.counting import PublicCount, plans_gaussian
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
@@ -21,6 +24,7 @@ from quietgrad.sampling import FixedSize
 from quietgrad.vectors import Vector
 
 if TYPE_CHECKING:
+    from quietgrad.algorithms.base import Releases
     from quietgrad.privacy.ledger import Ledger
 
 __all__ = ["CentralCurator", "CentralSession"]
@@ -33,9 +37,10 @@ class CentralCurator:
         objective: the loss and its clipped sums.
         data: what ``objective.prepare`` takes; refused if unusable, before anything is reserved.
         ledger: path of a ledger file, a :class:`~quietgrad.privacy.ledger.Ledger`, or ``None`` (nothing durable).
-        account: the people the records are about; all runs of one account compose.
+        account: the people the records are about; all runs of one account compose. An
+            :class:`~quietgrad.curators.account.Account` says where it is kept and its cap too.
         cap: a budget the account as a whole may not exceed.
-        run: name of the run in the ledger; needed to resume.
+        run: name of the run in the ledger; a random one if it is not given.
         key: 32 secret bytes for samples and noise; ``None`` draws them from the operating system. A key is for one
             curator: two that share one draw the same noise, and the difference of their releases has none.
         seed: fixed randomness for tests: the run is then **not private** and says so.
@@ -49,17 +54,17 @@ class CentralCurator:
         data: Any,
         *,
         ledger: Ledger | str | Path | None = None,
-        account: str = "default",
+        account: Account | str = "default",
         cap: Budget | None = None,
         run: str | None = None,
         key: bytes | None = None,
         seed: int | None = None,
     ) -> None:
-        self.account = Account(account, ledger, cap)
+        self.account = account if isinstance(account, Account) else Account(account, ledger, cap)
         self.objective = objective
         self.records = objective.prepare(data)
-        self.run = run
-        self.seeded = seed is not None
+        self.run = run or uuid.uuid4().hex
+        self.seeded, self._seed = seed is not None, seed
         self._key = seed_key(seed) if seed is not None else (key or fresh_key())
         self._opened = 0
         self._process = os.getpid()
@@ -70,6 +75,20 @@ class CentralCurator:
     def initial(self) -> Vector:
         """The starting point, which depends on no record."""
         return self.objective.initial(self.records)
+
+    def count(self, budget: Budget | None, declared: int | None, algorithm: Releases | None) -> PublicCount:
+        """How many records to plan ``algorithm`` for: the ``declared`` number, else counted privately if secret.
+
+        ``None`` for what is no algorithm, and not of Gaussian releases alone.
+        """
+        secret = declared is None and budget is not None and budget.relation is Relation.ADD_REMOVE
+        account = self.settle() if secret else self.account
+        gaussian = secret and algorithm is not None and plans_gaussian(algorithm, Relation.ADD_REMOVE)
+        found = public_count(
+            len(self.records), budget=budget, declared=declared, gaussian=gaussian, account=account,
+            run=self.run, unit=self.unit, seed=self._seed,
+        )  # fmt: skip
+        return found.at_least(algorithm) if secret and algorithm is not None else found
 
     def open(
         self,
@@ -86,42 +105,67 @@ class CentralCurator:
 
         Args:
             transcript: of the run, if it may be interrupted. One that was found on the disk continues its run:
-                the entry it made in the ledger is opened again, for the identical plan only.
+                the entry it made in the ledger is opened again, for the identical plan only, and the ledger says
+                so. Without a ledger no private run is continued.
             used, rho_left: how far the interrupted session had come by its last checkpoint.
             within: an entry that pays for this plan already (a round of a private search).
             note: what the ledger says of the run; the algorithm's name by default.
             part: the data may be a part of a table that the account knows, such as a fold.
         """
         self._check(plan)
-        resumed = transcript is not None and transcript.resumed
-        if transcript is not None and self.run is None:
-            raise ValueError("run: a run with a transcript needs a name that its entry is found by.")
-        if within is None:
-            # An epoch that an earlier process began is part of what the run cost, whether or not it is met again.
-            epochs = range(1, 1 + (0 if transcript is None else transcript.epoch))
-            first = self._charge(plan, self.run or "", note, resumed=resumed, part=part)
-            charges = [first, *(self._epoch(plan, epoch, note) for epoch in epochs)]
-        else:
-            charges = [within.part(plan.event, plan.budget)]
+        if plan.is_private and within is None:
+            self.settle()
+        run = self.run if transcript is not None or not self._opened else uuid.uuid4().hex
+        charges = (
+            self._charges(plan, run, transcript, note, part)
+            if within is None
+            else {"": within.part(plan.event, plan.budget)}
+        )
         session = self.session(
             plan,
             self.objective,
             self.records,
             self._session_key() if transcript is None else transcript.key(0),
             charges,
+            run=run,
             transcript=transcript,
-            again=lambda epoch: self._epoch(plan, epoch, note),
+            again=lambda nonce: self._charge(plan, f"{run}{EPOCH}{nonce}", note, resumed=True, part=True),
             seeded=self.seeded,
         )
         session.advance(used or {}, rho_left)
         return session
 
-    def _epoch(self, plan: Plan, epoch: int, note: str) -> Charge:
-        return self._charge(plan, f"{self.run}{EPOCH}{epoch}", note, resumed=True, part=True)
+    def settle(self) -> Account:
+        """The account that a private plan is charged to, by the name that its lines stand under."""
+        self.account = self.account.settled(self.records.fingerprint_parts, self.unit)
+        return self.account
+
+    def _charges(
+        self, plan: Plan, run: str, transcript: Transcript | None, note: str, part: bool
+    ) -> dict[str, Charge]:
+        """What pays: the run's first entry, and one for each epoch of it, by nonce.
+
+        The ledger knows them, whatever a transcript may have forgotten; an epoch that only the transcript knows is
+        charged again. That the run goes on stands in both before anything is released.
+        """
+        resumed = transcript is not None and transcript.resumed and plan.is_private
+        if transcript is not None and resumed:
+            transcript.reopen(self.account.openings(run))
+            self.account.resume(run)
+        first = self._charge(plan, run, note, resumed=resumed, part=part)
+        known = (*self.account.epochs(run), *(transcript.epochs if transcript else ())) if resumed else ()
+        later = {nonce: f"{run}{EPOCH}{nonce}" for nonce in known}
+        return {"": first} | {
+            nonce: self._charge(plan, name, note, resumed=True, part=True) for nonce, name in later.items()
+        }
 
     def _charge(self, plan: Plan, run: str, note: str, *, resumed: bool, part: bool) -> Charge:
         event = plan.event if plan.is_private else None
-        found = self.account.reopen(event, plan.budget, run=run, unit=self.unit) if resumed else None
+        found = (
+            self.account.reopen(event, plan.budget, run=run, unit=self.unit, condition=plan.condition)
+            if resumed
+            else None
+        )
         if found is not None:
             return found
         contents = None if self.account.ledger is None else self.records.fingerprint_parts()
@@ -133,6 +177,7 @@ class CentralCurator:
             contents=contents,
             part=part,
             unit=self.unit,
+            condition=plan.condition,
         )
 
     def _session_key(self) -> bytes:

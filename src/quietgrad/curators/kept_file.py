@@ -2,6 +2,11 @@
 
 A run's transcript, a party's journal and a coordinator's aggregates are such files. Two processes on one would each
 believe that they are the run: the second is refused by name. A process that is killed lets go of the file.
+
+What a run must not forget stands in a :class:`SealedLog`: its lines are chained under the run's key, so none can be
+changed, moved or left out in the middle. That lines are missing at the end is told by three things that a copy of
+the file does not bring along: how often the ledger says that the run was opened, which file on which start of the
+machine it is, and when the system last changed it.
 """
 
 from __future__ import annotations
@@ -9,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
+import hmac
 import os
+import time
 import weakref
 from pathlib import Path
 
@@ -102,19 +110,6 @@ class KeptFile:
         """Bring everything that was written to the disk."""
         os.fsync(self._file)
 
-    def blot(self, secret: bytes) -> None:
-        """Write zeros (the digit) over the first occurrence of ``secret``, in place, durably."""
-        at = self.content().find(secret)
-        if not self._free.alive or at < 0:
-            return
-        # A second descriptor: on Linux one that appends writes at the end, whatever place it is told.
-        place = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            os.pwrite(place, b"0" * len(secret), at)
-            os.fsync(place)
-        finally:
-            os.close(place)
-
     def cut(self, length: int) -> None:
         """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""
         if self._free.alive:
@@ -130,6 +125,131 @@ class KeptFile:
     def close(self) -> None:
         """Let go of the file."""
         self._free()
+
+
+class SealedLog(KeptFile):
+    """Lines that are chained under a key, with openings among them; one process at a time may hold it.
+
+    An *opening* is a line that says how often the run was opened by then, which the run's ledger says too. It is
+    written here first and there second, so after a crash between the two this file is one ahead, and nothing
+    follows the opening.
+
+    Args:
+        path: the file.
+        who: what another process would be, for the refusal.
+        key: a secret of the run.
+        run: its name.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> log = SealedLog(Path(folder.name) / "log", "runs this", bytes(32), "run")
+    >>> log.reopen(0)
+    >>> log.add("a line")
+    >>> log.close()
+    >>> again = SealedLog(log.path, "runs this", bytes(32), "run")
+    >>> again.lines(), again.untouched, again.agrees(1), again.agrees(2)
+    (['a line'], True, True, False)
+    >>> again.close()
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, path: Path, who: str, key: bytes, run: str) -> None:
+        super().__init__(path, who)
+        self._seal_key = hmac.digest(key, f"sealed log of {run}".encode(), "sha256")
+        self._last = b""  # the seal of the last line
+        self._opening, self._since = 0, 0  # the last opening, and how many lines followed it
+        self._lines: list[str] = []
+        self.untouched = True
+        """Whether this is the file that was written, and nothing touched it since."""
+        self.same_start = True
+        """Whether the machine was not started anew since: then nothing was lost by a power cut."""
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return not self._last
+
+    def lines(self) -> list[str]:
+        """What was written before, openings left out."""
+        return self._lines
+
+    def agrees(self, openings: int) -> bool:
+        """Whether a ledger that knows of so many openings is as old as this file."""
+        return self._opening == openings or (self._opening == openings + 1 and not self._since)
+
+    def reopen(self, openings: int) -> None:
+        """The run is opened again, after ``openings`` times by its ledger; that is told so when this returns."""
+        self._opening, self._since = openings + 1, -1
+        self.add(f"{_OPENING} {openings + 1} {self._place()}")
+
+    def add(self, text: str, *, durable: bool = True) -> None:
+        """Write a line; no death of the process can lose it, and if ``durable`` no power cut."""
+        for _ in range(_ATTEMPTS):
+            now = time.time_ns()
+            said = f"{text} {now}"
+            seal = self._seal(said)
+            self.append(f"{said} {seal.hex()}\n".encode(), durable=durable)
+            self._last = seal
+            self._since += 1
+            if abs(self._changed() - now) <= _PROMPT:
+                return
+            # The process was held up between looking at the clock and writing.
+            text, self._since = _LATE, self._since - 1
+
+    def _seal(self, said: str) -> bytes:
+        return hashlib.blake2b(self._last + said.encode(), key=self._seal_key, digest_size=8).digest()
+
+    def _changed(self) -> int:
+        """When the system last changed the file, in ns: nobody can set this but by changing the clock."""
+        return os.fstat(self._file).st_ctime_ns
+
+    def _place(self) -> str:
+        return f"{_boot()}/{self.identity}"
+
+    def _load(self) -> None:
+        whole, newline, torn = self.content().rpartition(b"\n")
+        place, written = "", 0
+        for line in whole.decode(errors="replace").split("\n") if newline else ():
+            said, _, seal = line.rpartition(" ")
+            expected = self._seal(said)
+            if not hmac.compare_digest(seal.encode(errors="replace"), expected.hex().encode()):
+                raise LedgerError(
+                    f"{self.path}: was altered, or is of another run, so nobody can tell what was released; start "
+                    "a new run, which is charged for itself."
+                )
+            self._last = expected
+            text, _, at = said.rpartition(" ")
+            written = int(at)
+            if text.startswith(_OPENING):
+                _, number, place = text.split(" ", 2)
+                self._opening, self._since = int(number), 0
+            elif text != _LATE:
+                self._lines.append(text)
+                self._since += 1
+        if newline:
+            boot, _, identity = place.partition("/")
+            self.same_start = boot == _boot()
+            self.untouched = not torn and identity == self.identity and abs(self._changed() - written) <= _NEAR
+        if torn:  # by a crash, before what it speaks of happened
+            self.cut(len(whole) + len(newline))
+
+
+_OPENING, _LATE = "/opening", "/late"
+_ATTEMPTS = 3
+_PROMPT, _NEAR = 12_000_000, 25_000_000  # ns: a tick of the kernel's clock is at most 10 ms
+
+
+def _boot() -> str:
+    """Which start of the machine this is; unknown ones never agree."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.urandom(16).hex()
 
 
 def _sync(folder: Path) -> None:

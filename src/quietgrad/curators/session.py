@@ -7,7 +7,6 @@ sessions of a federation, where data meet a mechanism.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -33,7 +32,7 @@ from quietgrad.sampling import Sampler, SinglePass
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 Answer = TypeVar("Answer")
-_PLAN, _PLACES = "/plan", "/places"  # in a transcript, beside the slots: what was planned; the records in order
+_PLACES = "/places"  # in a transcript, beside the slots: the records in their order
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
 
@@ -65,19 +64,20 @@ class CentralSession:
         objective: Reading,
         records: Any,
         key: bytes,
-        charges: Sequence[Charge],
+        charges: Mapping[str, Charge],
         *,
+        run: str,
         transcript: Transcript | None = None,
-        again: Callable[[int], Charge] | None = None,
+        again: Callable[[str], Charge] | None = None,
         seeded: bool = False,
     ) -> None:
-        self.plan, self.seeded = plan, seeded
+        self.plan, self.run, self.seeded = plan, run, seeded
         self._key, self._again, self._transcript = key, again, transcript
-        self._charges = list(charges)  # one for each epoch: a resumed run states what all of them cost
+        self._charges = dict(charges)  # one for each epoch, by nonce: a resumed run states what all of them cost
         self._epoch = 0
         self._process = os.getpid()
         self._resumed = transcript is not None and transcript.resumed
-        self._trusted = not charges[0].paid and (transcript is None or transcript.complete)
+        self._trusted = not charges[""].paid and (transcript is None or transcript.complete)
         self._lock = threading.RLock()  # two threads that drew the same number would use its noise twice
         self._private = plan.budget is not None
         self._filter = plan.schedule.composition == "filter"
@@ -131,9 +131,27 @@ class CentralSession:
         return dict(self._used)
 
     @property
+    def made(self) -> dict[str, int]:
+        """How many releases of each slot count: those begun here, and those of a process that died.
+
+        All that were planned, where a transcript may have forgotten some.
+        """
+        log = self._transcript
+        if log is None:
+            return self.used
+        if not log.complete:
+            return {name: slot.count for name, slot in self._slots.items()}
+        return {name: max(used, log.count(name)) for name, used in self._used.items()}
+
+    @property
     def charge(self) -> Charge:
         """The entry that pays for this session."""
-        return self._charges[-1]
+        return next(reversed(self._charges.values()))
+
+    @property
+    def charged(self) -> tuple[str, ...]:
+        """What a statement must say of how the run was charged."""
+        return tuple(dict.fromkeys(charge.note for charge in self._charges.values() if charge.note))
 
     def initial(self) -> Vector:
         """The starting point, which depends on no record."""
@@ -331,7 +349,8 @@ class CentralSession:
         # Releases of a run that was resumed on other sums are spread over its entries: each stays whole.
         whole = data_dependent or len(self._charges) > 1
         spent = [
-            charge.close(self._spent_event(whole), reason=reason, data_dependent=whole) for charge in self._charges
+            charge.close(self._spent_event(whole), reason=reason, data_dependent=whole)
+            for charge in self._charges.values()
         ]
         return Spent(events.composed([event for event in spent if event is not None]), self.used, reason, whole)
 
@@ -353,7 +372,7 @@ class CentralSession:
         self._fresh_at = sum(p.batch_size * count for p, count in shares if isinstance(p, SinglePass))
         if rho_left is not None:
             self.rho_left = rho_left
-        if self._transcript is not None and self._private:
+        if self._transcript is not None and self._private and self._by_place:
             self._pin(self._transcript)
 
     @property
@@ -362,24 +381,17 @@ class CentralSession:
         return any(slot.sampling.participation(1) is not None for slot in self._slots.values())
 
     def _pin(self, log: Transcript) -> None:
-        """A run goes on under the plan it began with, and records that take part in turn lie where they lay.
+        """Records that take part once, or in turn, lie where they lay when the run began.
 
-        Another mechanism may cost the same and make other noise of the same stream: a sum under both would be bare.
         In another order somebody who was used would have the place of one who was not yet, and no replayed sum need
         tell. What was promised then holds of each part: the rest is a new epoch, with its charge.
         """
-        stated = {name: value for name, value in self.plan.to_json().items() if name not in ("algorithm", "config")}
-        pins = {_PLAN: log.mac_of([json.dumps(stated, sort_keys=True).encode()])}
-        if self._by_place:
-            pins[_PLACES] = log.mac_of(self._records.contents())
-        known = {what: log.known(what, 0) or (0, b"") for what in pins}
-        moved = {what: mac for what, mac in pins.items() if known[what][1] != mac}
-        if moved and (any(self._used.values()) or log.released_besides(_PLAN, _PLACES)):
+        mac = log.mac_of(self._records.contents())
+        if (log.known(_PLACES, 0) or (0, b""))[1] == mac:
+            return
+        if any(self._used.values()) or log.released_besides(_PLACES):
             self._enter(log.epoch + 1)
-        elif known[_PLAN][0] > self._epoch:  # releases of epochs before this plan had other noise: none is replayed
-            self._enter(known[_PLAN][0])
-        for what, mac in moved.items():
-            log.record(what, 0, mac)
+        log.record(_PLACES, 0, mac)
 
     def _settled(self, begun: Drawn, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
         """Whether this release may be made as it stands: it is new, or the very one that was made before.
@@ -403,11 +415,13 @@ class CentralSession:
         """Go on in another epoch, with its own samples and noise, after it is charged."""
         assert self._transcript is not None
         assert self._again is not None
-        if epoch > self._transcript.epoch:
-            self._charges.append(self._again(epoch))
-            self._transcript.fork()
+        log = self._transcript
+        if epoch > log.epoch:
+            nonce = log.intend()
+            self._charges[nonce] = self._again(nonce)
+            log.fork()
         self._epoch = epoch
-        self._trusted = self._transcript.complete and not self._charges[epoch].paid
+        self._trusted = log.complete and not self._charges[log.epochs[epoch - 1]].paid
         self._draw_from(self._transcript.key(epoch))
 
     # --- one release ------------------------------------------------------------------------------------------
@@ -437,8 +451,7 @@ class CentralSession:
         # What a process that died had spent of a filter is not known here.
         if self._filter and self.rho_left < self.plan.event_rho and not self._resumed:
             return events.ZCDP(self.plan.event_rho - self.rho_left, budget.relation)
-        log = self._transcript
-        made = {name: max(used, 0 if log is None else log.count(name)) for name, used in self._used.items()}
+        made = self.made
         whole = data_dependent or self._filter or self.plan.whole_only or not any(made.values())
         return self.plan.event if whole else self.plan.event_of(made)
 

@@ -8,15 +8,14 @@ sum itself) here. Asked again, a release whose MAC agrees is a replay and free; 
 nothing is raised.
 
 Lines are written before a release leaves, and survive a killed process. After a power cut the last ones may be
-missing, and a copy or a backup may be older than the run. So the file remembers which start of the machine and
-which file on the disk it is, and a checkpoint how long it was; where one of them does not agree, what is missing
-here is not trusted to have never been released, until a new epoch has begun.
+missing, and a copy or a backup may be older than the run: the file, the run's ledger and its checkpoint each tell
+(:class:`~quietgrad.curators.kept_file.SealedLog`). Where one of them does not agree, what is missing here is not
+trusted to have never been released, until a new epoch has begun.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.kept_file import KeptFile
+from quietgrad.curators.kept_file import SealedLog
 from quietgrad.errors import LedgerError
 from quietgrad.privacy.rng import SecureStream
 
@@ -46,6 +45,8 @@ class Transcript:
             nothing is trusted to be new.
         least: how many releases it must hold, as the last checkpoint says.
 
+    Whoever goes on with it says by :meth:`reopen` how often the ledger knows the run to have been opened.
+
     >>> import tempfile
     >>> from quietgrad.privacy.rng import seed_key
     >>> folder = tempfile.TemporaryDirectory()
@@ -54,6 +55,8 @@ class Transcript:
     >>> log.record("gradient", 0, mac)
     >>> log.close()
     >>> again = Transcript(Path(folder.name) / "transcript", "run", seed_key(0), resumed=True)
+    >>> again.reopen(1)
+    2
     >>> again.known("gradient", 0) == (0, mac), again.known("gradient", 1), again.complete
     (True, None, True)
     >>> again.close()
@@ -64,15 +67,17 @@ class Transcript:
         self.path, self._key, self.resumed = path, key, resumed
         self._mac_key = SecureStream(key, "transcript").bytes(0, 32)
         self._nonces: list[str] = []  # of the epochs after the first
+        self._intended = ""  # the nonce of an epoch that is being charged
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
         self.length = 0
         """How many releases were written down, those of all epochs."""
         self.complete = True
         """Whether a release that is not here was certainly never made."""
-        self._file = KeptFile(path, f"is running run {run}")
+        self._file = SealedLog(path, f"is running run {run}", key, run)
         try:
             self._read(run)
-            self.complete = self.complete and self.length >= least
+            known = self._file.untouched and self._file.same_start and self.length >= least
+            self.complete = self.complete and known
         except BaseException:
             self.close()
             raise
@@ -81,6 +86,11 @@ class Transcript:
     def epoch(self) -> int:
         """The newest epoch."""
         return len(self._nonces)
+
+    @property
+    def epochs(self) -> tuple[str, ...]:
+        """The nonces of the epochs after the first."""
+        return tuple(self._nonces)
 
     def key(self, epoch: int) -> bytes:
         """The key of samples and noise of an epoch."""
@@ -96,9 +106,9 @@ class Transcript:
         """How many releases of a slot have been made, by this process or by one that died."""
         return max((number + 1 for name, number in self._known if name == slot), default=0)
 
-    def released_besides(self, *pins: str) -> bool:
-        """Whether anything was released yet; ``pins`` are what a run keeps of itself."""
-        return any(slot not in pins for slot, _ in self._known)
+    def released_besides(self, pin: str) -> bool:
+        """Whether anything was released yet; ``pin`` is what a run keeps of itself."""
+        return any(slot != pin for slot, _ in self._known)
 
     def mac(self, slot: str, number: int, settings: Iterable[float], *sums: npt.NDArray[np.generic]) -> bytes:
         """A MAC of a release before its noise."""
@@ -122,18 +132,41 @@ class Transcript:
 
         return digest(total, self._mac_key)
 
+    def reopen(self, openings: int) -> int:
+        """Go on, after the ledger knew of so many openings of this run; the number of this one.
+
+        It is told to the ledger once this returns. What does not agree hides releases, in whichever of the two.
+        """
+        agreed = self._file.agrees(openings)
+        self.complete = self.complete and agreed
+        if not self.complete:  # whoever comes next must know, until a new epoch has begun
+            self._file.add(_TORN)
+            self._intended = ""  # it may have begun, where this file does not say so any more
+        self._file.reopen(openings)
+        return openings + 1
+
     def record(self, slot: str, number: int, mac: bytes) -> None:
         """The release is about to be made; when this returns, no death of the process can hide it."""
-        self._file.append(f"{number} {mac.hex()} {slot}\n".encode(), durable=False)
+        self._file.add(f"{number} {mac.hex()} {slot}", durable=False)
         self._known[slot, number] = (self.epoch, mac)
         self.length += 1
 
+    def intend(self) -> str:
+        """The nonce of the epoch that will be next: it is charged under it before it begins.
+
+        A process that dies between the two leaves an entry that nothing was released under: it pays for the next.
+        """
+        if not self._intended:
+            self._intended = os.urandom(8).hex()
+            self._file.add(f"{_INTEND} {self._intended}")
+        return self._intended
+
     def fork(self) -> int:
-        """Begin a new epoch, durably, and return its number."""
-        nonce = os.urandom(16).hex()
-        self._file.append(f"fork {nonce} {self._place()}\n".encode())
+        """Begin the epoch that was intended, durably, and return its number."""
+        nonce = self.intend()
+        self._file.add(f"{_FORK} {nonce}")
         self._nonces.append(nonce)
-        self.complete = True
+        self._intended, self.complete = "", True
         return self.epoch
 
     def sync(self) -> None:
@@ -144,47 +177,26 @@ class Transcript:
         """Let go of the file."""
         self._file.close()
 
-    def _place(self) -> str:
-        return f"{_boot()}/{self._file.identity}"
-
     def _read(self, run: str) -> None:
-        whole, newline, torn = self._file.content().rpartition(b"\n")
-        if not newline:
-            self._file.cut(0)
-            # Of a run that had begun, a file made now tells nothing: it says so until a new epoch begins.
-            place = "unknown" if self.resumed else self._place()
-            self._file.append(json.dumps({"run": run, "place": place}).encode() + b"\n")
+        if self._file.empty:
             self.complete = not self.resumed
-            return
-        if not self.resumed:  # to begin it anew under the same key would use its noise again
+            if not self.resumed:
+                self._file.reopen(0)
+        elif not self.resumed:  # to begin it anew under the same key would use its noise again
             raise LedgerError(f"{self.path}: run {run} has begun already; resume it, or start another.")
-        if torn:  # cut by a crash before its release left
-            self._file.cut(len(whole) + 1)
-        head, *lines = whole.decode(errors="replace").split("\n")
-        try:
-            header = json.loads(head)
-            if header["run"] != run:
-                raise LedgerError(f"{self.path}: is of another run; resume in the folder the run was started in.")
-            place = header["place"]
-            for line in lines:
-                first, second, third = line.split(" ", 2)
-                if first == "fork":
-                    self._nonces.append(second)
-                    place = third
-                else:
-                    self._known[third, int(first)] = (self.epoch, bytes.fromhex(second))
-                    self.length += 1
-            self.complete = place == self._place()
-        except (ValueError, KeyError, TypeError):
-            raise LedgerError(
-                f"{self.path}: is damaged, so nobody can tell what was released; remove the folder and pay for a "
-                "new run."
-            ) from None
+        for line in self._file.lines():
+            first, _, rest = line.partition(" ")
+            if first == _FORK:
+                self._nonces.append(rest)
+                self._intended, self.complete = "", True
+            elif first == _INTEND:
+                self._intended = rest
+            elif first == _TORN:
+                self.complete = False
+            else:
+                mac, _, slot = rest.partition(" ")
+                self._known[slot, int(first)] = (self.epoch, bytes.fromhex(mac))
+                self.length += 1
 
 
-def _boot() -> str:
-    """Which start of the machine this is; unknown ones never agree."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.urandom(16).hex()
+_FORK, _INTEND, _TORN = "fork", "intend", "torn"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy.typing as npt
 from quietgrad.data.containers import EXPANSION, budget
 from quietgrad.data.dataset import Dataset, Matrix, Task, check, encode_labels
 from quietgrad.data.libsvm import MOST_FEATURES
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, boundary
 from quietgrad.shown import shown
 
 
@@ -53,21 +51,14 @@ def open_npz(content: bytes, name: str) -> dict[str, npt.NDArray[Any]]:
     quietgrad.errors.DataError: cut.npz: not a readable npz file ...
     """
     most, arrays = budget(len(content)), {}
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            members = archive.infolist()
-            if sum(member.file_size for member in members) > most:
-                raise DataError(f"{name}: its arrays are more than {EXPANSION} times the file's size.")
-            for member in members:
-                arrays[member.filename.removesuffix(".npy")] = _read_npy(archive, member)
-        return arrays
-    except DataError:
-        raise
-    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, RuntimeError, TypeError, SyntaxError,
-            MemoryError, OverflowError, struct.error):  # fmt: skip
-        raise DataError(
-            f"{name}: not a readable npz file of plain arrays; it may be cut short or hold pickled objects."
-        ) from None
+    refusal = f"{name}: not a readable npz file of plain arrays; it may be cut short or hold pickled objects."
+    with boundary(refusal), zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = archive.infolist()
+        if sum(member.file_size for member in members) > most:
+            raise DataError(f"{name}: its arrays are more than {EXPANSION} times the file's size.")
+        for member in members:
+            arrays[member.filename.removesuffix(".npy")] = _read_npy(archive, member)
+    return arrays
 
 
 def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
@@ -93,7 +84,7 @@ def _matrix(arrays: dict[str, npt.NDArray[Any]], name: str) -> Matrix:
         from scipy import sparse
 
         parts: Any = (_dense(arrays["data"], name), arrays["indices"], arrays["indptr"])
-        try:
+        with boundary(f"{name}: data, indices, indptr and shape are not a valid CSR matrix."):
             rows, columns = (int(s) for s in arrays["shape"].ravel())
             if columns > MOST_FEATURES or any(
                 arrays[part].dtype.kind not in "iu" for part in ("indices", "indptr")
@@ -101,8 +92,6 @@ def _matrix(arrays: dict[str, npt.NDArray[Any]], name: str) -> Matrix:
                 raise ValueError
             matrix: Any = sparse.csr_matrix(parts, shape=(rows, columns))
             matrix.check_format(full_check=True)
-        except (ValueError, TypeError, OverflowError, IndexError):
-            raise DataError(f"{name}: data, indices, indptr and shape are not a valid CSR matrix.") from None
         checked: Matrix = matrix
         return checked
     return _dense(_array(arrays, ("X", "x_train", "X_train"), name), name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad import files
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, boundary
 
 EXPANSION = 256
 """How many times its own size a file may become when it is unpacked; six kilobytes can hold gigabytes."""
@@ -62,12 +62,8 @@ def unpacked(raw: bytes, where: str) -> bytes:
         kind = lambda: lzma.LZMADecompressor(memlimit=64 << 20)  # noqa: E731
     else:
         return raw
-    try:
+    with boundary(_DAMAGED.format(where)):
         return _unpack(raw, kind, budget(len(raw)), where)
-    except (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(_DAMAGED.format(where)) from None
 
 
 _DAMAGED = "{}: the compressed file is cut short or damaged. Fetch or copy it again."

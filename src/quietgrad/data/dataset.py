@@ -6,6 +6,7 @@ from a schema, the registry or an argument, never from looking at the records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
@@ -120,19 +121,6 @@ def check(data: Dataset) -> Dataset:
     return data
 
 
-def check_trainable(data: Dataset) -> Dataset:
-    """Refuse training labels that are all equal; records that are only scored may be.
-
-    >>> import numpy as np
-    >>> check_trainable(Dataset("toy", np.eye(2), np.array([1, 1]), classes=(0, 1)))
-    Traceback (most recent call last):
-    quietgrad.errors.DataError: toy: all training labels are equal; a classifier needs two classes at least.
-    """
-    if data.task != "regression" and data.y.min() == data.y.max():
-        raise DataError(f"{data.name}: all training labels are equal; a classifier needs two classes at least.")
-    return data
-
-
 def check_task(task: str | None) -> None:
     """Refuse a task that is none, before anything is read.
 
@@ -152,6 +140,8 @@ def encode_labels(
     classes: Sequence[object] | None = None,
 ) -> tuple[Labels, Task, tuple[int, ...] | None, tuple[str, ...] | None]:
     """Turn raw labels into 0…k−1 (or floats), given the public classes; ±1 and 0/1 need no declaration.
+
+    A label that is not among declared classes counts as the first of them.
 
     >>> import numpy as np
     >>> encode_labels("toy", np.array([-1.0, 1.0, -1.0]))
@@ -173,19 +163,33 @@ def encode_labels(
         raise DataError(f"{name}: classes={tuple(classes)!r}: must be two or more different labels.")
     if task == "binary" and len(classes) != 2:
         raise DataError(f"{name}: task='binary' with {len(classes)} classes; use task='multiclass'.")
-    y = np.full(len(raw), -1, dtype=np.int64)
-    by_number = all(isinstance(c, int | float | np.number) for c in classes)
-    if by_number:
-        values = _numbers(name, raw)
+    # What is not declared counts as the first class: a rule for every record by itself. A refusal would tell that
+    # there is one who has another label, and so would an error about a cell that is no number.
+    y = np.zeros(len(raw), dtype=np.int64)
+    if all(isinstance(c, int | float | np.number) for c in classes):
+        values = _numbers_if_any(raw)
         for code, label in enumerate(classes):
             y[values == label] = code
     else:
         codes = {str(label): code for code, label in enumerate(classes)}
-        y[:] = np.fromiter((codes.get(str(value), -1) for value in raw), np.int64, len(raw))
-    if (y < 0).any():
-        raise DataError(f"{name}: some labels are not among the declared classes {tuple(map(str, classes))}.")
+        y[:] = np.fromiter((codes.get(str(value), 0) for value in raw), np.int64, len(raw))
     kind: Task = "binary" if len(classes) == 2 else "multiclass"
     return y, kind, tuple(range(len(classes))), tuple(str(c) for c in classes)
+
+
+def _numbers_if_any(raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The labels as numbers, NaN where one is none."""
+
+    def number(cell: object) -> float:
+        try:
+            return float(cell)  # type: ignore[arg-type]
+        except (ValueError, TypeError):
+            return math.nan
+
+    try:
+        return np.asarray(raw).astype(np.float64)
+    except (ValueError, TypeError):
+        return np.fromiter(map(number, raw), np.float64, len(raw))
 
 
 def _numbers(name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -12,7 +12,7 @@ import numpy as np
 from quietgrad import files
 from quietgrad.data.arrays import parse_npz
 from quietgrad.data.containers import read_content
-from quietgrad.data.dataset import Dataset, Task, check, check_task, check_trainable, encode_labels, normalized
+from quietgrad.data.dataset import Dataset, Task, check, check_task, encode_labels, normalized
 from quietgrad.data.libsvm import parse_libsvm
 from quietgrad.data.registry import entry
 from quietgrad.data.schema import Schema, read_schema
@@ -40,7 +40,6 @@ def load(
     normalize_rows: bool = False,
     dtype: Literal["float32", "float64"] | None = None,
     download: bool = True,
-    train: bool = True,
     person: str | None = None,
 ) -> Dataset:
     """Load a registered data set by name, or a LIBSVM, CSV, npz or parquet file.
@@ -49,7 +48,7 @@ def load(
     fetched unless `download=False`; their public facts are in the registry. For a file say what is public:
     `schema` (CSV, parquet), `classes` or `task`, `n_features` (LIBSVM), `label` (CSV, parquet; the last column
     otherwise), `test` (a second file of the same kind), `format` if the suffix does not tell. `normalize_rows`
-    scales rows to norm ≤ 1. `train=False` is for records that are only scored: they may all be of one class.
+    scales rows to norm ≤ 1.
     `person` names the column (CSV, parquet) of the ids of the people that rows are about; it is no feature.
 
     >>> data = load("breast-cancer", normalize_rows=True)
@@ -72,8 +71,6 @@ def load(
         if extra := [k for k, v in given.items() if v is not None]:
             raise DataError(f"{source} is a registered data set; {extra[0]}= applies to files only.")
         data = _registered(str(source), download)
-    if train:
-        check_trainable(data)
     if normalize_rows:
         data = normalized(data)
     return data if dtype is None else _cast(data, dtype)

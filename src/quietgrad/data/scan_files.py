@@ -23,7 +23,7 @@ from quietgrad.data.scan_units import (
     stamp_of,
 )
 from quietgrad.data.schema import Categorical, Schema
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, boundary
 from quietgrad.files import PACKED, table_kind
 from quietgrad.shown import shown
 
@@ -148,7 +148,7 @@ def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> A
     """The Arrow schema of a file; of delimited text, the names alone, as the schema types them."""
     import pyarrow as pa
 
-    try:
+    with boundary(f"{shown(path)}: cannot be read as {kind}; it may be cut short."):
         if kind == "csv":
             return pa.schema([(name, pa.string()) for name in _csv_names(path, filesystem, schema)[0]])
         if kind == "parquet":
@@ -157,8 +157,6 @@ def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> A
             return parquet_facts(path, filesystem, stamp).schema.to_arrow_schema()
         with open_file(path, filesystem) as source, pa.ipc.open_file(source) as file:
             return file.schema
-    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError):
-        raise DataError(f"{shown(path)}: cannot be read as {kind}; it may be cut short.") from None
 
 
 def _csv_names(path: str, filesystem: Any, schema: Schema | None) -> tuple[tuple[str, ...], str, bool]:
@@ -180,7 +178,6 @@ def _csv_names(path: str, filesystem: Any, schema: Schema | None) -> tuple[tuple
 
 def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, int | None]]:
     """The pieces of a file with their rows, ``None`` where only reading tells."""
-    import pyarrow as pa
 
     kind = table_kind(path)
     if kind is None:
@@ -191,10 +188,8 @@ def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, i
     layout.check_types(_typed(header_of(path, filesystem, kind, layout.schema), kind, layout), shown(path))
     if kind == "csv":
         return [(FileUnit(path, filesystem, kind, stamp, (), _dialect(path, filesystem, layout)), None)]
-    try:
+    with boundary(f"{shown(path)}: cannot be read as {kind}; it may be cut short."):
         sizes = _group_sizes(path, filesystem, kind, stamp)
-    except (pa.ArrowException, OSError, UnicodeDecodeError):
-        raise DataError(f"{shown(path)}: cannot be read as {kind}; it may be cut short.") from None
     units: list[tuple[FileUnit, int | None]] = []
     groups: list[int] = []
     rows = 0

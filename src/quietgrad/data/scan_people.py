@@ -16,7 +16,7 @@ import numpy as np
 
 from quietgrad.data.row_layout import Array, RowLayout
 from quietgrad.errors import ChangedError, DataError
-from quietgrad.objectives.people import People, Whose, check_no_crowd
+from quietgrad.objectives.people import People, Whose
 from quietgrad.objectives.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
 from quietgrad.objectives.tables.scanned import Task
 
@@ -182,23 +182,17 @@ def _check_spelling(ids: Any) -> None:
             )
 
 
-def cut_by_person(units: Sequence[Any], runs: Sequence[Runs], most: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def cut_by_person(units: Sequence[Any], runs: Sequence[Runs]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The pieces with everybody's rows in one of them, and how many people begin in each.
 
     Raises:
-        DataError: ids are not sorted, or somebody has more rows than are read at a time.
+        DataError: ids are not sorted.
     """
     everyone = _NOBODY
     for found in runs:
         everyone = everyone.then(found)
     if not any(everyone.orders):
         raise DataError(UNSORTED)
-    check_no_crowd(everyone.longest, everyone.rows)
-    if everyone.longest > most:
-        raise DataError(
-            f"person: somebody has more rows than the {most} that are read at a time. Is the column that of "
-            "people's ids? Leave rows out, or sum them up per person before."
-        )
     pieces: list[Any] = list(units)
     people = [found.people for found in runs]
     owner, last = -1, None
@@ -222,7 +216,11 @@ def cut_by_person(units: Sequence[Any], runs: Sequence[Runs], most: int) -> tupl
 
 
 def whole_people(parts: Any, task: Task, whose: Whose) -> Iterator[tuple[Array, Array, People]]:
-    """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for."""
+    """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for.
+
+    Of somebody with more rows than are read at a time, the first so many are looked at: a rule about a person's own
+    rows, as a refusal would not be.
+    """
     import pyarrow as pa
 
     if not task.people:
@@ -241,19 +239,24 @@ def whole_people(parts: Any, task: Task, whose: Whose) -> Iterator[tuple[Array, 
             raise DataError(UNSORTED)
         end = int(starts[-1])  # the last person may go on in the next block
         if end:
-            yield from _asked(X[:end], y[:end], starts, met, task, whose)
+            yield from _asked(X[:end], y[:end], starts, met, task, whose, parts.rows)
             met += len(starts) - 1
-        kept = X[end:], y[end:], ids.slice(end)
+        kept = X[end : end + parts.rows], y[end : end + parts.rows], ids.slice(end, parts.rows)
     if kept is not None:
-        yield from _asked(kept[0], kept[1], np.array([0, len(kept[0])]), met, task, whose)
+        yield from _asked(kept[0], kept[1], np.array([0, len(kept[0])]), met, task, whose, parts.rows)
         met += 1
     if met != task.people:
         raise ChangedError(_CHANGED)
 
 
 def _asked(
-    X: Array, y: Array, starts: Array, met: int, task: Task, whose: Whose
+    X: Array, y: Array, starts: Array, met: int, task: Task, whose: Whose, most: int
 ) -> Iterator[tuple[Array, Array, People]]:
+    sizes = np.diff(starts)
+    if (sizes > most).any():
+        first = np.flatnonzero(np.arange(starts[-1]) - np.repeat(starts[:-1], sizes) < most)
+        X, y = X[first], y[first]
+        starts = np.concatenate([[0], np.cumsum(np.minimum(sizes, most))])
     numbers = np.arange(met, met + len(starts) - 1)
     people = People(np.arange(len(X)), starts, *whose, task.first + numbers)
     if task.rows is None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import platform
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quietgrad.data.quick_csv import line_blocks, read_block
-from quietgrad.errors import ChangedError, DataError
+from quietgrad.errors import ChangedError, DataError, QuietgradError
 from quietgrad.shown import shown
 
 _PAGE = 1 << 20  # bytes that a page of a column usually has at most
@@ -60,13 +59,13 @@ class FileUnit:
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[Any]:
         """Record batches of at most ``rows`` rows."""
-        import pyarrow as pa
 
         self.check()
         try:
             yield from _READERS[self.kind](self, list(columns), rows)
-        except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, zlib.error):
-            # Its own message may quote a cell.
+        except QuietgradError:
+            raise
+        except Exception:  # whatever a parser has for bytes that are not its own; its message may quote a cell
             self.check()
             raise DataError(
                 f"{shown(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds what "

@@ -65,8 +65,8 @@ class Numeric:
 class Categorical:
     """A categorical column with a public vocabulary, one-hot encoded in the order given.
 
-    `drop_first` leaves out the first category's bit. A value outside the vocabulary is refused, or with
-    `unknown="zero"` sets no bit.
+    `drop_first` leaves out the first category's bit. A value outside the vocabulary sets no
+    bit: a refusal would tell that somebody has one.
 
     >>> Categorical(("no", "yes")).encode("loan", ["yes", "no"])
     array([[0., 1.],
@@ -75,13 +75,10 @@ class Categorical:
 
     categories: tuple[str, ...]
     drop_first: bool = False
-    unknown: str = "refuse"
 
     def __post_init__(self) -> None:
         if len(self.categories) < 2 or len(set(self.categories)) != len(self.categories):
             raise DataError(f"categories={list(self.categories)}: must be two or more different values.")
-        if self.unknown not in ("refuse", "zero"):
-            raise DataError(f"unknown={self.unknown!r}: must be 'refuse' or 'zero'.")
 
     @property
     def width(self) -> int:
@@ -98,11 +95,6 @@ class Categorical:
         """The column as 0/1 features, one row each."""
         index = {c: i for i, c in enumerate(self.categories)}
         codes = np.fromiter((index.get(str(v).strip(), -1) for v in values), np.int64, len(values))
-        if self.unknown == "refuse" and (codes < 0).any():
-            raise DataError(
-                f"column {column!r} holds values outside its declared categories. Add them to the schema, or "
-                'set "unknown": "zero" to encode them as all zeros.'
-            )
         bits = (codes[:, None] == np.arange(len(self.categories))).astype(np.float64)
         kept: npt.NDArray[np.float64] = bits[:, int(self.drop_first) :]
         return kept
@@ -209,7 +201,7 @@ def _missed(error: Exception) -> str:
 def _column(name: str, spec: Mapping[str, Any]) -> Numeric | Categorical:
     if "categories" in spec:
         categories = tuple(str(c) for c in spec["categories"])
-        return Categorical(categories, bool(spec.get("drop_first", False)), spec.get("unknown", "refuse"))
+        return Categorical(categories, bool(spec.get("drop_first", False)))
     if "bounds" in spec:
         low, high = spec["bounds"]
         return Numeric((float(low), float(high)), bool(spec.get("log", False)), spec.get("fill"))

@@ -18,7 +18,7 @@ from quietgrad.data.containers import EXPANSION, budget
 from quietgrad.data.dataset import Dataset, Task, check, encode_labels
 from quietgrad.data.quick_csv import Coded, NotPlainError, among, by_word, coded, quick_chunks
 from quietgrad.data.schema import Schema, to_numbers
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, QuietgradError
 from quietgrad.shown import shown
 
 Columns: TypeAlias = dict[str, "Sequence[Any] | npt.NDArray[Any] | Coded"]
@@ -107,7 +107,9 @@ def read_parquet(
         rows = max(1, min(_CHUNK, _CELLS // max(1, len(header))))
         chunks = (_parquet_columns(batch, header) for batch in table.iter_batches(batch_size=rows))
         return _assemble(chunks, header, schema, label, task, classes, name, person)
-    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError, UnicodeDecodeError):
+    except QuietgradError:
+        raise
+    except Exception:  # pyarrow's own, and what it lets through of bytes that are not parquet
         raise DataError(f"{name}: not a readable parquet file; it may be cut short.") from None
 
 

@@ -21,8 +21,8 @@ def _first_dropped(*words: str) -> Categorical:
     return Categorical(words, drop_first=True)
 
 
-def _codes(low: int, high: int, unknown: str = "refuse") -> Categorical:
-    return Categorical(tuple(str(k) for k in range(low, high + 1)), unknown=unknown)
+def _codes(low: int, high: int) -> Categorical:
+    return Categorical(tuple(str(k) for k in range(low, high + 1)))
 
 
 BANK = Schema(
@@ -130,7 +130,7 @@ BIKE = Schema(
         "holiday": _codes(0, 1),
         "weekday": _codes(0, 6),
         "workingday": _codes(0, 1),
-        "weathersit": _codes(1, 4, unknown="zero"),
+        "weathersit": _codes(1, 4),
         "temp": Numeric((0, 1)),
         "atemp": Numeric((0, 1)),
         "hum": Numeric((0, 1)),

@@ -32,7 +32,6 @@ from quietgrad.estimators.classifiers import (
     PrivateLogisticRegression,
     codes_of,
     declared_classes,
-    known_codes,
     public_labels,
     typed_labels,
 )
@@ -46,7 +45,9 @@ from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.objectives.tables.shapes import Feature, Shapes
+from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Slot
+from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
 from quietgrad.training.running import refused
@@ -135,17 +136,35 @@ class _Additive(PrivateLinearModel):
         return Shapes(tuple(features), self._pairs())
 
     def _fit_shapes(
-        self, Z: Any, y: Any, *, whom: Whom, labels: tuple[Slot, ...], classes: int, start: Any
+        self,
+        Z: Any,
+        y: Any,
+        *,
+        whom: Whom,
+        find: Callable[[int], tuple[Slot, ...]] | None,
+        classes: int,
+        start: Any,
     ) -> None:
-        """Plan everything, look, expand, fit. ``start(session)`` gives the loss and the targets after its look."""
-        n, budget, given = whom.count(Z.shape[0]), self._budget(), self._given()
+        """Count, plan everything, look, expand, fit.
+
+        ``find(n)`` is the look at the labels, if they are not known; ``start(session)`` gives the loss and the
+        targets after it.
+        """
+        budget, given = self._budget(), self._given()
+        self._bins(NOMINAL), self._pairs()  # settings are checked before anything is reserved
+        data = with_labels(Z, y, None) if find is not None or not is_scan(Z) else Z.labelled(y)
+        curator = self._curator(whom.asks(Squared() if find is None else LabelSet()), whom.of_data(data))
+        size = self._count(curator, Z.shape[1], whom)
+        n = size.n
+        labels = () if find is None else find(n)
+        self._check_signal(n)
         bins = self._bins(n)
-        look = look_for(self._public_n(n), Z.shape[1], budget=budget, feature_bounds=given, **self._look_shape())
+        look = look_for(n, Z.shape[1], budget=budget, feature_bounds=given, **self._look_shape())
         # The bins need the whole of a range: what is rare and far away is often what matters.
         look = replace(look, whole=False, refine=False)
         draft = self._shapes(Frame(np.zeros(Z.shape[1]), np.ones(Z.shape[1])), bins)
         method = for_table(
-            self._public_n(n),
+            n,
             draft.columns,
             budget=budget,
             feature_bounds=[(-1.0, 1.0)] * draft.columns,
@@ -158,9 +177,8 @@ class _Additive(PrivateLinearModel):
         looks = tuple(
             Slot(name, FullBatch(), fixed=look_noise(budget, share)) for name, share in look.shares().items()
         )
-        plan = make_plan(method, n=self._public_n(n), budget=budget, looks=(*labels, *looks), unit=whom.unit)
-        data = with_labels(Z, y, None) if labels or not is_scan(Z) else Z.labelled(y)
-        session = self._open(whom.asks(LabelSet() if labels else Squared()), whom.of_data(data), plan)
+        plan = make_plan(method, n=size, budget=budget, looks=(*labels, *looks), unit=whom.unit)
+        session = self._open(curator, plan)
         try:
             loss, targets, notes = start(session)
             data = Z.known().labelled(targets) if is_scan(Z) else (Z, np.asarray(targets, dtype=np.float64))
@@ -187,6 +205,10 @@ class _Additive(PrivateLinearModel):
         if advice:
             warnings.warn(advice, TooNoisyWarning, stacklevel=5)
         self._keep(weights, bias, frame)
+
+    def _check_signal(self, n: int) -> None:
+        """Raise if ``n`` records are too few to find what is not declared."""
+        return
 
     def _look_shape(self) -> dict[str, Any]:
         return {}
@@ -219,10 +241,7 @@ class _Additive(PrivateLinearModel):
             refuse_text(y, "y")
         y = _check_y(y, y_numeric=numeric, estimator=self)
         check_consistent_length(Z, y)
-        if len(Z) < 2:
-            raise DataError(
-                "X: one sample (n_samples = 1) tells nothing that noise would not hide; give more records."
-            )
+        self._check_size(len(Z))
         return Z, y
 
     @property
@@ -324,7 +343,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         self,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         classes: Sequence[Any] | None = None,
         feature_bounds: Any = None,
@@ -379,11 +398,11 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
             codes = coder(Z, self.classes_, codes_of)
             return loss, codes if is_scan(Z) else codes(y), notes
 
-        labels = () if declared is not None else (self._look(whom.count(len(Z))),)
         known = 2 if declared is None else len(declared)
-        data: Any = y if declared is None else coder(Z, declared, known_codes)
+        data: Any = y if declared is None else coder(Z, declared, codes_of)
         data = data(y) if declared is not None and not is_scan(Z) else data
-        self._fit_shapes(Z, data, whom=whom, labels=labels, classes=known, start=start)
+        find = None if declared is not None else lambda n: (self._look(n),)
+        self._fit_shapes(Z, data, whom=whom, find=find, classes=known, start=start)
 
     def decision_function(self, X: Any) -> Any:
         """Scores: one per record for two classes, else one per record and class."""
@@ -413,7 +432,7 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
         self,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         target_bounds: tuple[float, float] | None = None,
         feature_bounds: Any = None,
@@ -446,13 +465,16 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
         Z, y = self._check_inputs(X, y, numeric=True)
         y = as_numbers if is_scan(Z) else np.asarray(y, dtype=np.float64)
         whom = whose(len(Z))
-        self._bounds_of_targets = self._target_bounds(whom.count(len(Z)))
+        self._bounds_of_targets = self._target_bounds()
 
         def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
             found = ("the range of the targets was found privately",) if self._bounds_of_targets is None else ()
             return Squared(intercept=True), y, found
 
-        self._fit_shapes(Z, y, whom=whom, labels=(), classes=2, start=start)
+        self._fit_shapes(Z, y, whom=whom, find=None, classes=2, start=start)
+
+    def _check_signal(self, n: int) -> None:
+        self._target_bounds(n)
 
     def _look_shape(self) -> dict[str, Any]:
         return {"regression": True, "target_bounds": self._bounds_of_targets}

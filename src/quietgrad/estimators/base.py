@@ -22,7 +22,7 @@ from sklearn.base import BaseEstimator, clone
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
-from quietgrad.curators.account import Charge, sent_away
+from quietgrad.curators.account import Account, Charge, sent_away
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, LedgerWarning, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
@@ -35,6 +35,7 @@ from quietgrad.objectives.people import Combine
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.layout import refuse_text
+from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Budget, Relation, Unit
@@ -97,18 +98,21 @@ class PrivateLinearModel(Charged):
         if options.get("y_numeric"):
             refuse_text(y, "y")
         checked, y = checked_rows(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options)
-        if checked.shape[0] < 2:
-            raise DataError(
-                "X: one sample (n_samples = 1) tells nothing that noise would not hide; give more records."
-            )
+        self._check_size(checked.shape[0])
         self._bounds = self._declared_bounds(X, checked.shape[1])
         self._is_sparse = not isinstance(checked, np.ndarray)
         return checked, y
 
+    def _check_size(self, rows: int) -> None:
+        """Refuse a single record where it is public that it is one; under add-remove nobody is told."""
+        if rows < 2 and Relation.parse(self.relation) is Relation.REPLACE_ONE:
+            raise DataError(
+                "X: one sample (n_samples = 1) tells nothing that noise would not hide; give more records."
+            )
+
     def _scanned(self, X: Any) -> Any:
         """A scan, with what is public of it; it is read when the fit's door is opened."""
-        if len(X) < 2:
-            raise DataError("X: one sample tells nothing that noise would not hide; give more records.")
+        self._check_size(len(X))
         self.n_features_in_ = X.features
         self.feature_names_in_ = np.array(X.feature_names, dtype=object)
         self._bounds = self._declared_bounds(None, X.features) if self.feature_bounds is not None else X.bounds
@@ -157,14 +161,15 @@ class PrivateLinearModel(Charged):
     # --- the plan ---------------------------------------------------------------------------------------------
 
     def _method(self, n: int, features: int, whom: Whom = _ROWS) -> Algorithm:
+        """The method for a public number of records."""
         if isinstance(self.algorithm, str):
-            return _by_name(self.algorithm, self._public_n(n))
+            return _by_name(self.algorithm, n)
         if self.algorithm is not None:
             if not (hasattr(self.algorithm, "schedule") and hasattr(self.algorithm, "step")):
                 raise ValueError("algorithm: must be a method of quietgrad, its name such as 'dp-sgd', or None.")
             return self.algorithm
         return for_table(
-            self._public_n(n),
+            n,
             features,
             budget=self._budget(),
             feature_bounds=getattr(self, "_bounds", None),
@@ -194,26 +199,29 @@ class PrivateLinearModel(Charged):
         penalty = L2(self.regularization) if self.regularization else NoRegularizer()
         return {"regularizer": penalty, "intercept": self.fit_intercept}
 
-    def _public_n(self, n: int) -> int:
-        if self.n_public is None or Relation.parse(self.relation) is Relation.REPLACE_ONE:
-            return n
-        return self.n_public
+    def _count(self, curator: CentralCurator, features: int, whom: Whom) -> PublicCount:
+        """How many records to plan for: the first release of the fit where their number is a secret."""
+        budget = self._budget()
+        declared = self.n_public if budget.relation is Relation.ADD_REMOVE else None
+        return curator.count(budget, declared, self._method(NOMINAL, features, whom))
 
-    def _plan(self, n: int, features: int, looks: tuple[Slot, ...] = (), whom: Whom = _ROWS) -> Plan:
+    def _plan(
+        self, size: int | PublicCount, features: int, looks: tuple[Slot, ...] = (), whom: Whom = _ROWS
+    ) -> Plan:
         """The plan of a whole fit, looks at the labels included."""
-        method = self._method(n, features, whom)
+        method = self._method(size.n if isinstance(size, PublicCount) else size, features, whom)
         return make_plan(
-            method, n=self._public_n(n), budget=self._budget(), looks=looks, unit=whom.unit,
+            method, n=size, budget=self._budget(), looks=looks, unit=whom.unit,
             records_public=whom.records_public,
         )  # fmt: skip
 
     def _planned(self, n: int, features: int, whom: Whom = _ROWS) -> Plan:
-        """The plan that a fit on ``n`` records would make."""
+        """The plan that a fit would make whose public number of records is ``n``."""
         return self._plan(n, features, whom=whom)
 
     def _signal(self, n: int) -> float:
         """nμ: records per unit of the budget's noise, which decides what can be found."""
-        return self._public_n(n) * strength(self._budget())
+        return n * strength(self._budget())
 
     # --- the fit ----------------------------------------------------------------------------------------------
 
@@ -255,19 +263,18 @@ class PrivateLinearModel(Charged):
         """Check what is given, then ask ``whose`` its rows are, plan, and train."""
         raise NotImplementedError
 
-    def _open(self, objective: Any, data: Any, plan: Plan) -> CentralSession:
-        """Charge the whole fit before anything is released, and open its door."""
-        curator = CentralCurator(
-            objective, data, ledger=self.ledger, account=self.account, cap=self.cap, seed=self._seed()
-        )
+    def _curator(self, objective: Any, data: Any) -> CentralCurator:
+        """Who holds the records of the fit."""
+        seed = self._seed()
+        payer = Account.of(self.account, self.ledger, self.cap, seeded=seed is not None)
+        return CentralCurator(objective, data, account=payer, seed=seed)
+
+    def _open(self, curator: CentralCurator, plan: Plan) -> CentralSession:
+        """Charge the whole fit before anything else is released, and open its door."""
         return curator.open(plan, within=self._within, note=type(self).__name__, part=True)
 
     def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
-        if self.n_public is None and Relation.parse(self.relation) is Relation.ADD_REMOVE:
-            notes = (*notes, "n was taken from the data and is thereby declared public")
-        if self.ledger is None:
-            notes = (*notes, "no ledger: only fits of this process are added up (estimators.spent)")
         if _inside_a_search():
             notes = (*notes, _SEARCHED)
             warnings.warn(_SEARCHED, TooNoisyWarning, stacklevel=4)

@@ -21,8 +21,9 @@ from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
+from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 from quietgrad.privacy.mechanisms import FrequentLabels
 from quietgrad.sampling import FullBatch
 from quietgrad.training.running import refused
@@ -40,23 +41,23 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         typed = typed_labels(self.classes, y)
         X, y, declared = self._accept(X, y)
         say(typed)
-        whom = whose(X.shape[0])
-        n, features = whom.count(X.shape[0]), X.shape[1]
-        looks = () if declared is not None else (self._look(n),)
-        method = self._method(n, features, whom)
-        plan = self._plan(n, features, looks, whom)
+        whom, features = whose(X.shape[0]), X.shape[1]
         notes = (*whom.notes, *typed)
+        known = self._loss(2, np.arange(2)) if declared is None else self._loss(len(declared), declared)
+        whom.check(self._method(NOMINAL, features, whom), known)  # settings are checked before anything is reserved
         if declared is not None:
-            loss = self._loss(len(declared), declared)
             self.classes_ = declared
             if self.classes is None and not typed:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
-            whom.check(method, loss)
-            data = with_labels(X, y, coder(X, declared, known_codes))
-            session = self._open(whom.asks(loss), whom.of_data(data), plan)
+            data = with_labels(X, y, coder(X, declared, codes_of))
+            curator = self._curator(whom.asks(known), whom.of_data(data))
         else:
-            whom.check(method, self._loss(2, np.arange(2)))  # settings are checked before anything is reserved
-            session = self._open(whom.asks(LabelSet()), whom.of_data(X if is_scan(X) else (X, y)), plan)
+            curator = self._curator(whom.asks(LabelSet()), whom.of_data(X if is_scan(X) else (X, y)))
+        size = self._count(curator, features, whom)
+        looks = () if declared is not None else (self._look(size.n),)
+        method = self._method(size.n, features, whom)
+        session = self._open(curator, self._plan(size, features, looks, whom))
+        if declared is None:
             self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
             rare = f"{len(self.classes_)} classes were found privately; rarer labels count as the first"
             notes = (*notes, rare)
@@ -102,15 +103,16 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         return self._plan(n, features, () if self.classes is not None else (self._look(n),), whom)
 
     def _look(self, n: int) -> Slot:
-        """The private look at the labels: a share of the budget, and of δ for a rare label that passes."""
+        """The look at the labels of about ``n`` records: a share of the budget, and of δ for a rare label that
+        passes."""
         budget = self._budget()
         share = 0.2 if self._signal(n) < _FEW else 0.05
         failure = FrequentLabels(_FAILURE_PART * budget.delta)
         slot = Slot("labels", FullBatch(), mechanism=failure, fixed=look_noise(budget, share))
         least = 1.0 - LabelCounts(budget.relation).bound * slot.multiplier(1.0) * float(ndtri(failure.failure))
-        if 2.0 * least > self._public_n(n):
+        if 2.0 * least > n:
             raise DataError(
-                f"y: at this budget a class is found only if it has about {math.ceil(least)} records, and two of "
+                f"y: at this budget one class is found only if it has about {math.ceil(least)} records, and two of "
                 "those cannot be. Declare them as public: classes=[...]."
             )
         return slot
@@ -174,28 +176,23 @@ def codes_of(classes: Any, y: Any) -> Any:
     """The position of each label among ``classes``."""
     codes = np.searchsorted(classes, y)
     codes[codes == len(classes)] = 0
-    # A label too rare to be found counts as the first class: a public rule, the same for every record.
+    # One too rare to be found, or not declared, counts as the first class: a rule for every record by itself.
     codes[classes[codes] != y] = 0
     return codes
 
 
-def known_codes(classes: Any, y: Any) -> Any:
-    """The position of each label among declared ``classes``, which hold every label."""
-    if not np.isin(y, classes).all():
-        raise DataError(
-            "y: has a label that is not among the declared classes. Declare it, or remove such records."
-        )
-    return np.searchsorted(classes, y)
-
-
 def declared_classes(classes: Sequence[Any], y: Any) -> Any:
-    """The declared classes, sorted, if they hold every label."""
+    """The declared classes, sorted. A label that is not among them counts as the first, whoever has it.
+
+    What is refused is public: too few classes, or texts declared for a column of numbers and the other way round.
+    """
     declared = np.unique(np.asarray(classes))
     if len(declared) < 2:
         raise ValueError(f"classes={list(classes)!r}: must name at least two classes.")
-    if not np.isin(y, declared).all():
-        raise DataError(
-            "y: has a label that is not among the declared classes. Declare it, or remove such records."
+    texts = [np.asarray(each).dtype.kind in "US" for each in (declared, y)]
+    if np.asarray(y).dtype.kind in "biufUS" and len(y) and texts[0] != texts[1]:
+        raise ValueError(
+            "classes: are texts where y has numbers, or the other way round; declare them as y has them."
         )
     return declared
 
@@ -204,7 +201,8 @@ class PrivateLogisticRegression(_PrivateClassifier):
     """Differentially private logistic regression, binary or multinomial; good without tuning.
 
     Args:
-        epsilon, delta, relation: the promise of one fit. ``"replace-one"`` keeps n public and fixed.
+        epsilon, delta, relation: the promise of one fit. ``"add-remove"`` keeps the number of records secret,
+            ``"replace-one"`` has it public and fixed.
         classes: the label set, public; ``None`` finds frequent labels privately, at a small charge. Boolean labels
             and pandas categoricals declare theirs; a warning says so of the latter, because ``astype("category")``
             reads them from the records.
@@ -223,7 +221,7 @@ class PrivateLogisticRegression(_PrivateClassifier):
             fits of this process only (:func:`quietgrad.estimators.spent`).
         account: the people the records are about.
         cap: a :class:`~quietgrad.Budget` the account as a whole must not exceed.
-        n_public: under add-remove, the public number of records (default: the data's, thereby declared public).
+        n_public: under add-remove, the public number of records; ``None`` counts them privately, with 1 % of ε.
         random_state: a seed for tests; the result is then not private and a warning says so.
 
     Attributes:
@@ -242,7 +240,7 @@ class PrivateLogisticRegression(_PrivateClassifier):
         self,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         classes: Sequence[Any] | None = None,
         feature_bounds: Any = None,
@@ -312,7 +310,7 @@ class PrivateSVC(_PrivateClassifier):
         self,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         smoothing: float = 1.0,
         classes: Sequence[Any] | None = None,

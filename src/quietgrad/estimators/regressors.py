@@ -18,7 +18,8 @@ from quietgrad.estimators.scans import is_scan, with_labels
 from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Huber, Squared
-from quietgrad.privacy.budget import Budget
+from quietgrad.plans.counting import NOMINAL
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 
 _LEAST_SIGNAL = 150.0  # nμ below which the range of targets cannot be found: a false one is a useless model
 
@@ -29,20 +30,21 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
 
     def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
         X, y, bounds = self._accept(X, y)
-        whom = whose(X.shape[0])
-        n, features = whom.count(X.shape[0]), X.shape[1]
-        bounds = self._target_bounds(n)
-        method = self._method(n, features, whom)
-        looks_itself = isinstance(method, WhitenedGD) and method.look is not None
+        whom, features = whose(X.shape[0]), X.shape[1]
+        kind = self._method(NOMINAL, features, whom)
+        whom.check(kind, self._loss())
+        looks_itself = isinstance(kind, WhitenedGD) and kind.look is not None
         scale = None
         if not looks_itself:  # another method sees targets scaled to ±2 by public bounds
             if bounds is None:
                 raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
             scale = Frame(np.zeros(1), np.ones(1), bounds)
-        plan = self._plan(n, features, whom=whom)
-        whom.check(method, self._loss())
         data = whom.of_data(with_labels(X, y, None if scale is None else scale.targets))
-        session = self._open(whom.asks(self._loss()), data, plan)
+        curator = self._curator(whom.asks(self._loss()), data)
+        size = self._count(curator, features, whom)
+        self._target_bounds(size.n)
+        method = self._method(size.n, features, whom)
+        session = self._open(curator, self._plan(size, features, whom=whom))
         found = ("the range of the targets was found privately",) if bounds is None else ()
         weights, bias = self._train(session, method, (*whom.notes, *found))
         self.coef_, self.intercept_ = weights[:, 0], float(bias[0])
@@ -56,15 +58,16 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""
         if is_scan(X):
-            return self._scanned(X), y, self._target_bounds(X.shape[0])
+            return self._scanned(X), y, self._target_bounds()
         X, y = self._validated(X, y, y_numeric=True)
         self._loss()  # what no loss takes is refused before anybody pays
-        return X, np.asarray(y, dtype=np.float64), self._target_bounds(X.shape[0])
+        return X, np.asarray(y, dtype=np.float64), self._target_bounds()
 
-    def _target_bounds(self, n: int) -> Bounds | None:
+    def _target_bounds(self, n: int | None = None) -> Bounds | None:
+        """The declared range of the targets; refused without one if it could not be found among ``n`` records."""
         if self.target_bounds is not None:
             return checked_bounds("target_bounds", self.target_bounds)
-        if self._signal(n) < _LEAST_SIGNAL:
+        if n is not None and self._signal(n) < _LEAST_SIGNAL:
             raise DataError(
                 "y: at this n and ε no range of the targets can be found privately. Declare it as public: "
                 "target_bounds=(low, high)."
@@ -108,7 +111,7 @@ class PrivateHuberRegressor(_PrivateRegressor):
         self,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         threshold: float = 1.0,
         target_bounds: tuple[float, float] | None = None,
@@ -165,7 +168,7 @@ class PrivateLinearRegression(_PrivateRegressor):
         self,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         target_bounds: tuple[float, float] | None = None,
         feature_bounds: Any = None,

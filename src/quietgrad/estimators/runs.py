@@ -46,6 +46,8 @@ def from_run(folder: str | Path) -> Any:
         raise DataError(f"{folder}: no estimator has the loss {name}.")
     home, kind = _KINDS[name]
     model = getattr(import_module(f"quietgrad.estimators.{home}"), kind)(fit_intercept=bool(facts["intercept"]))
+    if result.privacy.relation is not None:
+        model.relation = str(result.privacy.relation)
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
         model.account = account.rpartition("; ")[2]  # of the last part
     weights, bias = coefficients(result, facts)
@@ -108,7 +110,7 @@ def to_run(model: Any, folder: str | Path) -> Path:
         "regularizer": None,
         "intercept": model.fit_intercept,
         "row_bound": None,
-        "rows": "refuse",
+        "rows": "clip",
         "features": model.n_features_in_,
         "feature_names": None if names is None else [str(name) for name in names],
         "task": "regression" if regression else "multiclass" if several else "binary",

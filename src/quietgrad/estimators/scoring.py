@@ -20,17 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.tabulate import Tabulate
+from quietgrad.curators.account import Account
+from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
 from quietgrad.estimators.answers import row_by_row
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.files import write_atomically
-from quietgrad.objectives.people import People
 from quietgrad.objectives.queries.evaluation import Tabulation
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
-from quietgrad.objectives.tables.scanned import ScannedPeople
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.plans.counting import PublicCount
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.training.result import Privacy, digest_of, load
 
 Floats = npt.NDArray[np.float64]
@@ -106,7 +107,7 @@ def private_score(
     *,
     epsilon: float = 0.3,
     delta: float = 1e-6,
-    relation: str | Relation = "replace-one",
+    relation: str | Relation = DEFAULT_RELATION,
     ledger: Any = None,
     account: str = "held-out",
     cap: Budget | None = None,
@@ -150,15 +151,13 @@ def private_score(
             raise DataError("y: Complex data not supported; give labels or real numbers.")
         held = _Held(X, y)
     whom = Whom.of(ids, len(held), "mean", records_per_person)
-    count = whom.count(len(held))
-    public = n_public if n_public is not None and budget.relation is Relation.ADD_REMOVE else count
-    publish = _publisher(budget, ledger, account, cap, n_public, held, whom.people)
+    door = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
         binary = len(classes) == 2
-        score = _binary(model, classes, publish, public) if binary else _multiclass(model, classes, publish)
+        score = _binary(model, classes, door) if binary else _multiclass(model, classes, door)
     else:
-        score = _regression(model, count, target_bounds, publish)
+        score = _regression(model, target_bounds, door)
     return replace(score, of=_known_by(model))
 
 
@@ -195,10 +194,10 @@ class _Held:
 
 
 def _codes(classes: Any, y: Any) -> Any:
-    if not np.isin(y, classes).all():
-        raise DataError("y: has a label that the model does not know. Remove such records.")
+    """The position of each label among the model's classes; −1 for one that it does not know."""
     order = np.argsort(classes)  # a run's classes are in the order they were declared in
-    return order[np.searchsorted(classes, y, sorter=order)]
+    codes = order[np.minimum(np.searchsorted(classes, y, sorter=order), len(classes) - 1)]
+    return np.where(classes[codes] == y, codes, -1)
 
 
 @dataclass(frozen=True)
@@ -209,35 +208,52 @@ class _Released:
     privacy: Privacy
 
 
-def _publisher(
-    budget: Budget,
-    ledger: Any,
-    account: str,
-    cap: Budget | None,
-    n_public: int | None,
-    people: Any,
-    person: People | ScannedPeople | None,
-) -> Callable[..., _Released]:
-    def publish(places: Callable[[Any, Any], tuple[Any, Any]], size: int, groups: int) -> _Released:
+Places = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class _Publisher:
+    """Counts the people, and releases one table of them."""
+
+    def __init__(
+        self,
+        budget: Budget,
+        account: Account,
+        declared: int | None,
+        held: Any,
+        whom: Whom,
+    ) -> None:
+        self._budget, self._account, self._held, self._whom = budget, account, held, whom
+        self._declared = declared if budget.relation is Relation.ADD_REMOVE else None
+        self._size: PublicCount | None = None
+
+    def count(self, places: Places) -> int:
+        """About how many people there are; after ``places`` has shown that the model can be asked about them."""
+        whom = self._whom
+        data = whom.of_data(self._held.with_rows(places))
+        curator = CentralCurator(whom.asks(Tabulation()), data, account=self._account)
+        self._size = curator.count(self._budget, self._declared, Tabulate(1, 1))
+        self._account = curator.account
+        return self._size.n
+
+    def publish(self, places: Places, cells: int, groups: int) -> _Released:
+        """The table."""
         from quietgrad.training.minimizing import minimize
 
+        assert self._size is not None
+        people = self._whom.people
         result = minimize(
             Tabulation(),
-            people.with_rows(places),
-            Tabulate(size, groups),
-            budget=budget,
-            ledger=ledger,
-            account=account,
-            cap=cap,
-            n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
-            person=person,
-            records_per_person=None if person is None else person.records_per_person,
+            self._held.with_rows(places),
+            Tabulate(cells, groups),
+            budget=self._budget,
+            account=self._account,
+            n_public=self._size,
+            person=people,
+            records_per_person=None if people is None else people.records_per_person,
         )
-        exact = budget.relation is Relation.REPLACE_ONE
-        n = float(result.n_public) if exact or n_public is not None else None
+        # What the cells add up to has less noise than a count with a hundredth of the budget.
+        n = None if self._size.counted else float(self._size.n)
         return _Released(np.asarray(result.params), float(result.details["noise"]), n, result.privacy)
-
-    return publish
 
 
 def _features_of(X: Any) -> Any:
@@ -270,13 +286,13 @@ def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> t
     place, codes = np.searchsorted(edges, _logits(model, X)), _codes(classes, y)
     if len(place) != len(codes):
         raise DataError("X and y have different numbers of records.")
-    return (place * 2 + codes)[:, None], None
+    return np.where(codes < 0, -1, place * 2 + codes)[:, None], None
 
 
-def _binary(model: Any, classes: Any, publish: Callable[..., _Released], n_public: int) -> PrivateScore:
-    edges = bin_edges(n_public)  # never by the true number, which is private under add-remove
+def _binary(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
+    edges = bin_edges(door.count(partial(_binary_places, model, bin_edges(_FEW), classes)))
     bins = len(edges) + 1
-    released = publish(partial(_binary_places, model, edges, classes), 2 * bins, 1)
+    released = door.publish(partial(_binary_places, model, edges, classes), 2 * bins, 1)
     width = edges[1] - edges[0]
     middles = np.concatenate([[edges[0] - width], (edges[:-1] + edges[1:]) / 2, [edges[-1] + width]])
     probability = 1.0 / (1.0 + np.exp(-middles))
@@ -368,15 +384,18 @@ def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tu
     cells = [codes * k + scores.argmax(axis=1)]
     if chances:
         cells.append(k * k + np.searchsorted(edges, scores[np.arange(len(codes)), codes]))
-    return np.stack(cells, axis=1), None
+    # Cells below zero count nowhere: a refusal would tell that somebody has a label that the model does not know.
+    return np.where(codes[:, None] < 0, -1, np.stack(cells, axis=1)), None
 
 
-def _multiclass(model: Any, classes: Any, publish: Callable[..., _Released]) -> PrivateScore:
+def _multiclass(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
     k, chances = len(classes), model_has_chances(model)
     groups = 2 if chances else 1
     edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
     size = k * k + (_CONFIDENCE_BINS if chances else 0)
-    released = publish(partial(_class_places, model, edges, classes), size, groups)
+    places = partial(_class_places, model, edges, classes)
+    door.count(places)
+    released = door.publish(places, size, groups)
     middles = np.exp(np.concatenate([[np.log(edges[0]) - 0.5], np.log(edges) + 0.5 * math.log(2) / 1.5]))
 
     def read(counts: Floats) -> Floats:
@@ -410,9 +429,7 @@ def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[
     return np.tile(np.arange(len(_SUMS)), (len(y), 1)), sums
 
 
-def _regression(
-    model: Any, people: int, bounds: tuple[float, float] | None, publish: Callable[..., _Released]
-) -> PrivateScore:
+def _regression(model: Any, bounds: tuple[float, float] | None, door: _Publisher) -> PrivateScore:
     bounds = bounds if bounds is not None else getattr(model, "target_range_", None)
     if bounds is None:
         raise ValueError("target_bounds: declare the public (low, high) that the targets lie in.")
@@ -420,8 +437,9 @@ def _regression(
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError("target_bounds: must be (low, high) with low < high, both finite and public.")
     width = high - low
-    released = publish(partial(_error_places, model, low, high), len(_SUMS), len(_SUMS))
-    n = released.n if released.n is not None else float(people)
+    places = partial(_error_places, model, low, high)
+    n = float(door.count(places))
+    released = door.publish(places, len(_SUMS), len(_SUMS))
 
     def spread(counts: Floats) -> float:
         return float(counts[3] / n - (counts[2] / n) ** 2)

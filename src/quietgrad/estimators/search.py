@@ -25,8 +25,8 @@ from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.dp_gd import DPGD
 from quietgrad.algorithms.whitened_gd import WhitenedGD
-from quietgrad.curators.account import Charge
-from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.account import Account, Charge
+from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
 from quietgrad.estimators.answers import row_by_row
 from quietgrad.estimators.base import Charged
@@ -34,10 +34,11 @@ from quietgrad.estimators.scans import refuse_scan
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine, People
 from quietgrad.objectives.queries.scores import MeanScore, Scoring
+from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.price import price
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation, Unit
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
 
@@ -89,7 +90,7 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
         *,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         mean_rounds: float = 10.0,
         holdout: float = 0.2,
         scoring: str | None = None,
@@ -130,31 +131,35 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
         probe = clone(self.estimator)
         accepted, y, _ = probe._accept(X, y)  # whatever cannot be fitted is refused before anything is reserved
         whom = Whom.of(ids, accepted.shape[0], combine, records_per_person)
-        n, features = whom.count(accepted.shape[0]), accepted.shape[1]
+        features = accepted.shape[1]
         X = X if hasattr(X, "iloc") else accepted
-        train, test, public_train, public_test = self._split(n, budget)
-        trained, train, test = _rows_of(whom, train, test)
-        public = n if budget.relation is Relation.REPLACE_ONE else self._n_public(n)
-        plan = price(lambda z: self._plan(z, public, budget, whom.unit), budget)
         grid = [
             dict(zip(self.param_grid, values, strict=True))
             for values in itertools.product(*self.param_grid.values())
         ]
-        rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
-        whole = Charge(plan.event)
-        for model in rounds:  # and so is whatever cannot be a round
+        for setting in grid:  # and so is whatever cannot be a round
+            model = clone(self.estimator).set_params(**setting)
             model._accept(X, y)
-            method = model._method(public_train, features, whom)
+            method = model._method(NOMINAL, features, whom)
             whom.check(method, None)
             if not isinstance(method, (WhitenedGD, DPGD)):
                 raise UnprovableError(
                     "algorithm: a round of a search is priced as one Gaussian release: only the default, "
                     "WhitenedGD and DPGD can be searched over."
                 )
-            whole.part(model._planned(public_train, features, whom).event, budget)
         curator = CentralCurator(
-            whom.asks(Scoring()), whom.of_data((X, y)), ledger=self.ledger, account=self.account, cap=self.cap
+            whom.asks(Scoring()), whom.of_data((X, y)), account=Account.of(self.account, self.ledger, self.cap)
         )
+        declared = getattr(self.estimator, "n_public", None) if budget.relation is Relation.ADD_REMOVE else None
+        size = curator.count(budget, declared, None)
+        train, test, public_train, public_test = self._split(whom.count(accepted.shape[0]), size.n, budget)
+        trained, train, test = _rows_of(whom, train, test)
+        plan = price(lambda z: self._plan(z, size, budget, whom.unit), budget)
+        rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
+        whole = Charge(plan.event)
+        for model in rounds:
+            model._accept(X, y)
+            whole.part(model._planned(public_train, features, whom).event, budget)
         session = curator.open(plan, note="search")
         best = None
         for k in range(_rounds(self.mean_rounds, session.uniform("rounds"))):
@@ -173,7 +178,7 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
         assert spent.event is not None
         self.best_score_ = best[0] / public_test
         self.best_estimator_, self.best_params_ = best[1], best[2]
-        self.privacy_epsilon_ = self._state(self.best_estimator_, spent.event)
+        self.privacy_epsilon_ = self._state(self.best_estimator_, session, spent.event)
         self.n_features_in_ = self.best_estimator_.n_features_in_
         if hasattr(self.best_estimator_, "feature_names_in_"):
             self.feature_names_in_ = self.best_estimator_.feature_names_in_
@@ -197,18 +202,17 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
             raise ValueError("scoring='log_loss': needs an estimator with predict_proba.")
         return known[name]
 
-    def _split(self, n: int, budget: Budget) -> tuple[Any, Any, int, float]:
+    def _split(self, n: int, public: int, budget: Budget) -> tuple[Any, Any, int, float]:
         """Positions that train and that score, and the public numbers of both."""
         words = SecureStream(fresh_key(), "split").uint64(0, n)
         if budget.relation is Relation.REPLACE_ONE:
             held = max(1, round(self.holdout * n))
             if n - held < 2:
-                raise DataError("X: too few records (n_samples) to fit on some and score on others.")
+                raise DataError("X: one sample or two are too few to fit on some and score on others; give more.")
             test, train = np.split(np.argsort(words), [held])
             return train, test, n - held, float(held)
         # Each record on its own: in a split of fixed sizes, one record more moves another to the other side.
         aside = words < np.uint64(int(self.holdout * 2.0**64))
-        public = self._n_public(n)
         if min(self.holdout, 1.0 - self.holdout) * public < _FEWEST:
             raise DataError(
                 f"X: under add-remove a search needs about {_FEWEST} records (n_samples) on either side."
@@ -220,14 +224,13 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
             self.holdout * public,
         )
 
-    def _n_public(self, n: int) -> int:
-        return int(getattr(self.estimator, "n_public", None) or n)
-
-    def _plan(self, z: float, n: int, budget: Budget, unit: Unit = Unit.RECORD) -> Plan:
+    def _plan(self, z: float, size: PublicCount, budget: Budget, unit: Unit = Unit.RECORD) -> Plan:
         """Training and scoring see disjoint records, so a round costs one Gaussian release of multiplier z."""
         slot = Slot("round", FullBatch(), count=_ROUNDS)
         schedule = Schedule((slot,), "select", rounds=(float(self.mean_rounds), 1.0))
-        return Plan("private-search", {"mean_rounds": self.mean_rounds}, schedule, n, budget, z, unit=unit)
+        counted = size if size.counted else None
+        settings = {"mean_rounds": self.mean_rounds}
+        return Plan("private-search", settings, schedule, size.n, budget, z, unit=unit, counted=counted)
 
     def _candidate(self, setting: Mapping[str, Any], n: int, plan: Plan, budget: Budget) -> Any:
         """A round's estimator, with a budget that a fit of un-sampled Gaussian releases meets at that cost."""
@@ -278,26 +281,31 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
         check_is_fitted(self, "best_estimator_")
         return float(self.best_estimator_.score(X, y))
 
-    def _state(self, model: Any, event: events.Event) -> float:
+    def _state(self, model: Any, session: CentralSession, event: events.Event) -> float:
         """Say on the chosen model what choosing it cost, not what its own round would have cost alone."""
         from quietgrad.privacy.accounting import prove
 
+        plan = session.plan
+        event = plan.with_count(event)
         proof = prove(event, delta=self.delta, relation=self.relation)
+        epsilon = proof.epsilon
         notes = (*model.privacy_.notes, "chosen by a private search: ε is that of the whole search")
-        if getattr(self.estimator, "n_public", None) is None and proof.relation is Relation.ADD_REMOVE:
-            notes = (*notes, "n was taken from the data and is thereby declared public")
+        if plan.counted is not None:
+            # Another count would have led to another search; what is promised of all of them is the budget.
+            epsilon, notes = max(epsilon, float(self.epsilon)), (*notes, plan.counted.describe(plan.unit))
         model.privacy_ = replace(
             model.privacy_,
-            epsilon=proof.epsilon,
+            epsilon=epsilon,
             delta=proof.delta,
             accountant=proof.accountant,
             events=event,
             account=self.account,
             notes=notes,
         )
-        model.result_ = replace(model.result_, privacy=model.privacy_)
+        details = {**model.result_.details, "run": session.run}  # its entry in the ledger is the search's
+        model.result_ = replace(model.result_, privacy=model.privacy_, details=details)
         model.set_params(account=self.account, ledger=self.ledger, cap=self.cap)
-        return proof.epsilon
+        return epsilon
 
     def _check(self) -> None:
         grid = self.param_grid

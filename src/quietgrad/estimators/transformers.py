@@ -28,7 +28,7 @@ from quietgrad.objectives.tables.glm import Squared
 from quietgrad.objectives.tables.shapes import Feature
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector
 
@@ -91,7 +91,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
         self,
         epsilon: float = 0.1,
         delta: float = 1e-6,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         feature_bounds: Any = None,
         ledger: Any = None,
@@ -117,19 +117,22 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
         rows = self._checked(X, reset=True)
         budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
         whom = Whom.of(person, rows.shape[0])
-        n, features = whom.count(rows.shape[0]), rows.shape[1]
+        features = rows.shape[1]
         given = self.n_public if budget.relation is Relation.ADD_REMOVE else None
         sparse = not isinstance(rows, np.ndarray) and not is_scan(rows)
         bounds = self._declared_bounds(None if is_scan(X) else X, features)
         bounds = X.bounds if is_scan(X) and self.feature_bounds is None else bounds
-        look = look_for(given or n, features, budget=budget, feature_bounds=bounds, sparse=sparse)
+
+        def ranges(n: int) -> _Ranges:
+            return _Ranges(look_for(n, features, budget=budget, feature_bounds=bounds, sparse=sparse))
+
         self.privacy_: Any = None
-        if look.shares():
+        if bounds is None or any(pair is None for pair in bounds):
             from quietgrad.training import minimize
 
             data = with_labels(rows, np.zeros(rows.shape[0]), _no_labels)
             result = minimize(
-                Squared(), data, _Ranges(look), budget=budget, ledger=self.ledger,
+                Squared(), data, ranges, budget=budget, ledger=self.ledger,
                 account=self.account, cap=self.cap, n_public=given, person=whom.people,
             )  # fmt: skip
             self.privacy_ = result.privacy
@@ -183,7 +186,7 @@ class PrivateBinner(PrivateScaler):
         self,
         epsilon: float = 0.1,
         delta: float = 1e-6,
-        relation: str = "replace-one",
+        relation: str = DEFAULT_RELATION,
         *,
         bins: int = 8,
         feature_bounds: Any = None,

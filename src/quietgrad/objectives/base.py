@@ -56,6 +56,27 @@ def tightened(clip: float) -> float:
     return clip / (1.0 + 1e-12)
 
 
+SMALLEST_CLIP, LARGEST_CLIP = 2.0**-60, 2.0**100
+"""Between these, products of clips, weights and entries keep their precision, in float32 too: C is then the most
+that a record contributes after rounding. Below, a clipped vector could be several times as long as its clip."""
+_SMALLEST_WEIGHT = 2.0**-60
+
+
+def check_clip(name: str, value: float) -> None:
+    """Refuse a clip outside of the range in which arithmetic keeps it; 0 lets nothing through, ∞ everything."""
+    if not (value == 0.0 or SMALLEST_CLIP <= value <= LARGEST_CLIP or value == math.inf):
+        raise ValueError(f"{name}={value!r}: must be 0, or between {SMALLEST_CLIP:.3g} and {LARGEST_CLIP:.3g}.")
+
+
+def following_clip(value: float) -> float:
+    """A clip that follows from earlier releases: one that is too small for arithmetic lets nothing through.
+
+    >>> following_clip(0.5), following_clip(1e-30)
+    (0.5, 0.0)
+    """
+    return value if value >= SMALLEST_CLIP else 0.0
+
+
 Numbers = tuple[float, float, float, float, float]
 
 
@@ -84,10 +105,12 @@ class Rule:
 
     def __post_init__(self) -> None:
         weights = (self.alpha, self.beta, self.gamma)
-        if not all(0.0 <= weight <= 1.0 for weight in weights):
-            raise ValueError(f"alpha, beta, gamma = {weights}: each must be in [0, 1].")
-        if not (self.clip >= 0.0 and self.second_clip >= 0.0):  # refuses NaN, which no contribution would exceed
-            raise ValueError(f"clips {self.clip!r} and {self.second_clip!r}: must be ≥ 0.")
+        if not all(weight == 0.0 or _SMALLEST_WEIGHT <= weight <= 1.0 for weight in weights):
+            raise ValueError(
+                f"alpha, beta, gamma = {weights}: each must be in [0, 1], and not below {_SMALLEST_WEIGHT:.3g}."
+            )
+        for name in ("clip", "second_clip"):
+            check_clip(name, getattr(self, name))
         for name in ("alpha", "beta", "clip", "gamma", "second_clip"):  # a narrow float would round the bound down
             object.__setattr__(self, name, float(getattr(self, name)))
         first, second = tightened(self.clip), tightened(self.second_clip)
@@ -124,20 +147,52 @@ class Rule:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is true of every per-example loss whose row norm is at most ``row_bound``.
+    """What is true of a risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) whose rows are no longer than ``row_bound``.
 
-    ``lipschitz`` G and ``smoothness`` L leave the regulariser out (it cancels between neighbours);
-    ``regularizer_smoothness`` and ``strong_convexity`` are the regulariser's. ``hessian_lipschitz`` is ρ.
-    ``None`` means no finite constant exists.
+    ``lipschitz`` G and ``record_smoothness`` M bound every fᵢ alone: what one record can change. All others are
+    totals of F with its regulariser: ``smoothness`` β, ``hessian_lipschitz`` ρ, ``strong_convexity`` μ, and
+    ``weak_convexity``, the most negative curvature that F can have (0 if it is convex). ``None`` means that no
+    finite constant is known. Make them with :meth:`of`, which adds the regulariser's.
     """
 
     row_bound: float
     lipschitz: float | None
+    record_smoothness: float | None
     smoothness: float | None
     hessian_lipschitz: float | None
     strong_convexity: float
-    regularizer_smoothness: float
-    convex: bool
+    weak_convexity: float | None
+
+    @classmethod
+    def of(
+        cls,
+        regularizer: Regularizer,
+        *,
+        row_bound: float,
+        lipschitz: float | None,
+        smoothness: float | None,
+        hessian_lipschitz: float | None,
+        convex: bool,
+    ) -> Constants:
+        """The constants of a risk: those that bound every fᵢ, and the regulariser's own added to them."""
+
+        def total(own: float | None, added: float) -> float | None:
+            return None if own is None else own + added
+
+        return cls(
+            row_bound=row_bound,
+            lipschitz=lipschitz,
+            record_smoothness=smoothness,
+            smoothness=total(smoothness, regularizer.smoothness),
+            hessian_lipschitz=total(hessian_lipschitz, regularizer.hessian_lipschitz),
+            strong_convexity=regularizer.strong_convexity if convex else 0.0,
+            weak_convexity=total(0.0 if convex else smoothness, regularizer.weak_convexity),
+        )
+
+    @property
+    def convex(self) -> bool:
+        """Whether F is known to be convex."""
+        return self.weak_convexity == 0.0
 
     def needed(self, *names: str) -> tuple[float, ...]:
         """The constants of these names, for settings that a theorem makes of them; raise if one is not finite."""
@@ -153,11 +208,25 @@ class Regularizer(Protocol):
     """A public term of the objective: depends on no record, so it is never clipped and never noised."""
 
     @property
-    def strong_convexity(self) -> float: ...
+    def strong_convexity(self) -> float:
+        """A curvature that it has everywhere in every direction, or 0."""
+        ...
+
     @property
-    def smoothness(self) -> float: ...
+    def smoothness(self) -> float:
+        """A bound on the absolute value of its curvature."""
+        ...
+
     @property
-    def convex(self) -> bool: ...
+    def hessian_lipschitz(self) -> float:
+        """ρ of the term: how fast its curvature can change."""
+        ...
+
+    @property
+    def weak_convexity(self) -> float:
+        """The most negative curvature it can have, as a number ≥ 0; 0 if it is convex."""
+        ...
+
     def value(self, params: Vector) -> float: ...
     def gradient(self, params: Vector) -> Vector: ...
     def curvature(self, params: Vector) -> Vector:
@@ -171,7 +240,8 @@ class NoRegularizer:
 
     strong_convexity: float = 0.0
     smoothness: float = 0.0
-    convex: bool = True
+    hessian_lipschitz: float = 0.0
+    weak_convexity: float = 0.0
 
     def value(self, params: Vector) -> float:
         """Return 0."""
@@ -215,6 +285,10 @@ class Objective(Reading, Protocol):
         """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
         ...
 
+    def negative_curvature(self) -> float | None:
+        """The most negative curvature that F can have where it matters, as a number ≥ 0; ``None`` if unknown."""
+        ...
+
     def check_domain(self, params: Vector) -> None:
         """Raise :class:`~quietgrad.errors.DataError` at a point where the constants do not hold."""
         ...
@@ -247,7 +321,14 @@ class BaseObjective:
 
     def constants(self) -> Constants:
         """None: nothing is known of the losses."""
-        return Constants(math.inf, None, None, None, 0.0, 0.0, False)
+        return Constants(math.inf, None, None, None, None, 0.0, None)
+
+    def negative_curvature(self) -> float | None:
+        """What the constants say, if they hold."""
+        try:
+            return self.constants().weak_convexity
+        except ValueError:  # none hold without a bound on the rows
+            return None
 
     def check_domain(self, params: Vector) -> None:
         """Do nothing: constants, if any, hold everywhere."""
@@ -366,6 +447,9 @@ class Loss:
 
     params: Vector
     clip: float
+
+    def __post_init__(self) -> None:
+        check_clip("clip", self.clip)
 
     @property
     def bound(self) -> float:

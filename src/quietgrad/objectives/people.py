@@ -30,8 +30,6 @@ from quietgrad.vectors import Vector, zeros_like
 Floats = npt.NDArray[np.float64]
 Combine = Literal["mean", "sum"]
 
-_MOST = 0.9  # of all records: an id that so many share is no person's
-
 
 class Groups(NamedTuple):
     """The records of some people: person p has ``order[starts[p]:starts[p + 1]]``.
@@ -123,7 +121,6 @@ class People:
         """
         codes, count = first_seen(ids, records)
         sizes = np.bincount(codes, minlength=count)
-        check_no_crowd(int(sizes.max()), len(codes))
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         order = np.arange(len(codes)) if count == len(codes) else np.argsort(codes, kind="stable")
         return cls(_frozen(order.astype(np.int64)), _frozen(starts), combine, records_per_person)
@@ -207,15 +204,6 @@ class Whose(NamedTuple):
 
     combine: Combine = "mean"
     records_per_person: int | None = None
-
-
-def check_no_crowd(most: int, records: int) -> None:
-    """Refuse an id that nearly all records share."""
-    if records > 1 and most >= _MOST * records:
-        raise DataError(
-            "person: nine tenths of the records or more have one and the same id, so it is not a person's: it "
-            "may stand for those who are unknown. Give everybody an id of their own."
-        )
 
 
 def check_combination(combine: Any, records_per_person: Any) -> None:
@@ -409,9 +397,13 @@ class OfPeople:
         known: Constants = self.loss.constants() if row_bound is None else self.loss.constants(row_bound)
         if self.combine == "mean":
             return known
-        return Constants(
-            math.inf, None, None, None, known.strong_convexity, known.regularizer_smoothness, known.convex
-        )
+        weak = known.weak_convexity if known.convex else None
+        return Constants(math.inf, None, None, None, None, known.strong_convexity, weak)
+
+    def negative_curvature(self) -> float | None:
+        """As the loss for a mean; a sum may curve more."""
+        known: float | None = self.loss.negative_curvature()
+        return known if self.combine == "mean" or known == 0.0 else None
 
     def check_domain(self, params: Vector) -> None:
         """As the loss."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from quietgrad import settings
 from quietgrad.errors import DataError
+from quietgrad.objectives.people import OfPeople
 from quietgrad.objectives.tables.glm import LOSSES
 from quietgrad.objectives.tables.linear import Task
 
@@ -94,6 +95,8 @@ def make_objective(
     if task not in _FITS[entry.task] or (entry.task == "binary" and classes not in (None, 2)):
         raise DataError(f"the objective {entry.name} is for {entry.task} labels, and the data is {task}.")
     values = dict(given)
+    if values.get("rows") == "refuse":  # of runs of older versions, none of whose rows is above the bound
+        values["rows"] = "clip"
     penalty = values.pop("regularizer", None)
     if doubly := knob.keys() & {key.replace("-", "_") for key in values}:
         raise ValueError(f"{doubly.pop()!r} is set twice: in {text!r} and beside it.")
@@ -116,6 +119,39 @@ def make_objective(
         "classes": classes,
     }
     return objective, facts
+
+
+def facts_of(objective: Any) -> dict[str, Any] | None:
+    """What :func:`from_facts` makes the same objective of, as JSON values; ``None`` if it is none of ours by name.
+
+    >>> from quietgrad.objectives import L2, Logistic
+    >>> facts_of(Logistic(regularizer=L2(0.1)))["regularizer"], facts_of("anything else")
+    ('l2:0.1', None)
+    """
+    asked = objective.loss if isinstance(objective, OfPeople) else objective
+    name = next((name for name, entry in TABLE_LOSSES.items() if entry.kind is type(asked)), None)
+    if name is None:
+        return None
+    knob, penalty = TABLE_LOSSES[name].knob, asked.regularizer
+    kind = next((key for key, cls in _PENALTIES.items() if cls == type(penalty).__name__), None)
+    facts = {
+        "objective": name if knob is None else f"{name}:{getattr(asked, knob)!r}",
+        "regularizer": None if kind is None else f"{kind}:{penalty.strength!r}",
+        "intercept": asked.intercept,
+        "row_bound": asked.row_bound,
+        "rows": asked.rows,
+        "classes": getattr(asked, "classes", None),
+    }
+    try:
+        return facts if from_facts(facts) == asked else None
+    except (ValueError, TypeError, DataError):
+        return None
+
+
+def from_facts(facts: Mapping[str, Any]) -> Any:
+    """The objective that :func:`facts_of` describes."""
+    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
+    return make_objective(facts["objective"], given, classes=facts["classes"])[0]
 
 
 def make_regularizer(text: Any, unpenalized: int) -> Any:

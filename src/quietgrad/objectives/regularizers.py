@@ -61,9 +61,14 @@ class L2(_Separable):
         return self.strength
 
     @property
-    def convex(self) -> bool:
-        """Always true."""
-        return True
+    def hessian_lipschitz(self) -> float:
+        """0: the curvature is the same everywhere."""
+        return 0.0
+
+    @property
+    def weak_convexity(self) -> float:
+        """0: the penalty is convex."""
+        return 0.0
 
     def value(self, params: Vector) -> float:
         """Return μ/2 ‖θ‖²."""
@@ -77,6 +82,10 @@ class L2(_Separable):
     def curvature(self, params: Vector) -> Vector:
         """Return μ in every penalised coordinate."""
         return self._free_tail(0.0 * params + self.strength)
+
+
+_SQUARE = 1.0 - 2.0 / math.sqrt(5.0)
+_STEEPEST = 24.0 * math.sqrt(_SQUARE) * (1.0 - _SQUARE) / (1.0 + _SQUARE) ** 4
 
 
 @dataclass(frozen=True)
@@ -103,9 +112,14 @@ class Nonconvex(_Separable):
         return 2.0 * self.strength
 
     @property
-    def convex(self) -> bool:
-        """Whether λ = 0."""
-        return self.strength == 0.0
+    def hessian_lipschitz(self) -> float:
+        """4.669λ: abs(r‴(θ)) = 24λ·abs(θ(1−θ²))/(1+θ²)⁴ is largest where θ² = 1 − 2/√5."""
+        return _STEEPEST * self.strength
+
+    @property
+    def weak_convexity(self) -> float:
+        """λ/2: r″ is least, −λ/2, at θ = ±1."""
+        return 0.5 * self.strength
 
     def value(self, params: Vector) -> float:
         """Return λ Σ θ²/(1+θ²)."""

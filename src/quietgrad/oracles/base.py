@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Objective, Query
+from quietgrad.objectives.base import Objective
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.plans.schedule import Law, Plan, Slot
 from quietgrad.privacy.banded import Banded
 from quietgrad.privacy.correlated import Cancelling, Correlated
@@ -70,8 +71,8 @@ class Oracle(Protocol):
         """How far its estimates are from the gradient, if it can say so."""
         return None
 
-    def examples(self, params: Vector, door: Session) -> Iterator[tuple[str, Query]]:
-        """Queries as they may be asked, for plans that parties approve beyond what a rehearsal meets."""
+    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        """By slot, every query that may be asked, and what may vary in it; nothing if others cannot approve it."""
         return iter(())
 
 
@@ -189,3 +190,10 @@ def constant_of(setting: str, name: str, given: float | None, door: Session) -> 
     if value is None:
         raise ValueError(f"{setting}=None: the objective has no finite {name} constant; give {setting}.")
     return float(value)
+
+
+def total_smoothness(oracle: Oracle, door: Session) -> float:
+    """β of the whole risk: from the M that the oracle was given and the regulariser, or as the objective states."""
+    if oracle.smoothness is not None:
+        return oracle.smoothness + door.regularizer.smoothness
+    return constant_of("smoothness", "smoothness", None, door)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import (
     Error,
     Estimate,
@@ -46,6 +48,9 @@ class MiniBatch(Oracle):
         total = door.release("gradient", Gradient(params, self.clip))
         total *= 1.0 / door.expected_batch("gradient")
         return Estimate(total, None, 0.0, state.calls + 1)
+
+    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        yield "gradient", Asked(Gradient(params, self.clip))
 
     def error(self, door: Session) -> Error:
         """σ ≤ C/√b and r = zC/b."""

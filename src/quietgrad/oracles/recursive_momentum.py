@@ -7,12 +7,14 @@ clip_C(∇fᵢ(θ_t) − (1−γ)∇fᵢ(θ_{t−1})).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient, JointMomentum, Query
+from quietgrad.objectives.base import Gradient, JointMomentum, Query, following_clip
 from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.vectors import Vector, norm
@@ -83,8 +85,14 @@ class RecursiveMomentum(Oracle):
             return JointMomentum(params, previous, self.gamma, self.difference_clip)
         difference_clip = self.difference_clip
         if self.smoothness is not None:
-            difference_clip = min(difference_clip, self.smoothness * norm(params - previous))
+            difference_clip = following_clip(min(difference_clip, self.smoothness * norm(params - previous)))
         return RecursiveMomentumQuery(params, previous, self.gamma, self.clip, difference_clip)
+
+    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        yield self._first, Asked(Gradient(params, self.clip))
+        varies = {"difference_clip": (0.0, self.difference_clip)}
+        adaptive = self.smoothness is not None and not self.joint_clip
+        yield "next", Asked(self._query(params, params), varies if adaptive else {})
 
     def config(self) -> dict[str, Any]:
         return settings_of(self)

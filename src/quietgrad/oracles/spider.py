@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient, GradientDifference, Query
+from quietgrad.objectives.base import LARGEST_CLIP, Gradient, GradientDifference, following_clip
+from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of, noise_multiplier, sampling_of
 from quietgrad.plans.schedule import Slot
 from quietgrad.sampling import Sampling, SinglePass
@@ -83,19 +84,21 @@ class _PathIntegrated(Oracle, ABC):
             return Estimate(total, params, 0.0, state.calls + 1)
         if moved == 0.0:
             return state
-        bound = self.smooth(door) * moved
-        if self.difference_clip is not None:
-            bound = min(bound, self.difference_clip)
+        bound = self._difference_bound(self.smooth(door) * moved)
         total = door.release("o2", GradientDifference(params, state.previous, bound))
         total *= 1.0 / door.expected_batch("o2")
         total += state.value
         return Estimate(total, params, drift, state.calls + 1)
 
-    def examples(self, params: Vector, door: Session) -> Iterator[tuple[str, Query]]:
-        """Queries as they may be asked, for plans that parties approve; differences have no one clip."""
-        yield "o1", Gradient(params, self.lipschitz(door))
-        for moved in (1e-9, 2e-9):
-            yield "o2", GradientDifference(params, params, self.smooth(door) * moved)
+    def _difference_bound(self, bound: float) -> float:
+        """M‖x − x′‖, at most ``difference_clip``."""
+        return following_clip(min(bound, LARGEST_CLIP if self.difference_clip is None else self.difference_clip))
+
+    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        """A full query with its clip; differences with the clip that the step gives."""
+        yield "o1", Asked(Gradient(params, self.lipschitz(door)))
+        most = self._difference_bound(LARGEST_CLIP)
+        yield "o2", Asked(GradientDifference(params, params, most), {"clip": (0.0, most)})
 
     @abstractmethod
     def _drift(self, drift: float, moved: float) -> float:
@@ -117,7 +120,7 @@ class _PathIntegrated(Oracle, ABC):
 
     def smooth(self, door: Session) -> float:
         """M: as given, or the loss's own constant."""
-        return constant_of("smoothness", "smoothness", self.smoothness, door)
+        return constant_of("smoothness", "record_smoothness", self.smoothness, door)
 
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quietgrad.plans.schedule import DECLARED, Plan, Slot
+from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import Relation, Unit
 
 _NEIGHBOURS = {
@@ -22,12 +22,13 @@ def explain(plan: Plan) -> str:
     if plan.records_public is None:
         return text
     head, _, rest = text.partition("\n")
-    return f"{head}\nin all: {plan.counts}, {DECLARED}\n{rest}"
+    return f"{head}\nin all: {plan.declared}\n{rest}"
 
 
 def _records(plan: Plan) -> str:
     whom = "" if plan.unit is Unit.RECORD else "; one is a person with everything that is recorded of them"
-    head = f"{plan.algorithm} on n = {plan.n_public} records (a public number{whom})"
+    known = "a public number" if plan.counted is None else "counted privately"
+    head = f"{plan.algorithm} on n = {plan.n_public} records ({known}{whom})"
     if plan.budget is None:
         return f"{head}\nNOT PRIVATE: no noise is added, and no ε can be stated."
     relation = plan.budget.relation
@@ -40,7 +41,7 @@ def _records(plan: Plan) -> str:
     proof = plan.proof
     lines.append(
         f"cost: ε = {proof.epsilon:.4g} at δ = {proof.delta:g} ({relation}), "
-        f"proved by the {proof.accountant} accountant"
+        f"proved by the {proof.accountant} accountant" + ("" if plan.condition is None else f", {plan.condition}")
     )
     if plan.paper_noise:
         lines.append(

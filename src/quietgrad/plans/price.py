@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from quietgrad.errors import BudgetError
+from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.plans.schedule import Plan, Slot, check_records_public
 from quietgrad.privacy.budget import Budget, Unit
 
@@ -24,7 +25,7 @@ def price(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
     """The plan ``make(z)`` with the least noise multiplier z whose events are proved to meet ``budget``."""
     from quietgrad.privacy.calibrate import calibrate_event
 
-    made = make(calibrate_event(lambda z: make(z).event, budget=budget))
+    made = make(calibrate_event(lambda z: make(z).total, budget=budget))
     if not made.proof.within(budget):
         raise BudgetError(f"{made.algorithm}: no noise was found that is proved to meet ε = {budget.epsilon:g}.")
     return made
@@ -33,7 +34,7 @@ def price(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
 def plan(
     algorithm: Releases,
     *,
-    n: int,
+    n: int | PublicCount,
     budget: Budget | None,
     noise_multiplier: float | None = None,
     looks: tuple[Slot, ...] = (),
@@ -43,7 +44,8 @@ def plan(
     """Price ``algorithm`` on ``n`` records without touching any: find the noise that meets ``budget``.
 
     Args:
-        n: the number of records, or of people if they are the ``unit``; a public constant.
+        n: the number of records, or of people if they are the ``unit``; a public constant, or what
+            :func:`~quietgrad.curators.counting.public_count` counted, whose price is then part of the plan's.
         budget: the promise, or ``None`` for a run without noise that is not private.
         noise_multiplier: fix the noise instead; the plan's ε is then whatever it proves to be.
         looks: releases made before the algorithm starts, such as labels or ranges found privately; they share
@@ -58,8 +60,8 @@ def plan(
     (20.4, 1.0)
     """
     kind = Unit.parse(unit)
-    if isinstance(n, bool) or int(n) != n or n < 1:
-        raise ValueError(f"n={n!r}: must be a whole number ≥ 1.")
+    size = n if isinstance(n, PublicCount) else PublicCount(n)
+    n, counted = size.n, size if size.counted else None
     check_records_public(records_public, int(n), kind)
     if budget is not None and not algorithm.private:
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
@@ -71,8 +73,9 @@ def plan(
 
     def made(z: float, paper: str | None = None) -> Plan:
         return Plan(
-            algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper, kind, records_public
-        )
+            algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper, kind, records_public,
+            algorithm.condition, counted,
+        )  # fmt: skip
 
     if budget is None:
         return made(0.0)
@@ -81,4 +84,6 @@ def plan(
     printed = algorithm.paper_noise(int(n), budget)
     if printed is not None:
         return made(printed, algorithm.name)
+    if counted is not None and counted.gaussian and not only_gaussian(schedule.event(1.0, budget.relation)):
+        raise ValueError(f"{algorithm.name}: its releases are not Gaussian, and the records were counted as if.")
     return price(made, budget) if noise_multiplier is None else made(noise_multiplier)

@@ -8,14 +8,16 @@ noise that meets it; a curator opens a session for a plan and refuses whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from quietgrad.errors import BudgetError
+from quietgrad.errors import BudgetError, UnprovableError
+from quietgrad.plans.counting import PublicCount
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.sampling import Sampling, SinglePass
 
@@ -199,6 +201,10 @@ class Plan:
     ``unit`` is what n_public counts and a contribution is bounded of: records, or people with all their records.
     ``records_public`` is how many records people have together, where somebody declared that to be public: it is
     said wherever n is, and nothing follows from it.
+    ``counted`` says how ``n_public`` was counted, if it was a release: the first of the run, made before this
+    plan and paid for by itself. ``event`` is what the plan's own session releases and pays for, ``total`` is with
+    the count. ``condition`` is the clause under which the plan's ε holds, such as "if the loop's own code treats
+    records apart (not checked)"; ``None``: ε holds without one. It is reserved, stated and certified with ε.
     """
 
     algorithm: str
@@ -210,8 +216,13 @@ class Plan:
     paper_noise: str | None = None
     unit: Unit = Unit.RECORD
     records_public: int | None = None
+    condition: str | None = None
+    counted: PublicCount | None = None
 
     def __post_init__(self) -> None:
+        check_condition(self.condition)
+        if self.counted is not None and (self.budget is None or self.counted.n != self.n_public):
+            raise ValueError("plan: was counted for another number of records, or without a budget.")
         if self.budget is not None and self.schedule != self.schedule.under(self.budget.relation):
             raise ValueError(
                 f"plan: its samples are drawn for neighbours of another relation than {self.budget.relation}; make "
@@ -229,23 +240,42 @@ class Plan:
         return people if self.records_public is None else f"{people}, {_spaced(self.records_public)} records"
 
     @property
+    def declared(self) -> str:
+        """What was declared public of the number of records of people, in words; empty if nothing."""
+        if self.records_public is None:
+            return ""
+        if self.counted is not None:
+            return f"{_spaced(self.records_public)} records in all, {DECLARED}"
+        return f"{self.counts}, both {DECLARED}"
+
+    @property
     def is_private(self) -> bool:
         """Whether the run adds noise at all; what it costs is :meth:`epsilon`."""
         return self.budget is not None
 
     @property
     def event(self) -> events.Event:
-        """What the whole run releases."""
+        """What the plan's session releases and pays for."""
         return self.event_of(None)
+
+    @property
+    def total(self) -> events.Event:
+        """What the whole run releases: the count, if there was one, and then the plan's own releases."""
+        return self.with_count(self.event)
+
+    def with_count(self, event: events.Event) -> events.Event:
+        """``event`` after the count of the records, if that was a release."""
+        return event if self.counted is None else self.counted.before(event, self._relation)
 
     @property
     def whole_only(self) -> bool:
         """Whether a run that stops early costs the whole plan all the same.
 
-        Which releases are made follows from data, or how many is itself secret (a random round, a search).
+        Which releases are made follows from data, or how many is itself secret (a random round, a search), or the
+        plan was made for a count that came out, and ε is that of all plans that might have been.
         """
         random = any(slot.law is not None for slot in self.schedule.slots)
-        return self.schedule.adaptive or random or self.schedule.rounds is not None
+        return self.schedule.adaptive or random or self.schedule.rounds is not None or self.counted is not None
 
     @property
     def event_rho(self) -> float:
@@ -270,9 +300,31 @@ class Plan:
         """The best proof of the plan's ε at the budget's δ."""
         from quietgrad.privacy.accounting import prove
 
-        event = self.event
+        event = self.total
         assert self.budget is not None
         return prove(event, delta=self.budget.delta, relation=self.budget.relation)
+
+    @cached_property
+    def generalization(self) -> float:
+        """The most that the mean of any loss in [0, 1] differs in expectation between new records and these.
+
+        Replacing one record changes the law of what is released by a total variation of at most δ(0), so the run is
+        uniformly stable at that level for every such loss (the error rate, say), and its generalisation gap is no
+        larger (Hardt et al. 2016, theorem 2.2). Records are draws of one population. Removing one and adding
+        another replaces one: under add-remove it is twice δ(0).
+
+        >>> from quietgrad import DPGD, Budget, plan
+        >>> round(plan(DPGD(steps=8), n=100, budget=Budget(1.0, 1e-5, "replace-one")).generalization, 3)
+        0.107
+        """
+        from quietgrad.privacy.accounting import delta_of
+
+        relation, proof = self._relation, self.proof
+        try:
+            apart = delta_of(self.total, epsilon=0.0, relation=relation)
+        except UnprovableError:  # then what ε and δ alone say of it
+            apart = math.tanh(proof.epsilon / 2.0) + 2.0 * proof.delta / (1.0 + math.exp(proof.epsilon))
+        return min(1.0, apart if relation is Relation.REPLACE_ONE else 2.0 * apart)
 
     def epsilon(self, delta: float | None = None) -> float:
         """The ε the plan costs at ``delta`` (default: the budget's)."""
@@ -280,7 +332,7 @@ class Plan:
             return float(self.proof.epsilon)
         from quietgrad.privacy.accounting import account
 
-        return account(self.event, delta=delta, relation=self.budget.relation)
+        return account(self.total, delta=delta, relation=self.budget.relation)
 
     def epsilon_after(self, counts: Mapping[str, int]) -> float:
         """The ε of the first ``counts`` releases of each slot, at the budget's δ; never above the plan's."""
@@ -288,12 +340,49 @@ class Plan:
 
         relation = self._relation
         assert self.budget is not None
-        if not any(counts.values()):
+        if not any(counts.values()) and self.counted is None:
             return 0.0
+        if not any(counts.values()):
+            return self.epsilon()  # the count was made
         if any(slot.law is not None for slot in self.schedule.slots):
             return self.epsilon()  # δ is averaged over the rounds: a short run has no smaller ε of its own
-        spent = account(self.event_of(counts), delta=self.budget.delta, relation=relation)
+        spent = account(self.with_count(self.event_of(counts)), delta=self.budget.delta, relation=relation)
         return min(spent, self.epsilon())
+
+    @cached_property
+    def epsilon_curve(self) -> list[tuple[int, float]]:
+        """ε after some numbers of releases, for slots that are used in their order; the last point is the plan's ε.
+
+        >>> from quietgrad import DPGD, Budget, plan
+        >>> [count for count, _ in plan(DPGD(steps=8), n=100, budget=Budget(1.0, 1e-5)).epsilon_curve]
+        [1, 2, 3, 4, 5, 6, 8]
+        """
+        if self.budget is None:
+            return []
+        total, curve = self.schedule.releases, []
+        if self.schedule.composition == "sequential" and not any(slot.law for slot in self.schedule.slots):
+            # closer together at first, where ε grows fastest
+            marks = sorted({max(1, round(total * (k / 10) ** 2)) for k in range(1, 10)} - {total})
+            curve = [(mark, self.epsilon_after(self._first(mark))) for mark in marks]
+        return [*curve, (total, self.epsilon())]
+
+    def epsilon_by(self, releases: int) -> float:
+        """ε of the curve's next point at or after ``releases``: never less than what they cost."""
+        at = bisect_left(self.epsilon_curve, releases, key=lambda point: point[0])
+        return self.epsilon_curve[min(at, len(self.epsilon_curve) - 1)][1]
+
+    def curve_of(self, epsilon: float | None) -> list[tuple[int, float]] | None:
+        """The curve of a run that states ``epsilon``; ``None`` for one that was charged again and is above it."""
+        whole = self.budget is None or epsilon is None or epsilon <= self.epsilon() * (1 + 1e-9)
+        return self.epsilon_curve if whole else None
+
+    def _first(self, releases: int) -> dict[str, int]:
+        """The first ``releases`` of the plan, slot by slot."""
+        counts: dict[str, int] = {}
+        for slot in self.schedule.slots:
+            counts[slot.name] = min(slot.count, releases)
+            releases -= counts[slot.name]
+        return counts
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values: what a party pins and a ledger stores."""
@@ -302,14 +391,47 @@ class Plan:
             "config": dict(self.config),
             "n_public": self.n_public,
             "unit": str(self.unit),
+            **({} if self.condition is None else {"condition": self.condition}),
             **({} if self.records_public is None else {"records_public": self.records_public}),
             "budget": None if self.budget is None else self.budget.to_json(),
             "noise_multiplier": self.noise_multiplier,
             "paper_noise": self.paper_noise,
             "composition": self.schedule.composition,
+            **({"adaptive": True} if self.schedule.adaptive else {}),
+            **({} if self.schedule.rounds is None else {"rounds": list(self.schedule.rounds)}),
             "slots": [slot.to_json() for slot in self.schedule.slots],
+            "counted": None if self.counted is None else self.counted.to_json(),
             "event": None if self.budget is None else self.event.to_json(),
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Rebuild a plan from :meth:`to_json`; its event follows from its slots and must be the one written."""
+        rounds = data.get("rounds")
+        schedule = Schedule(
+            tuple(Slot.from_json(slot) for slot in data["slots"]),
+            data["composition"],
+            data.get("adaptive", False),
+            None if rounds is None else (float(rounds[0]), float(rounds[1])),
+        )
+        plan = cls(
+            algorithm=data["algorithm"],
+            config=data["config"],
+            schedule=schedule,
+            n_public=data["n_public"],
+            budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
+            noise_multiplier=data["noise_multiplier"],
+            paper_noise=data["paper_noise"],
+            unit=Unit.parse(data["unit"]),
+            records_public=data.get("records_public"),
+            condition=data.get("condition"),
+            counted=None
+            if data.get("counted") is None
+            else PublicCount.from_json(data["n_public"], data["counted"]),
+        )
+        if plan.budget is not None and plan.event.to_json() != data["event"]:
+            raise ValueError("event: does not follow from the slots")
+        return plan
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: each kind of release, and what all of them cost."""
@@ -329,17 +451,25 @@ class Plan:
                 ("cost", f"ε = {self.proof.epsilon:.4g} at δ = {self.budget.delta:g} ({self.budget.relation})")
             )
             rows.append(("proved by", self.proof.accountant))
+            if self.condition is not None:
+                rows.append(("condition", self.condition))
         return in_a_notebook(f"{self.algorithm} on {self.counts}", rows)
 
-    def explain(self) -> str:
-        """Say for people what will be released, what each release reveals, and which proof prices it."""
+    def explain(self, bounds: Iterable[object] = ()) -> str:
+        """Say for people what will be released, what each release reveals, and which proof prices it.
+
+        ``bounds`` are printed below: what theorems say of the run (:mod:`quietgrad.algorithms.theorems`).
+        """
+        return "\n".join((self._told(), *(f"theorem: {bound}" for bound in bounds)))
+
+    def _told(self) -> str:
         from quietgrad.plans.explain import explain
 
         return explain(self)
 
 
-DECLARED = "both declared public"
-"""What stands behind :attr:`Plan.counts` where the number of records is said."""
+DECLARED = "declared public"
+"""What :attr:`Plan.declared` ends with."""
 
 
 def check_records_public(records: int | None, n: int, unit: Unit) -> None:

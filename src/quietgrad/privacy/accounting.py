@@ -13,8 +13,9 @@ other coordinate. Every value is an upper bound with a proof behind it; no centr
 ====================  ==============================================================================
 
 ``best`` is the smallest of what can be proved. An exact answer ends the search, and the Rényi accountants are asked
-only when the PLD has no finite answer: a curve of the same dominating pair cannot give less, and the one curve that
-comes from another argument, that of fixed-size batches, was larger in every case tried; ask for it by name.
+only when the PLD has no finite answer: it takes the moments of its own losses into account, so a curve of the same
+dominating pair cannot give less, and the one curve that comes from another argument, that of fixed-size batches,
+was larger in every case tried; ask for it by name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from typing import Any, Protocol
 
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Budget, Relation, check_delta
-from quietgrad.privacy.composition import CannotProve, alternatives, bag, describe, total_failure, total_slack
+from quietgrad.privacy.composition import (
+    CannotProve,
+    alternatives,
+    bag,
+    describe,
+    total_failure,
+    total_slack,
+    total_upfront,
+)
 from quietgrad.privacy.events import Event
 from quietgrad.privacy.gaussian import gaussian_profile
 from quietgrad.privacy.pure import pure_profile
@@ -167,16 +176,16 @@ def prove(event: Event, *, delta: float, relation: str | Relation, accountant: s
 @lru_cache(maxsize=512)  # a plan is proved when it is priced, explained, reserved and stated
 def bound(event: Event, delta: float, relation: Relation, accountant: str = "best") -> Proof:
     """``prove`` for inputs already checked, with ε = ∞ where it raises for too little noise."""
-    slack, failure = total_slack(event), total_failure(event)
+    slack, failure, upfront = total_slack(event), total_failure(event), _upfront(event, relation)
     rest = delta - failure
-    worst = Proof(0.0 if 2 * slack <= rest else math.inf, delta, relation, "none")
+    worst = Proof(upfront if 2 * slack <= rest else math.inf, delta, relation, "pure" if upfront else "none")
     if rest <= 0.0:
         return worst
     for core in _cores(event):
         epsilon, name = _best(
             core, relation, accountant, lambda profile: _epsilon_with_slack(profile, rest, slack), delta=rest
         )
-        epsilon -= math.log1p(-failure)
+        epsilon += upfront - math.log1p(-failure)
         if epsilon >= worst.epsilon:
             worst = Proof(epsilon, delta, relation, name)
     return worst
@@ -193,12 +202,22 @@ def delta_of(event: Event, *, epsilon: float, relation: str | Relation, accounta
         raise ValueError(f"epsilon={epsilon!r}: must be ≥ 0 and finite.")
     relation = Relation.parse(relation)
     failure = total_failure(event)
+    epsilon -= _upfront(event, relation)
+    if epsilon < 0.0:
+        return 1.0  # what was released before the rest costs more by itself
     epsilon = max(0.0, epsilon + math.log1p(-failure))
     worst = 0.0
     for core in _cores(event):
         value, _ = _best(core, relation, accountant, lambda profile: profile.delta(epsilon), epsilon=epsilon)
         worst = max(worst, value)
     return min(1.0, worst + failure + (1 + math.exp(min(epsilon, 700.0))) * total_slack(event))
+
+
+def _upfront(event: Event, relation: Relation) -> float:
+    try:
+        return total_upfront(event, relation)
+    except CannotProve as refusal:
+        raise _unprovable(relation, [refusal]) from None
 
 
 def _cores(event: Event) -> list[Event]:

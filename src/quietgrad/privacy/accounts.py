@@ -6,8 +6,12 @@ An account is a group of people by the user's word, and a cap per spelling is no
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
+DEFAULT = "default"  # the account of whoever names none
+NAMELESS = (DEFAULT, "held-out")  # accounts that nobody named: what front ends say if they are not told
+_UNNAMED = re.compile(r"[a-z ]+ [0-9a-f]{16}")
 LONGEST = 120  # characters; a name is a label in tables and messages
 
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")  # controls, formats (zero-width, direction marks), what is no character
@@ -44,3 +48,25 @@ def checked(name: object) -> str:
     if "/" in shown or "\\" in shown or not identity(shown):
         raise ValueError(f"account={shown!r}: name the people, not a file; leave out / and \\.")
     return shown
+
+
+def unnamed(what: str, mark: str) -> str:
+    """The account of a table, a stream or a federation in a project's ledger, where nobody named the people.
+
+    >>> unnamed("table", "3f9ab0c41d6e7a520011")
+    'table 3f9ab0c41d6e7a52'
+    """
+    return f"{what} {mark[:16]}"
+
+
+def same(name: str, other: str | None) -> bool:
+    """Whether lines under ``name`` are those of the account that a run was charged to as ``other``.
+
+    >>> same("Patients", "patients"), same("table 3f9ab0c41d6e7a52", "default"), same("patients", "default")
+    (True, True, False)
+    """
+    if other is None:
+        return False
+    return identity(name) == identity(other) or (
+        identity(other) in NAMELESS and _UNNAMED.fullmatch(name) is not None
+    )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+_LONGEST_CONDITION = 300  # characters: it stands in one sentence with ε
+
 
 class Relation(StrEnum):
     """Which pairs of data sets must look alike.
@@ -31,6 +33,10 @@ class Relation(StrEnum):
             return cls(value)
         except ValueError:
             raise ValueError(f"relation={value!r}: must be 'add-remove' or 'replace-one'.") from None
+
+
+DEFAULT_RELATION = Relation.ADD_REMOVE.value
+"""What every front end promises unless it is told otherwise: as Opacus, DP-EBM and dp-accounting do."""
 
 
 class Unit(StrEnum):
@@ -79,6 +85,23 @@ def check_epsilon(epsilon: float) -> float:
     return float(epsilon)
 
 
+def check_condition(condition: str | None) -> str | None:
+    """Return ``condition`` if it is ``None`` or a clause that can stand behind an ε, else raise.
+
+    >>> check_condition("if the loop's own code treats records apart (not checked)")
+    "if the loop's own code treats records apart (not checked)"
+    """
+    if condition is None:
+        return None
+    fits = isinstance(condition, str) and condition.startswith("if ") and len(condition) <= _LONGEST_CONDITION
+    if not fits or not condition.isprintable():
+        raise ValueError(
+            f"condition={condition!r}: must be None or one line of at most {_LONGEST_CONDITION} characters that "
+            "begins with 'if ' and says what ε rests on."
+        )
+    return condition
+
+
 @dataclass(frozen=True)
 class Budget:
     """An (ε, δ) promise under a neighbouring relation.
@@ -93,7 +116,7 @@ class Budget:
 
     epsilon: float
     delta: float
-    relation: Relation = Relation.ADD_REMOVE
+    relation: Relation = DEFAULT_RELATION  # type: ignore[assignment]  # parsed below
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "epsilon", check_epsilon(self.epsilon))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import cache as disk
 from quietgrad.privacy.accounting import bound, sensitivity_factor
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.privacy.composition import root_search, rough_mu
 from quietgrad.privacy.events import Event, FixedSize, Gaussian, Poisson, repeated
 from quietgrad.privacy.gaussian import gaussian_mu
@@ -35,7 +35,7 @@ def calibrate(
     batch_size: int | None = None,
     rate: float | None = None,
     sampling: Sampling = "poisson",
-    relation: str | Relation = Relation.ADD_REMOVE,
+    relation: str | Relation = DEFAULT_RELATION,
     cache: bool = True,
 ) -> float:
     """Return the least noise multiplier with which ``steps`` Gaussian releases are (ε, δ)-DP.
@@ -106,7 +106,7 @@ def calibrate_steps(
     batch_size: int | None = None,
     rate: float | None = None,
     sampling: Sampling = "poisson",
-    relation: str | Relation = Relation.ADD_REMOVE,
+    relation: str | Relation = DEFAULT_RELATION,
     cache: bool = True,
 ) -> int:
     """Return the most Gaussian releases that stay (ε, δ)-DP with a given noise multiplier.
@@ -129,7 +129,7 @@ def calibrate_batch_size(
     steps: int,
     n: int,
     sampling: Literal["poisson", "fixed-size"] = "poisson",
-    relation: str | Relation = Relation.ADD_REMOVE,
+    relation: str | Relation = DEFAULT_RELATION,
     cache: bool = True,
 ) -> int:
     """Return the largest (expected) batch with which ``steps`` Gaussian releases stay (ε, δ)-DP.

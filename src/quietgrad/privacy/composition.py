@@ -2,7 +2,8 @@
 
 * ``alternatives``: under ``Parallel`` and ``PerParty`` a record lies in one part, so a composition costs what its
   worst choice of parts costs; an event becomes the list of its choices, none of which is parallel any more.
-* ``total_slack``, ``total_failure``: what ``Slack`` and ``Failure`` events of a composition add up to.
+* ``total_slack``, ``total_failure``, ``total_upfront``: what ``Slack``, ``Failure`` and ``Upfront`` events of a
+  composition add up to.
 * ``bag``: a composition as a multiset of releases, un-sampled Gaussians merged into one.
 * ``rough_mu``: an asymptotic size of the privacy loss. A starting point for searches, never a guarantee.
 """
@@ -15,6 +16,8 @@ from itertools import combinations_with_replacement, product
 
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import (
+    LARGEST_NUMBER,
+    LEAST_NUMBER,
     ZCDP,
     Composed,
     Event,
@@ -30,6 +33,7 @@ from quietgrad.privacy.events import (
     RepeatAndSelect,
     Repeated,
     Slack,
+    Upfront,
     composed,
     repeated,
 )
@@ -70,6 +74,30 @@ def total_failure(event: Event) -> float:
     return _total(event, lambda part: part.probability if isinstance(part, Failure) else 0.0)
 
 
+def total_upfront(event: Event, relation: Relation) -> float:
+    """Return what all ``Upfront`` events of a composition add to its ε; refuses those inside a sample or search."""
+
+    def added(part: Event) -> float:
+        if not isinstance(part, Upfront):
+            return 0.0
+        check_relation(part, part.relation, relation)
+        return part.epsilon
+
+    def outside(part: Event) -> bool:
+        match part:
+            case Composed(parts=parts) | Parallel(parts=parts) | PerParty(parties=parts):
+                return all(map(outside, parts))
+            case Repeated(inner=inner):
+                return outside(inner)
+            case Poisson() | FixedSize() | RandomRound() | RepeatAndSelect():
+                return _total(part.inner, added) == 0.0
+        return True
+
+    if not outside(event):
+        raise CannotProve(event, "a release that decides about others stands before them, never inside a sample")
+    return _total(event, added)
+
+
 def _total(event: Event, measure: Callable[[Event], float]) -> float:
     match event:
         case Composed(parts=parts):
@@ -88,13 +116,13 @@ def _total(event: Event, measure: Callable[[Event], float]) -> float:
 
 
 def alternatives(event: Event) -> list[Event]:
-    """Return the choices of parts of ``event``, without slack and failures: its ε is the largest of theirs.
+    """Return the choices of parts of ``event``, without what is added up apart: its ε is the largest of theirs.
 
     An empty list means that nothing but slack was released. Raises ``CannotProve`` when there are too many
     choices to try; the Rényi accountant takes such an event whole.
     """
     match event:
-        case Slack() | Failure():
+        case Slack() | Failure() | Upfront():
             return []
         case Composed(parts=parts):
             lists = [choices for part in parts if (choices := alternatives(part))]
@@ -197,7 +225,10 @@ def bag(event: Event) -> dict[Event, int]:
 
     walk(event, 1)
     if precision:
-        counts[Gaussian(1 / math.sqrt(math.fsum(precision)))] = 1
+        merged = 1 / math.sqrt(math.fsum(precision))
+        if merged < LEAST_NUMBER:
+            raise CannotProve(event, "its Gaussian releases together have too little noise for any finite ε")
+        counts[Gaussian(min(merged, LARGEST_NUMBER))] = 1
     return counts
 
 

@@ -23,7 +23,7 @@ __all__ = ["DeviceStream", "chacha20", "digest"]
 
 _MASK = 0xFFFFFFFF
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
-_COARSE = 1 << 48  # as in SecureStream.normal
+_COARSE = 1 << 48  # as in NoiseStream.normal
 _PRIME = 2**31 - 1
 _DRAW, _MORE = 0, 1  # lanes of a stream: words of draws, and words that continue rare ones
 
@@ -89,7 +89,7 @@ class DeviceStream:
         return chacha20(self._key, _nonce(_DRAW, block), counters).reshape(-1)[:size]
 
     def normal(self, block: int, size: int) -> Tensor:
-        """Independent N(0, 1) numbers in float64, made of words as :meth:`SecureStream.normal` makes them.
+        """Independent N(0, 1) numbers in float64, made of words as :meth:`NoiseStream.normal` makes them.
 
         One bit is the sign, 63 bits are k, the number is ±Φ⁻¹((k + ½)·2⁻⁶⁴), and for k < 2⁴⁸ another 64 bits
         continue k, so that the far tail has no holes. Φ⁻¹ is torch's, whose error is below 10⁻¹⁵(|x| + ⅕) on the

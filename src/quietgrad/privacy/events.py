@@ -2,14 +2,15 @@
 
 ``noise_multiplier`` is always σ of the noise on the *sum* divided by C, the L2 bound of one record's
 contribution. The neighbouring relation is not part of an event: an accountant is asked for ε under a relation
-and turns C into the sensitivity (C for add-remove, 2C for replace-one). Only ``Pure`` and ``ZCDP`` state
-results that were already proved, so they carry the relation they were proved under.
+and turns C into the sensitivity (C for add-remove, 2C for replace-one). Only ``Pure``, ``ZCDP`` and ``Upfront``
+state results that were already proved, so they carry the relation they were proved under.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -68,16 +69,32 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-def _positive(name: str, value: float) -> float:
-    if not isinstance(value, (int, float)) or not 0.0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+# What events are made of. Accountants square, multiply and divide these numbers: in these ranges none of that
+# leaves the range of doubles, and nothing that anybody runs is outside them.
+LEAST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18  # ε and noise multipliers; of ρ, their squares
+_LEAST_RATE = 1e-15
+_LARGEST_COUNT = 10**15
+
+
+def _positive(name: str, value: Any, low: float = LEAST_NUMBER, high: float = LARGEST_NUMBER) -> float:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: must be a number > 0, from {low:g} to {high:g}.")
     return float(value)
 
 
-def _count(name: str, value: int, least: int = 1) -> int:
-    if isinstance(value, bool) or int(value) != value or value < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number ≥ {least}.")
+def _count(name: str, value: Any, least: int = 1) -> int:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not least <= value <= _LARGEST_COUNT or int(value) != value:
+        raise ValueError(f"{name}={value!r}: must be a whole number from {least} to 10¹⁵.")
     return int(value)
+
+
+def _probability(name: str, value: Any) -> float:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0.0 <= value < 1.0:
+        raise ValueError(f"{name}={value!r}: must be in [0, 1).")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -120,7 +137,7 @@ class ZCDP(Event, kind="zcdp"):
     relation: Relation
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rho", _positive("rho", self.rho))
+        object.__setattr__(self, "rho", _positive("rho", self.rho, LEAST_NUMBER**2 / 4, 4 * LARGEST_NUMBER**2))
         object.__setattr__(self, "relation", Relation.parse(self.relation))
 
 
@@ -132,8 +149,10 @@ class Poisson(Event, kind="poisson"):
     inner: Event
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rate, (int, float)) or not 0.0 < self.rate <= 1.0:
-            raise ValueError(f"rate={self.rate!r}: must be in (0, 1]; it is the expected batch ÷ n.")
+        if not isinstance(self.rate, (int, float)) or not _LEAST_RATE <= self.rate <= 1.0:
+            raise ValueError(
+                f"rate={self.rate!r}: must be in (0, 1], at least {_LEAST_RATE:g}; it is the expected batch ÷ n."
+            )
 
 
 @dataclass(frozen=True)
@@ -215,9 +234,9 @@ class RandomRound(Event, kind="random-round"):
     law: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        law = tuple((int(r), float(p)) for r, p in self.law)
+        law = tuple((_count("rounds", r, 0), float(p)) for r, p in self.law)
         object.__setattr__(self, "law", law)
-        if not law or any(r < 0 or p < 0 for r, p in law) or abs(sum(p for _, p in law) - 1.0) > 1e-9:
+        if not law or not all(p >= 0.0 for _, p in law) or not abs(sum(p for _, p in law) - 1.0) <= 1e-9:
             raise ValueError("law: must be pairs (rounds ≥ 0, probability ≥ 0) whose probabilities sum to 1.")
 
 
@@ -252,8 +271,7 @@ class Slack(Event, kind="slack"):
     total_variation: float
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.total_variation < 1.0:
-            raise ValueError(f"total_variation={self.total_variation!r}: must be in [0, 1).")
+        object.__setattr__(self, "total_variation", _probability("total_variation", self.total_variation))
 
 
 @dataclass(frozen=True)
@@ -267,8 +285,24 @@ class Failure(Event, kind="failure"):
     probability: float
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.probability < 1.0:
-            raise ValueError(f"probability={self.probability!r}: must be in [0, 1).")
+        object.__setattr__(self, "probability", _probability("probability", self.probability))
+
+
+@dataclass(frozen=True)
+class Upfront(Event, kind="upfront"):
+    """A release proved ε-DP (δ = 0) under ``relation``, by whose outcome the other events were chosen.
+
+    A private count of the records that sets sampling rates is one. The other events then depend on the outcome, and
+    no accountant of a fixed list of releases may compose them with it. What holds is basic composition: if the
+    others are (ε′, δ)-DP whatever the outcome is, all together are (ε + ε′, δ)-DP. So its ε is added to the rest's.
+    """
+
+    epsilon: float
+    relation: Relation
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "epsilon", _positive("epsilon", self.epsilon))
+        object.__setattr__(self, "relation", Relation.parse(self.relation))
 
 
 def gaussian(noise_multiplier: float, steps: int = 1) -> Event:

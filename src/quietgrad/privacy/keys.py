@@ -110,6 +110,11 @@ class KeyFile:
         return key
 
     @classmethod
+    def exists(cls, run_id: str) -> bool:
+        """Whether a key waits for ``run_id``."""
+        return cls._path(run_id).exists()
+
+    @classmethod
     def load(cls, run_id: str) -> bytes:
         """Return the key of ``run_id``."""
         path = cls._path(run_id)
@@ -142,11 +147,11 @@ class KeyFile:
         try:
             path.with_suffix(".where").unlink(missing_ok=True)
             with os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "r+b") as file:
+                path.unlink()  # first: whoever dies in between must not leave a key that is another
                 size = max(KEY_BYTES, os.fstat(file.fileno()).st_size)
                 file.write(os.urandom(size))
                 file.flush()
                 os.fsync(file.fileno())
-            path.unlink()
         except FileNotFoundError:
             return
         except OSError as error:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounts import checked, identity
-from quietgrad.privacy.budget import Budget, Relation, Unit, check_delta
+from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition, check_delta
 from quietgrad.privacy.chain import Chain, Entry, anchor, check_anchor
 from quietgrad.privacy.fingerprint import fingerprint
 from quietgrad.privacy.spending import Book, Held, Reservation, may_give_back, total
@@ -73,6 +73,7 @@ class Ledger:
         fingerprint: str | None = None,
         part: bool = False,
         unit: str | Unit = "record",
+        condition: str | None = None,
     ) -> Reservation:
         """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
 
@@ -84,6 +85,7 @@ class Ledger:
         fold of a cross-validation) is expected to differ from others of its account.
         ``unit`` is whom the promise is about; an account has one, and an entry of another is refused: what it costs
         a person with k records is not known.
+        ``condition`` is the clause under which the event's ε holds; the account's total holds under those of all.
         """
         account = checked(account)
         if not isinstance(run, str):
@@ -97,6 +99,7 @@ class Ledger:
             "delta": check_delta(delta),
             "relation": str(Relation.parse(relation)),
             "unit": str(Unit.parse(unit)),
+            **({} if condition is None else {"condition": check_condition(condition)}),
             "cap": None if cap is None else cap.to_json(),
             "note": note,
             "fingerprint": fingerprint,
@@ -172,6 +175,44 @@ class Ledger:
             if self._held(writer.entries, reservation_id).state == "closed":
                 raise LedgerError(f"{self.path}: reservation {reservation_id!r} is already closed, so it counts.")
             writer.append("cancel", {"id": reservation_id, "reason": reason})
+
+    def set_condition(self, reservation_id: str, condition: str) -> Reservation:
+        """Say from now on that a reservation's ε holds under ``condition``; a reservation has one at most.
+
+        For a run that learns of it on the way. Open or closed: what ε rests on may come last.
+        """
+        with self._chain.writing() as writer:
+            known = self._held(writer.entries, reservation_id).reservation
+            if known.condition is None:
+                writer.append("condition", {"id": reservation_id, "condition": check_condition(condition)})
+            elif known.condition != condition:
+                raise LedgerError(f"{self.path}: reservation {reservation_id!r} has another condition already.")
+        return replace(known, condition=condition)
+
+    def resume(self, run: str) -> int:
+        """Write down that ``run``, which has an entry here, is opened again; how often it was by now.
+
+        What a run keeps of itself carries this number, so that an older copy of it contradicts the ledger.
+        """
+        with self._chain.writing() as writer:
+            number = self._book(writer.entries).openings.get(run, 0) + 1
+            if number == 1:
+                raise LedgerError(f"{self.path}: holds no entry of run {run!r} that could be opened again.")
+            writer.append("resume", {"run": run, "opening": number})
+        return number
+
+    def openings(self, run: str) -> int:
+        """How often ``run`` was opened: 0 without an entry, 1 from its reservation on, one more by each resume."""
+        return self.book().openings.get(run, 0)
+
+    @property
+    def id(self) -> str:
+        """What tells this ledger from any other, wherever it is moved; a file that is not there yet is begun."""
+        entries = self.entries()
+        if not entries:
+            with self._chain.writing() as writer:  # makes the first line
+                entries = writer.entries
+        return str(entries[0].body["id"])
 
     def set_cap(self, account: str, budget: Budget) -> None:
         """Bound the account's total from now on; the newest cap counts, the old ones stay on record."""

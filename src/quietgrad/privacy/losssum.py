@@ -71,11 +71,11 @@ class Bounds:
 
     def epsilon(self, delta: float) -> float:
         """An ε above which there is at most ``delta`` of the losses."""
-        return self._least(lambda order: (self.moment(order) - math.log(delta)) / order)[0]
+        return self.least(lambda order: (self.moment(order) - math.log(delta)) / order)[0]
 
     def tilt(self, epsilon: float) -> float:
         """The θ with the least bound of the losses above ``epsilon``; 0 if there is none."""
-        return self._least(lambda order: self.moment(order) - order * epsilon)[1]
+        return self.least(lambda order: self.moment(order) - order * epsilon)[1]
 
     def window(self, tilt: float) -> tuple[float, float]:
         """The losses to compute at a tilt, so that next to nothing comes back from outside them.
@@ -91,7 +91,7 @@ class Bounds:
         # Losses from below come back e^{θ·width} times smaller, and no negative loss is ever asked for.
         return max(self.low, min(0.0, high - self.need / tilt)), high
 
-    def _least(self, function: Callable[[float], float]) -> tuple[float, float]:
+    def least(self, function: Callable[[float], float]) -> tuple[float, float]:
         """The least value of a function with one valley, and where: near the best of ``orders``, by thirds."""
         if not self.orders:
             return math.inf, 0.0
@@ -108,6 +108,44 @@ class Bounds:
         return function(best), best
 
 
+@dataclass(frozen=True)
+class SummedLosses:
+    """The losses of a composition in one order of the neighbours: the lesser of what a grid and what moments prove.
+
+    The transform of many rare large losses may leave more to rounding than there is to see (little noise on tiny
+    samples, a small δ). Moments have no such limit: of L > ε, with θ > 0,
+
+        δ(ε) = E (1 − e^{ε−L})₊ ≤ c_θ E e^{θ(L−ε)},  c_θ = max_{x ≥ 0} (1 − e^{−x}) e^{−θx} = θ^θ/(1 + θ)^{1+θ},
+
+    which is the conversion of Canonne, Kamath and Steinke (2020, Prop. 12) at order 1 + θ, of the grid's losses.
+    ``infinite`` bounds the mass of infinite losses, ``wrong`` how far rounding may move a moment at θ.
+    """
+
+    grid: LossGrid
+    bounds: Bounds
+    infinite: float
+    wrong: Callable[[float], float]
+
+    def epsilon(self, delta: float) -> float:
+        """ε at ``delta``."""
+        exact = self.grid.epsilon(delta)
+        rest = delta - self.infinite
+        if rest <= 0.0:
+            return exact
+        log_rest = math.log(rest)
+        return min(exact, max(0.0, self.bounds.least(lambda order: (self._moment(order) - log_rest) / order)[0]))
+
+    def delta(self, epsilon: float) -> float:
+        """δ at ``epsilon``."""
+        log_delta = self.bounds.least(lambda order: self._moment(order) - order * epsilon)[0]
+        return min(self.grid.delta(epsilon), self.infinite + math.exp(min(log_delta, 0.0)))
+
+    def _moment(self, order: float) -> float:
+        """log c_θ E e^{θL}, from above."""
+        tail = order * math.log(order) - (1.0 + order) * math.log1p(order)
+        return tail + self.bounds.moment(order) + self.wrong(order)
+
+
 def add_losses(
     releases: Releases,
     uses: Releases,
@@ -118,13 +156,23 @@ def add_losses(
     one_tail: float,
     delta: float | None,
     epsilon: float | None,
-) -> LossGrid:
+) -> SummedLosses:
     """Add the losses of all ``releases``: valid everywhere, sharp at ``delta``, or else at ``epsilon``.
 
     ``uses`` says how often each leaf of ``grids`` happens at most, ``tail`` bounds the mass above the window,
     ``one_tail`` what was cut off each grid. Where rounding could be a 10⁻⁴ part of δ, the losses are tilted.
     """
     add = partial(compose, releases, uses, grids, bounds, tail=tail, one_tail=one_tail)
+    spreads = {leaf: float(np.dot(grid.mass, np.abs(grid.losses))) for leaf, grid in grids.items()}
+
+    def wrong(order: float) -> float:
+        # Of each release as in step 2; a moment is a sum of as many terms as the grid has points, in pairs.
+        return math.fsum(n * 4.0 * _allowance(order, spreads[leaf], one_tail) for leaf, n in uses.items())
+
+    infinite = _infinite(releases, grids)
+
+    def found(grid: LossGrid) -> SummedLosses:
+        return SummedLosses(grid, bounds, infinite, wrong)
 
     def value(grid: LossGrid) -> float:
         return grid.delta(epsilon or 0.0) if delta is None else grid.epsilon(delta)
@@ -134,9 +182,9 @@ def add_losses(
     best = add(0.0) if plain else None
     wanted = delta if delta is not None else value(best) if best else 0.0
     if best and rounding <= _NOTICED * wanted:
-        return best
+        return found(best)
     if not bounds.orders:
-        return best or add(0.0)
+        return found(best or add(0.0))
     # Chernoff's ε at δ is far above the true one where large losses are rare: then again for the ε that was found.
     tilt = bounds.tilt(epsilon or 0.0 if delta is None else bounds.epsilon(delta))
     for _ in range(_TILTS):
@@ -145,7 +193,7 @@ def add_losses(
         last, tilt = tilt, bounds.tilt(min(value(best), bounds.high)) if delta is not None else tilt
         if tilt > 0.95 * last:
             break
-    return best or again
+    return found(best or again)
 
 
 def transform_error(size: int) -> float:
@@ -175,8 +223,7 @@ def compose(
     spectra = {leaf: np.fft.rfft(_wrapped(tilted[leaf][0], grid.first, size)) for leaf, grid in grids.items()}
     composed = np.fft.irfft(_evaluate(releases, spectra, moments), size)
     mass = np.maximum(np.roll(composed, -first % size if first >= 0 else -first), 0.0)
-    finite = log_character(releases, {leaf: math.log1p(-grid.infinite) for leaf, grid in grids.items()})
-    infinite = -math.expm1(finite) + tail
+    infinite = _infinite(releases, grids) + tail
     moment = log_character(releases, moments)
     if tilt == 0.0:
         rounding = _PER_RELEASE * (math.fsum(uses.values()) + 64.0)
@@ -192,6 +239,11 @@ def compose(
     # No mass exceeds one, so nothing is lost where e^x would overflow.
     mass = np.minimum((mass + error) * slack * np.exp(np.minimum(exponents, 700.0)), 1.0)
     return LossGrid(step, first, mass, infinite)
+
+
+def _infinite(releases: Releases, grids: Grids) -> float:
+    """The probability that any of the losses is infinite."""
+    return -math.expm1(log_character(releases, {leaf: math.log1p(-grid.infinite) for leaf, grid in grids.items()}))
 
 
 def _composed_error(
@@ -292,7 +344,7 @@ def chernoff(releases: Releases, grids: Grids, deviation: float, tail: float) ->
     best = math.sqrt(2 * need) / deviation
     # Gaussian losses are best bounded near ``best``; rare large losses of tiny samples at smaller orders.
     orders = [scale * best for scale in (0.12, 0.25, 0.5, 0.8, 1.2)]
-    orders += [order for order in (1.0, 3.0, 10.0, 30.0, 100.0, 300.0) if order < orders[0]]
+    orders += [order for order in (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0) if order < orders[0]]
     low = -min((moment(-order) + need) / order for order in orders)
     high = min((moment(order) + need) / order for order in orders)
     return Bounds(min(low, 0.0), max(high, 0.0), need, tuple(orders), moment)

@@ -23,6 +23,7 @@ from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.device_stream import DeviceStream
 from quietgrad.privacy.noise import (
+    NoiseStream,
     l2_laplace,
     l2_laplace_for,
     noisy_argmax,
@@ -30,7 +31,6 @@ from quietgrad.privacy.noise import (
     release_l2_laplace,
     sigma_for,
 )
-from quietgrad.privacy.rng import SecureStream
 
 __all__ = [
     "AboveThreshold",
@@ -236,7 +236,7 @@ class L2LaplaceNoise(Mechanism, kind="pure"):
 
     def source(self, key: bytes, label: str, count: int) -> Source:
         """A Gamma length in a uniform direction."""
-        return _L2LaplaceSource(SecureStream(key, f"noise/{label}"))
+        return _L2LaplaceSource(NoiseStream(key, f"noise/{label}"))
 
     def reach(self, dim: int) -> float:
         """The length is Gamma(dim)."""
@@ -244,7 +244,7 @@ class L2LaplaceNoise(Mechanism, kind="pure"):
 
 
 class _L2LaplaceSource(Source):
-    def __init__(self, stream: SecureStream) -> None:
+    def __init__(self, stream: NoiseStream) -> None:
         self._stream = stream
 
     def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
@@ -276,7 +276,7 @@ class NoisyChoice(Mechanism, kind="choice"):
 class _ChoiceSource(_GaussianSource):
     def __init__(self, key: bytes, label: str, count: int) -> None:
         super().__init__(key, label, count)
-        self._choices = SecureStream(key, f"choice/{label}")
+        self._choices = NoiseStream(key, f"choice/{label}")
 
     def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
         # Scores are sums of numbers in [0, bound], which one record moves by at most the bound under either
@@ -304,11 +304,11 @@ class AboveThreshold(Mechanism, kind="threshold"):
 
     def source(self, key: bytes, label: str, count: int) -> Source:
         """A block of Laplace numbers per search."""
-        return _ThresholdSource(SecureStream(key, f"noise/{label}"))
+        return _ThresholdSource(NoiseStream(key, f"noise/{label}"))
 
 
 class _ThresholdSource(Source):
-    def __init__(self, stream: SecureStream) -> None:
+    def __init__(self, stream: NoiseStream) -> None:
         self._stream = stream
 
     def first_below(
@@ -376,11 +376,11 @@ class FrequentLabels(Mechanism, kind="labels"):
 
     def source(self, key: bytes, label: str, count: int) -> Source:
         """Normals for as many labels as there are."""
-        return _LabelSource(self, SecureStream(key, f"noise/{label}"))
+        return _LabelSource(self, NoiseStream(key, f"noise/{label}"))
 
 
 class _LabelSource(Source):
-    def __init__(self, mechanism: FrequentLabels, stream: SecureStream) -> None:
+    def __init__(self, mechanism: FrequentLabels, stream: NoiseStream) -> None:
         self._mechanism, self._stream = mechanism, stream
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
@@ -434,8 +434,8 @@ class UnitNoise:
         number = release // size
         return number * size, self._stream(dim).normal(number, (size, dim))
 
-    def _stream(self, dim: int) -> SecureStream:
-        return SecureStream(self._key, f"{self._label}/{dim}")
+    def _stream(self, dim: int) -> NoiseStream:
+        return NoiseStream(self._key, f"{self._label}/{dim}")
 
 
 _NOTHING: Floats = np.empty((0, 0))

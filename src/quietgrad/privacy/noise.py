@@ -11,12 +11,18 @@ neighbouring sums apart by one unit per coordinate, √dim units in norm, under 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.privacy.rng import SecureStream
+from quietgrad.privacy.rng import ZEROS, SecureStream
+
+# Words turned into normals at a time: input, output and scratch then stay in the second-level cache.
+_CHUNK = len(ZEROS) // 8
+# A probability of fewer than _COARSE steps of 2^-64 gets more bits, from counters no draw itself reaches.
+_COARSE, _UPPER = np.uint64(1 << 48), 1 << 63
 
 UNITS = 2**20  # a standard deviation (or scale) is between this many units of the grid and twice as many
 
@@ -27,6 +33,107 @@ _MINUS_CLAMP = np.array(-(2.0**52))
 _FLOAT64 = np.dtype(np.float64)
 # Noise narrower than this has a step that float64 cannot divide by; wider noise overflows when squared.
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
+
+
+class NoiseStream(SecureStream):
+    """A stream of noise: N(0, 1) and Exp(1) numbers addressed by (key, label, block).
+
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> noise = NoiseStream(seed_key(7), "noise")
+    >>> noise.normal(3, 2).tolist() == noise.normal(3, 2).tolist()
+    True
+    """
+
+    __slots__ = ()
+
+    def normal(self, block: int, shape: int | tuple[int, ...]) -> npt.NDArray[np.float64]:
+        """Return independent N(0, 1) numbers by inversion: no rejection whose duration would tell their size.
+
+        Each takes one 64-bit word: one bit is the sign, the other 63 are k, and the number is ±Φ⁻¹(p) with
+        p = (k + ½)·2⁻⁶⁴ in (0, ½), the lower tail, where floats keep p to full relative precision. Of 64
+        bits alone the far tail would be porous: beyond 7.6 the possible outputs are further apart than the
+        grid they are rounded to, and with 10⁸ draws a hole would be met. So for k < 2⁴⁸ (one draw in
+        32768) a second word continues k, and outputs reach 13.
+
+        What is left is float64 rounding. It moves an output by e ≤ 10⁻¹⁵(|x| + ⅕), hence the edges of the
+        grid's cells: with σ = s < 2²¹ units (:mod:`quietgrad.privacy.noise`) a cell's probability is off by
+        a *factor* within 1 ± η, η = 2e·s ≤ 4.2·10⁻⁹(|x| + ⅕). The factors' logarithms have mean at most η²
+        and add up as independent terms do: N numbers cost at most about 5·10⁻⁹·√(2N ln(1/δ')) in ε, except
+        with probability δ'. For N = 5·10⁷ and δ' = 10⁻¹² that is 3·10⁻⁴, in the worst case.
+
+        >>> from quietgrad.privacy.rng import seed_key
+        >>> x = NoiseStream(seed_key(0), "noise").normal(0, (1000, 3))
+        >>> x.shape, bool(abs(x.std() - 1) < 0.1)
+        ((1000, 3), True)
+        """
+        out = np.empty(shape, np.float64)
+        for _ in self._normals(block, out.reshape(-1), out.size):
+            pass
+        return out
+
+    def normal_pieces(self, block: int, size: int) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
+        """The numbers of ``normal(block, size)`` and where they belong, in memory that the next piece overwrites.
+
+        For vectors as long as a network's, which would otherwise be written out only to be read once.
+
+        >>> from quietgrad.privacy.rng import seed_key
+        >>> stream = NoiseStream(seed_key(0), "noise")
+        >>> again = np.concatenate([piece.copy() for _, piece in stream.normal_pieces(3, 40000)])
+        >>> bool((again == stream.normal(3, 40000)).all())
+        True
+        """
+        return self._normals(block, np.empty(min(_CHUNK, size)), size)
+
+    def _normals(
+        self, block: int, memory: npt.NDArray[np.float64], size: int
+    ) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
+        """A piece at a time, one after the other in ``memory``, or each at its beginning if there is no more."""
+        invert = _inversion(size)
+        words = np.empty(min(_CHUNK, size), "<u8")
+        sign = np.empty(words.size, np.uint64)
+        stream = self._open(block)
+        for start in range(0, size, _CHUNK):
+            where = slice(start, min(start + _CHUNK, size))
+            x = memory[where] if memory.size == size else memory[: where.stop - start]
+            u, s = words[: x.size], sign[: x.size]
+            stream.update_into(ZEROS[: 8 * x.size], u.view(np.uint8).data)
+            np.left_shift(u, 63, out=s)
+            np.right_shift(u, 1, out=u)
+            np.add(u.view("<i8"), 0.5, out=x)  # signed: its conversion to float is the fast one
+            coarse = np.flatnonzero(u < _COARSE)
+            if coarse.size:
+                more = self.at(block, coarse.astype(np.uint64) + np.uint64(_UPPER + start))
+                x[coarse] = u[coarse] + (more + 0.5) * 2.0**-64
+            x *= 2.0**-64
+            invert(x)
+            bits = x.view(np.uint64)
+            bits ^= s
+            yield where, x
+
+    def exponential(self, block: int, size: int) -> npt.NDArray[np.float64]:
+        """Return independent Exp(1) numbers, both tails to full relative precision.
+
+        One bit chooses the half, 63 bits give p in (0, ½): −ln p in the upper half, −ln(1 − p) in the lower.
+
+        >>> from quietgrad.privacy.rng import seed_key
+        >>> bool((NoiseStream(seed_key(0), "a").exponential(0, 1000) > 0).all())
+        True
+        """
+        u = self.uint64(block, size)
+        p = ((u >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
+        upper = (u & np.uint64(1)).astype(bool)
+        return np.where(upper, -np.log(p), -np.log1p(-p))
+
+
+def _inversion(size: int) -> Callable[[npt.NDArray[np.float64]], object]:
+    """Φ⁻¹ in place. Both have the same bits; to load the compiled one is not worth it for a few numbers."""
+    if size < _CHUNK:
+        from scipy.special import ndtri
+
+        return lambda p: ndtri(p, out=p)
+    from quietgrad.privacy.inversion import lower_quantiles
+
+    return lower_quantiles
 
 
 def grid_step(sigma: float) -> float:
@@ -82,7 +189,7 @@ def release_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: float, st
 
     Args:
         total: one flat sum, a numpy array or a CPU torch tensor; changed in place.
-        unit: as many N(0, 1) numbers, from :meth:`SecureStream.normal`; not changed.
+        unit: as many N(0, 1) numbers, from :meth:`NoiseStream.normal`; not changed.
         sigma: standard deviation on the sum, and ``step`` its grid, both from :func:`sigma_for`.
 
     >>> total = np.array([0.3, -1.0])
@@ -145,7 +252,7 @@ def l2_laplace_for(epsilon: float, sensitivity: float, dim: int) -> tuple[float,
 
 
 def l2_laplace(
-    dim: int, scale: float, stream: SecureStream, block: int, step: float | None = None
+    dim: int, scale: float, stream: NoiseStream, block: int, step: float | None = None
 ) -> npt.NDArray[np.float64]:
     """Return noise of density ∝ exp(−‖x‖/scale) on ℝ^dim, rounded to the grid of ``step`` (``grid_step(scale)``).
 
@@ -154,10 +261,10 @@ def l2_laplace(
 
     ‖x‖ is Gamma(dim, scale), a sum of ``dim`` exponentials, and the direction is a normalised Gaussian.
     Takes the blocks 2·``block`` and 2·``block`` + 1 of the stream. Its arithmetic is finite, so strictly
-    the claim is not (ε, 0) but of the order (ε + 10⁻⁸·dim, 10⁻¹²·dim): see :meth:`SecureStream.normal`.
+    the claim is not (ε, 0) but of the order (ε + 10⁻⁸·dim, 10⁻¹²·dim): see :meth:`NoiseStream.normal`.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> l2_laplace(3, 1.0, SecureStream(seed_key(0), "output"), 0).shape
+    >>> l2_laplace(3, 1.0, NoiseStream(seed_key(0), "output"), 0).shape
     (3,)
     """
     step = grid_step(scale) if step is None else step
@@ -167,13 +274,13 @@ def l2_laplace(
     return np.rint(noise) * step
 
 
-def release_l2_laplace(total: Any, scale: float, step: float, stream: SecureStream, block: int) -> None:
+def release_l2_laplace(total: Any, scale: float, step: float, stream: NoiseStream, block: int) -> None:
     """Replace the vector ``total`` by its ε-DP release on the grid, in place; see :func:`l2_laplace_for`.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> weights = np.zeros(3)
     >>> scale, step = l2_laplace_for(1.0, 1.0, dim=3)
-    >>> release_l2_laplace(weights, scale, step, SecureStream(seed_key(0), "output"), 0)
+    >>> release_l2_laplace(weights, scale, step, NoiseStream(seed_key(0), "output"), 0)
     >>> (weights / step % 1).tolist()
     [0.0, 0.0, 0.0]
     """
@@ -181,9 +288,7 @@ def release_l2_laplace(total: Any, scale: float, step: float, stream: SecureStre
     release_gaussian(total, noise.reshape(tuple(total.shape)), 1.0, step)
 
 
-def noisy_argmax(
-    scores: npt.ArrayLike, epsilon: float, sensitivity: float, stream: SecureStream, block: int
-) -> int:
+def noisy_argmax(scores: npt.ArrayLike, epsilon: float, sensitivity: float, stream: NoiseStream, block: int) -> int:
     """Return the index chosen by the exponential mechanism: P(i) ∝ exp(ε·scores[i] / (2·sensitivity)).
 
     Drawn as the arg max of ε·score/(2Δ) plus Gumbel noise. It is ε-DP when neighbours change every score by
@@ -191,7 +296,7 @@ def noisy_argmax(
     Non-finite scores count as the worst one, because an error would tell which record caused it.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> noisy_argmax([0.0, 50.0, 0.0], 1.0, 1.0, SecureStream(seed_key(0), "choose"), 0)
+    >>> noisy_argmax([0.0, 50.0, 0.0], 1.0, 1.0, NoiseStream(seed_key(0), "choose"), 0)
     1
     """
     for name, value in (("epsilon", epsilon), ("sensitivity", sensitivity)):

@@ -11,8 +11,8 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.composition import CannotProve, bag, check_relation, rough_mu
 from quietgrad.privacy.events import ZCDP, Event, FixedSize, Gaussian, Laplace, Poisson, Pure, RandomRound
 from quietgrad.privacy.gaussian import gaussian_epsilon
-from quietgrad.privacy.lossgrid import LARGEST_LOSS, LossGrid, discretise
-from quietgrad.privacy.losssum import add_losses, chernoff
+from quietgrad.privacy.lossgrid import LARGEST_LOSS, discretise
+from quietgrad.privacy.losssum import SummedLosses, add_losses, chernoff
 from quietgrad.privacy.pairs import (
     FixedSizePair,
     GaussianPair,
@@ -25,6 +25,7 @@ from quietgrad.privacy.pairs import (
 
 _COARSEST_STEP = 1e-4
 _MOST_POINTS = 1 << 21
+_FINEST_STEP = 1e-12  # losses that are smaller than this altogether are rounded up to it
 # Rounding adds at most about h²/6 to each release's loss variance; h ≤ 0.035 τ keeps that below 2·10⁻⁴ of τ².
 _STEPS_PER_DEVIATION = 1 / 0.035
 _TAIL_PER_DELTA = 1e-7
@@ -44,18 +45,18 @@ _Base = GaussianPair | LaplacePair | PurePair
 
 @dataclass(frozen=True)
 class ComposedPLD:
-    """The privacy profile of a composition: one grid if neighbours look alike in both orders, else two."""
+    """The privacy profile of a composition: one sum of losses if neighbours look alike in both orders, else two."""
 
-    grids: tuple[LossGrid, ...]
+    orders: tuple[SummedLosses, ...]
     name: str
 
     def delta(self, epsilon: float) -> float:
         """δ at ``epsilon``, in the worse order."""
-        return max(grid.delta(epsilon) for grid in self.grids)
+        return max(order.delta(epsilon) for order in self.orders)
 
     def epsilon(self, delta: float) -> float:
         """ε at ``delta``, in the worse order."""
-        return max(grid.epsilon(delta) for grid in self.grids)
+        return max(order.epsilon(delta) for order in self.orders)
 
 
 def pld_profile(
@@ -84,7 +85,7 @@ def pld_profile(
     if step is None:
         about = epsilon if epsilon is not None else gaussian_epsilon(min(deviation, 30.0), delta or 1e-6)
         step = min(_COARSEST_STEP, max(about, 1e-5) / 2000, deviation / math.sqrt(number) / _STEPS_PER_DEVIATION)
-    floor = 2 * min(reach, LARGEST_LOSS) / _MOST_POINTS
+    floor = max(_FINEST_STEP, 2 * min(reach, LARGEST_LOSS) / _MOST_POINTS)
     while True:
         step = max(step, floor) if adapt else step
         grids = {leaf: discretise(pair, step, one_tail) for leaf, pair in pairs.items()}

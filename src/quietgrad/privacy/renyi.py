@@ -35,6 +35,7 @@ from quietgrad.privacy.events import (
     RepeatAndSelect,
     Repeated,
     Slack,
+    Upfront,
 )
 
 Array = npt.NDArray[np.float64]
@@ -99,7 +100,7 @@ def _rho(event: Event, relation: Relation, factor: float) -> float:
             return max(_rho(part, relation, factor) for part in parts)
         case RandomRound(inner=inner, law=law):
             return max(number for number, _ in law) * _rho(inner, relation, factor)
-        case Slack() | Failure():
+        case Slack() | Failure() | Upfront():
             return 0.0
     raise CannotProve(event, f"a {event.kind} event is not zCDP")
 
@@ -134,7 +135,7 @@ def _curve(event: Event, relation: Relation, factor: float) -> Array:
             return _array(np.logaddexp.reduce(logs, axis=0) / (a - 1))
         case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
             return _select(_curve(inner, relation, factor), mean, shape)
-        case Slack() | Failure():
+        case Slack() | Failure() | Upfront():
             return np.zeros_like(a)
     raise CannotProve(event, f"a {event.kind} event has no Rényi curve")
 

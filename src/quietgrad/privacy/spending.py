@@ -16,8 +16,22 @@ from typing import Any
 from quietgrad.errors import LedgerError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounts import identity
-from quietgrad.privacy.budget import Budget, Relation, Unit, check_delta
+from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition, check_delta
 from quietgrad.privacy.chain import Entry
+
+COUNTED = "~count"
+"""Behind a run's name: the private count that it was planned from."""
+EPOCH = "#"
+"""Between a run's name and the nonce of an epoch."""
+
+
+def run_of(line: str) -> str:
+    """The name of the run that an entry is about.
+
+    >>> run_of(f"a1{EPOCH}7") == run_of(f"a1{COUNTED}") == "a1"
+    True
+    """
+    return line.removesuffix(COUNTED).partition(EPOCH)[0]
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Reservation:
     delta: float
     relation: Relation
     unit: Unit = Unit.RECORD
+    condition: str | None = None
 
     @cached_property
     def epsilon(self) -> float:
@@ -50,6 +65,7 @@ class Reservation:
             delta=check_delta(body["delta"]),
             relation=Relation.parse(body["relation"]),
             unit=Unit.parse(body.get("unit", "record")),  # older entries do not say: they were about records
+            condition=check_condition(body.get("condition")),
         )
 
 
@@ -73,6 +89,9 @@ class Book:
     held: dict[str, Held] = field(default_factory=dict)
     caps: dict[str, dict[str, Budget]] = field(default_factory=dict)  # by identity, then by spelling, newest last
     names: dict[str, str] = field(default_factory=dict)  # by identity: the first spelling, which is shown
+    openings: dict[str, int] = field(
+        default_factory=dict
+    )  # by run: how often it was opened, the first time included
     last: Entry | None = None
 
     def apply(self, entry: Entry) -> None:
@@ -90,6 +109,7 @@ class Book:
                 raise ValueError(f"reservation {new.id} is already there.")
             self.names.setdefault(identity(new.account), new.account)
             self.held[new.id] = Held(new, time, str(body["note"]), body["fingerprint"], counts=new.event)
+            self.openings.setdefault(new.run, 1)
         elif kind in ("close", "cancel"):
             old = self.open(str(body["id"]))
             if kind == "cancel":
@@ -99,8 +119,17 @@ class Book:
                 counts, state = old.reservation.event if back is None else events.from_json(back), "closed"
             changed = replace(old, counts=counts, state=state, reason=str(body["reason"]))
             self.held[old.reservation.id] = changed
+        elif kind == "condition":
+            old = self.held[str(body["id"])]
+            rests = replace(old.reservation, condition=check_condition(body["condition"]))
+            self.held[old.reservation.id] = replace(old, reservation=rests)
         elif kind == "cap":
             self._cap(str(body["account"]), Budget.from_json(body), every_spelling="identity" in body)
+        elif kind == "resume":
+            run, number = str(body["run"]), body["opening"]
+            if number != self.openings.get(run, 0) + 1:
+                raise ValueError(f"opening {number} of run {run} does not follow the one before.")
+            self.openings[run] = number
         elif kind not in ("open", "quarantine", "adopt"):
             raise ValueError("unknown kind; it was written by a newer quietgrad.")
 
@@ -149,6 +178,10 @@ class Book:
         """The events that count for one account."""
         return [held.counts for held in self.of(account) if held.counts is not None]
 
+    def runs(self, account: str) -> int:
+        """How many runs count for one account; one may have several entries (a count, epochs)."""
+        return len({run_of(held.reservation.run) for held in self.of(account) if held.counts is not None})
+
     def relations(self, account: str) -> tuple[Relation, ...]:
         """The relations that what counts for one account was planned under."""
         return tuple(dict.fromkeys(h.reservation.relation for h in self.of(account) if h.counts is not None))
@@ -156,6 +189,11 @@ class Book:
     def units(self, account: str) -> tuple[Unit, ...]:
         """What was counted as one in what counts for one account."""
         return tuple(dict.fromkeys(h.reservation.unit for h in self.of(account) if h.counts is not None))
+
+    def conditions(self, account: str) -> tuple[str, ...]:
+        """The conditions that the ε of one account rests on."""
+        said = (h.reservation.condition for h in self.of(account) if h.counts is not None)
+        return tuple(dict.fromkeys(condition for condition in said if condition is not None))
 
     def table_warnings(self, account: str, fingerprint: str, *, part: bool = False) -> list[str]:
         """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
@@ -203,7 +241,7 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
 
     Only then is giving back safe whatever the accountant: fewer repetitions, some members of a composition in
     their order, some of the disjoint parts, every party's own part, a smaller ρ, more noise.
-    A :class:`~quietgrad.privacy.events.Slack` always stays.
+    A :class:`~quietgrad.privacy.events.Slack`, a failure and an upfront release always stay.
 
     >>> step = events.Poisson(0.01, events.Gaussian(1.1))
     >>> is_part(events.Repeated(step, 40), events.Repeated(step, 100))
@@ -239,7 +277,7 @@ def _in_order(wanted: Sequence[events.Event], whole: Sequence[events.Event]) -> 
     for part in whole:
         if found < len(wanted) and is_part(wanted[found], part):
             found += 1
-        elif isinstance(part, (events.Slack, events.Failure)):
+        elif isinstance(part, (events.Slack, events.Failure, events.Upfront)):
             return False
     return found == len(wanted)
 

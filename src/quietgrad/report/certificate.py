@@ -189,7 +189,7 @@ def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
         together = mechanism_from(slot.get("mechanism", "gaussian")).together
         composition = f"{together[0].upper()}{together[1:]}." if together else composition
     composition = result.privacy.unit.in_words(composition)
-    return RunCertificate(result.privacy, _releases(result), composition, _account(result.privacy, ledger))
+    return RunCertificate(result.privacy, _releases(result), composition, _account(result, ledger))
 
 
 def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
@@ -272,7 +272,8 @@ def _amplification(slot: dict[str, Any]) -> str:
     return "none"
 
 
-def _account(privacy: Privacy, file: Path | None) -> AccountTotal | None:
+def _account(result: Result, file: Path | None) -> AccountTotal | None:
+    privacy = result.privacy
     if file is None or not file.exists() or privacy.account is None or privacy.delta is None:
         return None
     from quietgrad.errors import LedgerError, UnprovableError
@@ -284,18 +285,20 @@ def _account(privacy: Privacy, file: Path | None) -> AccountTotal | None:
         book = ledger.book()
     except LedgerError:
         return AccountTotal(file.name, privacy.account, 0, None, None, None, False, None)
-    held = book.of(privacy.account)
-    cap = book.cap(privacy.account)
+    mine = book.find(str(result.details.get("run")))
+    name = privacy.account if mine is None else mine.reservation.account
+    held = book.of(name)
+    cap = book.cap(name)
     epsilon, accountant = None, None
     try:
-        proof = ledger.spent(privacy.account, delta=privacy.delta, relation=privacy.relation or "add-remove")
+        proof = ledger.spent(name, delta=privacy.delta, relation=privacy.relation or "add-remove")
         epsilon, accountant = proof.epsilon, proof.accountant
     except UnprovableError:
         pass  # runs under different relations have no common ε; the page says so
     return AccountTotal(
         file=file.name,
         account=privacy.account,
-        runs=sum(each.counts is not None for each in held),
+        runs=book.runs(privacy.account),
         epsilon=epsilon,
         accountant=accountant,
         cap=None if cap is None else cap.epsilon,

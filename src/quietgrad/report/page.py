@@ -90,6 +90,8 @@ class Run:
         found = self.result.details
         said = ("escapes", "samples_used", "alpha", "certificate")
         rows += [(_SECOND_ORDER[key], _plain(found[key])) for key in said if key in found]
+        if "generalization" in found:
+            rows += [("a loss in [0, 1] on new records differs by at most", f"{found['generalization']:.3g}")]
         rows += [("stopped by", self.result.stopped_by), ("seconds", f"{math.ceil(self.result.seconds)}")]
         return rows
 

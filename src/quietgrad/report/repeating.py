@@ -13,7 +13,7 @@ _FLAGS = (
     "test", "objective", "regularizer", "row_bound", "algorithm", "oracle", "landscape", "epsilon", "delta",
     "relation", "account", "cap_epsilon", "n_public",
 )  # fmt: skip
-_USUAL = {"account": "default", "rows": "refuse"}
+_USUAL = {"account": "default", "rows": "clip"}
 
 
 def command_of(folder: Path) -> str | None:

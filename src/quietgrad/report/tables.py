@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from quietgrad.errors import DataError
+from quietgrad.errors import boundary
 from quietgrad.files import read_json
 from quietgrad.training.result import Privacy, Result, digest_of
 from quietgrad.training.verification import contradiction
@@ -57,8 +57,8 @@ def table_section(result: Result, folder: Path) -> TableSection:
 def _evaluation(path: Path) -> Evaluation | None:
     if not path.exists():
         return None
-    said = read_json(path)
-    try:
+    with boundary(f"{path}: is not an evaluation as `quietgrad evaluate` writes it. Evaluate again."):
+        said = read_json(path)
         if said["result"] != digest_of(path.parent):
             return None  # of a run that was here before
         privacy = Privacy.from_json(said["privacy"])
@@ -71,10 +71,6 @@ def _evaluation(path: Path) -> Evaluation | None:
         curve = [[float(x) for x in row] for row in said.get("calibration") or [] if None not in row]
         notes = [str(note) for note in said.get("notes", [])]
         confusion = list(zip(classes, rows, strict=True)) if rows else []
-    except (KeyError, TypeError, ValueError, IndexError):
-        raise DataError(
-            f"{path}: is not an evaluation as `quietgrad evaluate` writes it. Evaluate again."
-        ) from None
     if why is not None:
         return Evaluation(why, privacy, [], "", [], [], [])
     return Evaluation(None, privacy, numbers, _calibration(curve), classes, confusion, notes)

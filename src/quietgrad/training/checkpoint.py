@@ -1,15 +1,18 @@
-"""Saving where a run stands: one safetensors file, written atomically, never a pickle.
+"""Where a run stands, in one safetensors file that is written atomically and sealed whole; never a pickle.
 
-Arrays go to tensors; everything else goes to the file's JSON header with a format version. Nothing here decides
-whether noise may be drawn again: that is the transcript's to say, by content.
+Arrays go to tensors, everything else to the file's JSON header. A MAC under the run's key covers every byte of
+both, so a file whose numbers were changed is not read. What it says is then what the run itself wrote; whether it
+is the newest that the run wrote is the transcript's and the ledger's to say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import hmac
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,22 +21,12 @@ import numpy as np
 
 from quietgrad.algorithms.base import State
 from quietgrad.errors import DataError
-from quietgrad.files import check_regular, parse_json, write_atomically
+from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.oracles.base import Estimate
 
-FORMAT = 2
+FORMAT = 3
 _KINDS = {"State": State, "Estimate": Estimate}
 _PACKAGES = ("numpy", "scipy", "numba", "torch", "quietgrad")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A state, how far its session had come, and what the run was."""
-
-    state: State
-    used: dict[str, int]
-    rho_left: float | None
-    meta: dict[str, Any]
 
 
 def versions() -> dict[str, str | None]:
@@ -48,43 +41,67 @@ def _version(package: str) -> str | None:
         return None
 
 
-def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoint`` to ``path``."""
+def save(path: Path, run: str, content: Any, key: bytes) -> None:
+    """Write ``content`` (dataclasses of ours, dictionaries, lists, arrays, plain values) of ``run`` to ``path``."""
     from safetensors.numpy import save as to_bytes
 
     tensors: dict[str, Any] = {}
-    header = {
-        "format": FORMAT,
-        "state": _pack(checkpoint.state, "state", tensors),
-        "used": checkpoint.used,
-        "rho_left": checkpoint.rho_left,
-        "meta": checkpoint.meta,
-    }
-    write_atomically(path, to_bytes(tensors, metadata={"quietgrad": json.dumps(header)}))
+    said = json.dumps({"format": FORMAT, "run": run, "content": _pack(content, "content", tensors)})
+    write_atomically(path, to_bytes(tensors, metadata={"quietgrad": said, "seal": _seal(key, said, tensors)}))
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint; a file cut short or of another program is refused with a clear error."""
-    from safetensors import SafetensorError, safe_open
+def load(path: Path, key_of: Callable[[str], bytes]) -> tuple[str, Any]:
+    """The run's name and the content that :func:`save` was given; ``key_of`` finds the key of a run by its name.
+
+    A file that was cut short or altered, or is another program's, is refused.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load as from_bytes
 
     try:
-        check_regular(path)
-        with safe_open(path, framework="numpy") as file:
-            header = parse_json(file.metadata()["quietgrad"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        data = read_bytes(path)
+        # The header of a safetensors file: its length in 8 bytes, then JSON.
+        length = int.from_bytes(data[:8], "little")
+        told = parse_json(data[8 : 8 + length])["__metadata__"]
+        header, seal = parse_json(told["quietgrad"]), str(told["seal"])
+        tensors = from_bytes(data)
+        found, run = header["format"], header["run"]
     except FileNotFoundError:
         raise DataError(f"{path}: there is no checkpoint; train with --out DIR first.") from None
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError, OverflowError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"{path}: not a readable checkpoint ({type(error).__name__}); start the run again."
         ) from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        found = header.get("format") if isinstance(header, dict) else None
+    if found != FORMAT or not isinstance(run, str):
         raise DataError(f"{path}: checkpoint format {found!r}; this version reads {FORMAT}.")
-    try:
-        return Checkpoint(_unpack(header["state"], tensors), header["used"], header["rho_left"], header["meta"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a checkpoint of a run ({type(error).__name__}); start it again.") from None
+    if not hmac.compare_digest(seal, _seal(key_of(run), told["quietgrad"], tensors)):
+        raise DataError(f"{path}: the checkpoint was altered, so nobody can tell what the run was; start it again.")
+    return run, _unpack(header["content"], tensors)
+
+
+def run_named_in(path: Path) -> str | None:
+    """The run that a checkpoint says it is of, unchecked: to find what else is kept of it."""
+    found: list[str] = []
+
+    def note(run: str) -> bytes:
+        found.append(run)
+        raise DataError("only its name was asked for.")
+
+    with contextlib.suppress(DataError):
+        load(path, note)
+    return found[0] if found else None
+
+
+def _seal(key: bytes, said: str, tensors: Mapping[str, Any]) -> str:
+    seal = hashlib.blake2b(key=hmac.digest(key, b"checkpoint", "sha256"), digest_size=32)
+    seal.update(f"{len(said)}\0{said}".encode())
+    for name in sorted(tensors):
+        array = np.ascontiguousarray(tensors[name])
+        seal.update(f"\0{name}\0{array.dtype.str} {array.shape}\0".encode())
+        seal.update(array.reshape(-1).view(np.uint8).data)
+    return seal.hexdigest()
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
@@ -100,8 +117,12 @@ def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
         tensors[name] = np.ascontiguousarray(value)
         return {"kind": "numpy", "tensor": name}
     if type(value).__module__.partition(".")[0] == "torch":
-        tensors[name] = np.ascontiguousarray(value.detach().cpu().numpy())
-        return {"kind": "torch", "tensor": name}
+        import torch
+
+        value = value.detach().cpu().contiguous()
+        narrow = value.dtype == torch.bfloat16  # which numpy does not know
+        tensors[name] = np.ascontiguousarray((value.view(torch.int16) if narrow else value).numpy())
+        return {"kind": "bfloat16" if narrow else "torch", "tensor": name}
     return {"kind": "plain", "value": value}
 
 
@@ -111,10 +132,11 @@ def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
         return packed["value"]
     if kind == "numpy":
         return tensors[packed["tensor"]].copy()
-    if kind == "torch":
+    if kind in ("torch", "bfloat16"):
         import torch
 
-        return torch.from_numpy(tensors[packed["tensor"]].copy())
+        found = torch.from_numpy(tensors[packed["tensor"]].copy())
+        return found if kind == "torch" else found.view(torch.bfloat16)
     if kind == "list":
         return [_unpack(item, tensors) for item in packed["items"]]
     fields = {key: _unpack(value, tensors) for key, value in packed["fields"].items()}

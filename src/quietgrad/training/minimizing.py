@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import hmac
-import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import DataError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.people import Combine, OfPeople, PersonRefused, of_people
+from quietgrad.objectives.registry import facts_of, from_facts
+from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.keys import KeyFile
-from quietgrad.training import checkpoint as checkpoints
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.training.callbacks import Callback
+from quietgrad.training.callbacks import begin as tell_first
 from quietgrad.training.result import Result
-from quietgrad.training.running import Callback, refused, run
-from quietgrad.training.saving import Saver, discard, finished_result, json_values, seal
+from quietgrad.training.running import refused, run
+from quietgrad.training.runs import Run, begin, is_kept, open_run, over
 from quietgrad.vectors import Vector, all_finite, copy
 
 
 def minimize(
     objective: Any,
     data: Any,
-    algorithm: Algorithm,
+    algorithm: Algorithm | Callable[[int], Algorithm],
     *,
     budget: Budget | None,
     ledger: Any = None,
-    account: str = "default",
+    account: str | Account = "default",
     cap: Budget | None = None,
-    n_public: int | None = None,
+    n_public: int | PublicCount | None = None,
     records_public: int | None = None,
     start: Vector | None = None,
     seed: int | None = None,
@@ -49,17 +51,22 @@ def minimize(
     Args:
         objective: a loss of :mod:`quietgrad.objectives`.
         data: what the objective takes, ``(X, y)`` for tables.
-        algorithm: a method, such as ``qg.DPSRM(steps=1500, batch_size=100)``.
+        algorithm: a method, such as ``qg.DPSRM(steps=1500, batch_size=100)``, or a function that makes one from
+            the public number of records.
         budget: the promise; ``None`` runs without noise and the result says **not private**.
-        ledger: file that the whole cost is reserved in before anything is released.
+        ledger: file that the whole cost is reserved in before anything is released; without it the project's own
+            (:mod:`quietgrad.privacy.project`).
         account: the people the data are about; runs of one account compose.
         cap: a budget that the account as a whole must not exceed.
-        n_public: the public number of records. Under add-remove the true number is private: declare one here, or
-            the length of the data is taken and thereby declared public.
+        n_public: the public number of records, if there is one. Under add-remove the true number is private:
+            without a declared one it is counted privately, with about 1 % of ε, and the run is planned for what
+            came out. Under replace-one it is public and that of the data.
         records_public: with ``person``, how many records people have together, if that is public: it is then said
             beside n wherever n is. Without it no number of records is ever shown.
         folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
             result is saved here.
+        callback: told a :class:`~quietgrad.training.callbacks.Progress` at step 0, before anything is reserved, and
+            after every step; such as ``CSVLog("log.csv")``.
         seed: fixed randomness for tests; the result is then not private.
         planned: the plan, if it was made already from the same algorithm, budget and number of records.
         person: one id per record, of the person it is about; the promise is then to people with all their records,
@@ -76,100 +83,156 @@ def minimize(
     >>> result.params.shape, result.privacy.is_private
     ((1,), True)
     """
-    name = uuid.uuid4().hex
-    if folder is not None and (Path(folder) / Saver.FILE).exists():
-        raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
     objective, data = of_people(objective, data, person, combine, records_per_person)
-    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name, seed=seed)
-    declared = len(curator.records) if n_public is None else n_public
+    payer = account if isinstance(account, Account) else Account.of(account, ledger, cap, seeded=seed is not None)
+    if folder is not None and is_kept(folder):
+        raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
+    secret = budget is not None and budget.relation is Relation.ADD_REMOVE
+    if noise_multiplier is not None and n_public is None and secret:
+        raise ValueError(
+            "noise_multiplier: what it costs depends on n, which is a secret under add-remove; declare n_public "
+            "with it, or leave it out."
+        )
+    run = n_public.run if isinstance(n_public, PublicCount) else None
+    curator = CentralCurator(objective, data, account=payer, seed=seed, run=run)
+    nominal = algorithm(NOMINAL) if callable(algorithm) else algorithm
+    check_people(nominal, objective)
+    if budget is not None and nominal.private:
+        nominal.check_budget(budget)  # before anybody is counted
+    x0 = curator.initial() if start is None else _check_start(start, curator.initial())
+    tell_first(callback, nominal.schedule(NOMINAL).releases, x0, private=budget is not None)
+    size = n_public if isinstance(n_public, PublicCount) else curator.count(budget, n_public, nominal)
+    algorithm = algorithm(size.n) if callable(algorithm) else algorithm
     the_plan = planned or plan(
-        algorithm, n=declared, budget=budget, noise_multiplier=noise_multiplier, unit=curator.unit,
+        algorithm, n=size, budget=budget, noise_multiplier=noise_multiplier, unit=curator.unit,
         records_public=records_public,
     )  # fmt: skip
-    if (the_plan.budget, the_plan.n_public, the_plan.records_public) != (budget, declared, records_public):
+    counted = size if size.counted else None
+    if counted is not None and budget is not None and not the_plan.proof.within(budget):
+        raise BudgetError("n_public: was counted, and such a run is said to cost its budget, which this exceeds.")
+    asked = (the_plan.budget, the_plan.n_public, the_plan.counted, the_plan.records_public)
+    if asked != (budget, size.n, counted, records_public):
         raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
-    notes = () if n_public is not None else ("n was taken from the data and is thereby declared public",)
-    notes = (*notes, *how_people_count(objective))
-    check_people(algorithm, objective)
-    x0 = curator.initial() if start is None else _check_start(start, curator.initial())
+    notes = how_people_count(objective)
     algorithm.check_run(objective, the_plan, x0)
-    saver = None
+    kept = None
+    if folder is not None:
+        settings = {"objective": facts_of(objective), "people": counting(objective)}
+        kept = begin(
+            folder, the_plan, curator, kind=TABLE, state=algorithm.init(x0), settings=settings, notes=notes,
+            every=checkpoint_seconds,
+        )  # fmt: skip
     try:
-        if folder is not None:
-            # Before the reservation, so that a crash at any moment after it finds something to resume.
-            key = None if seed is not None else KeyFile.create(name, folder)
-            saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key)
-            saver.write(algorithm.init(x0), {}, None)
-        session = curator.open(the_plan, transcript=None if saver is None else saver.transcript)
+        session = curator.open(the_plan) if kept is None else kept.open(curator)
     except Exception:
-        if saver is not None:
-            saver.close()
-        discard(name, folder)
+        if kept is not None:
+            kept.discard()
         raise
     try:
-        return _run(algorithm, session, x0, saver, account, notes, callback)
+        return _run(algorithm, session, x0, kept, payer.asked or payer.name, notes, callback, None, folder)
     except Exception as error:
-        if refused(session, error):  # then there is nothing to resume either
-            discard(name, folder)
+        if refused(session, error) and kept is not None:  # then there is nothing to resume either
+            kept.discard()
         raise
 
 
 def resume(
-    objective: Any,
-    data: Any,
-    algorithm: Algorithm,
+    objective: Any = None,
+    data: Any = None,
+    algorithm: Algorithm | Callable[[int], Algorithm] | None = None,
     *,
     folder: str | Path,
     ledger: Any = None,
-    account: str = "default",
+    account: str | None = None,
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
     callback: Callback | None = None,
     person: Any = None,
-    combine: Combine = "mean",
+    combine: Combine | None = None,
     records_per_person: int | None = None,
 ) -> Result:
-    """Continue an interrupted :func:`minimize` with the same arguments and ``folder``.
+    """Continue an interrupted :func:`minimize` that was kept in ``folder``.
+
+    The folder says everything but the data (and ``person=``, which are data too): the loss if it is one of
+    quietgrad's for tables, the algorithm, the plan, the ledger, account and cap that pay. What is given beside it
+    must agree. ``ledger=`` says where the ledger is by now, if it was moved.
 
     The run replays what it had released since its last checkpoint: where the sums are bit for bit those of before,
     with the same noise, so that the model is that of an undisturbed run and nothing is spent twice. Where they are
     not (other data, an edited loss, other versions or threads), fresh noise is drawn and the plan is charged again,
     and the result says so. Settings that differ publicly are refused.
     """
-    saved = checkpoints.load(Path(folder) / Saver.FILE)
-    meta = saved.meta
-    if (result := finished_result(Path(folder), meta["run"])) is not None:
-        discard(meta["run"], folder)
+    if data is None:
+        raise ValueError("data: must be given, since a folder holds none: resume(folder=..., data=(X, y)).")
+    if (result := over(folder)) is not None:
         return result
-    budget = None if meta["budget"] is None else Budget.from_json(meta["budget"])
-    check_resumable(folder, meta, algorithm)
-    objective, data = of_people(objective, data, person, combine, records_per_person)
-    unit = meta.get("unit", "record")
-    if (unit == "person") != isinstance(objective, OfPeople) or tuple(how_people_count(objective)) != tuple(
-        note for note in meta["notes"] if note.startswith(COUNTED)
-    ):
-        raise DataError(
-            f"{folder}: the run counted its people otherwise; resume it with the same person= settings."
-        )
-    the_plan = plan(
-        algorithm, n=meta["n_public"], budget=budget, noise_multiplier=meta["noise_multiplier"], unit=unit,
-        records_public=meta.get("records_public"),
-    )  # fmt: skip
-    name, key, notes = meta["run"], KeyFile.load(meta["run"]), tuple(meta["notes"])
-    curator = CentralCurator(objective, data, ledger=ledger, account=account, cap=cap, run=name)
-    released = int(meta.get("released", 0))
-    if not hmac.compare_digest(str(meta.get("seal")), seal(key, saved.used, saved.rho_left, released)):
-        raise DataError(f"{folder}: the checkpoint was altered, so nobody can tell how far the run had come.")
-    saver = Saver(Path(folder), name, the_plan, checkpoint_seconds, notes, key, resumed=True, released=released)
-    saver.history, saver.seconds_before = meta["history"], meta["seconds"]
+    kept = open_run(folder, kind=TABLE, ledger=ledger, every=checkpoint_seconds)
     try:
-        session = curator.open(the_plan, transcript=saver.transcript, used=saved.used, rho_left=saved.rho_left)
-    except Exception:
-        saver.close()
-        raise
-    return _run(algorithm, session, curator.initial(), saver, account, notes, callback, saved.state)
+        return _resumed(
+            kept, objective, data, algorithm, account, cap, callback, person, combine, records_per_person
+        )
+    finally:
+        kept.close()
 
 
+def _resumed(
+    kept: Run,
+    objective: Any,
+    data: Any,
+    algorithm: Algorithm | Callable[[int], Algorithm] | None,
+    account: str | None,
+    cap: Budget | None,
+    callback: Callback | None,
+    person: Any,
+    combine: Combine | None,
+    records_per_person: int | None,
+) -> Result:
+    settings, the_plan = kept.header.settings, kept.plan
+    kept.agree_on_account(account, cap)
+    if algorithm is None:
+        algorithm = _algorithm_of(kept)
+    elif callable(algorithm):
+        algorithm = algorithm(the_plan.n_public)
+    kept.agree("algorithm", [algorithm.name, algorithm.config()], [the_plan.algorithm, the_plan.config])
+    if objective is None:
+        if settings["objective"] is None:
+            raise DataError(f"{kept.folder}: the loss of this run is your own: give it as objective=.")
+        objective = from_facts(settings["objective"])
+    if person is not None and settings["people"] is not None:  # what the folder says need not be said again
+        combine = combine or settings["people"]["combine"]
+        records_per_person = records_per_person or settings["people"]["records_per_person"]
+    objective, data = of_people(objective, data, person, combine or "mean", records_per_person)
+    if counting(objective) != settings["people"]:
+        raise DataError(
+            f"{kept.folder}: the run counted its people otherwise; resume it with the same person= settings."
+        )
+    if settings["objective"] is not None:
+        kept.agree("objective", facts_of(objective), settings["objective"])
+    curator = CentralCurator(objective, data, account=kept.account, run=kept.name)
+    session = kept.open(curator)
+    asked, notes = kept.header.asked, kept.header.notes
+    return _run(algorithm, session, curator.initial(), kept, asked, notes, callback, kept.state, kept.folder)
+
+
+def _algorithm_of(kept: Run) -> Algorithm:
+    """The method that the folder names."""
+    from quietgrad.algorithms.registry import entry
+
+    try:
+        made: Algorithm = entry(kept.plan.algorithm).make(kept.plan.config)
+    except ValueError:
+        raise DataError(f"{kept.folder}: the method of this run is your own: give it as algorithm=.") from None
+    return made
+
+
+def counting(objective: Any) -> dict[str, Any] | None:
+    """How people with several records count, as a folder keeps it; ``None`` by record."""
+    if not isinstance(objective, OfPeople):
+        return None
+    return {"combine": objective.combine, "records_per_person": objective.records_per_person}
+
+
+TABLE = "table"  # the kind of these runs
 COUNTED = "a person counts with "
 
 
@@ -193,34 +256,29 @@ def check_people(algorithm: Algorithm, objective: Any) -> None:
         )
 
 
-def check_resumable(folder: str | Path, meta: Any, algorithm: Algorithm) -> None:
-    """Raise unless the kept run is one of ``algorithm`` that may go on."""
-    if meta["algorithm"] != algorithm.name or meta["config"] != json_values(algorithm.config()):
-        raise DataError(
-            f"{folder}: the checkpoint is of {meta['algorithm']} with other settings; resume with those."
-        )
-    if meta["seeded"]:
-        raise DataError(f"{folder}: the run's randomness was seeded, so it is not private; start it again instead.")
-
-
 def _run(
     algorithm: Algorithm,
     session: CentralSession,
     x0: Vector,
-    saver: Saver | None,
+    kept: Run | None,
     account: str,
     notes: tuple[str, ...],
     callback: Callback | None,
-    state: State | None = None,
+    state: State | None,
+    folder: str | Path | None,
 ) -> Result:
     try:
         result = run(
-            algorithm, session, x0, state=state, callback=callback, saver=saver, account=account, notes=notes
+            algorithm, session, x0, state=state, callback=callback, kept=kept, account=account, notes=notes
         )
-        return result if saver is None else saver.finish(result)
+        if kept is not None:
+            return kept.finish(result)
+        if folder is not None:
+            result.save(folder)
+        return result
     finally:
-        if saver is not None:
-            saver.close()
+        if kept is not None:
+            kept.close()
 
 
 def _check_start(start: Vector, like: Vector) -> Vector:

@@ -14,7 +14,7 @@ from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FullBatch
 from quietgrad.training import minimize
 from quietgrad.training.result import Privacy
-from quietgrad.training.stationarity import Certificate, classify, known_rho
+from quietgrad.training.stationarity import Certificate, classify, known_curvature, known_rho
 from quietgrad.vectors import Vector
 
 
@@ -43,7 +43,7 @@ class TwoScalars(Algorithm):
         return State(params=x0)
 
     def step(self, state: State, door: Session) -> State:
-        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "smoothness"))
+        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "record_smoothness"))
         n = float(door.plan.n_public)
         slope = float(door.release("norm", GradientNorm(state.params, clip, n))[0]) / n
         curve = float(door.release("curvature", LeastEigenvalue(state.params, smoothness, n))[0]) / n
@@ -90,13 +90,15 @@ def certify_privately(
     """
     result = minimize(objective, data, TwoScalars(), budget=budget, start=params, **options)
     rho = known_rho(objective) if rho is None else rho
+    curvature = known_curvature(objective)
     slope, curve = (float(result.details[key]) for key in ("gradient_norm", "lambda_min"))
     return PrivateCertificate(
         slope,
         curve,
-        classify(slope, curve, alpha, rho),
+        classify(slope, curve, alpha, rho, curvature),
         alpha,
         rho,
+        curvature,
         float(result.details["gradient_error"]),
         float(result.details["curvature_error"]),
         result.privacy,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, boundary
 from quietgrad.files import check_regular, read_bytes, read_json, write_atomically
-from quietgrad.privacy.budget import Relation, Unit
+from quietgrad.privacy.budget import Relation, Unit, check_condition
 from quietgrad.privacy.events import Event
 from quietgrad.vectors import Vector
 
@@ -35,6 +35,8 @@ class Privacy:
     ``epsilon`` is ``None`` when the run added no noise; ``is_private`` is also false when its randomness was
     seeded, whatever ε the noise would have given, and when a paper's noise was used only to reproduce it. The first
     of the ``notes`` then says so. ``unit`` is whom it is about: one record, or a person with all of theirs.
+    ``condition`` is the clause under which ε holds, where part of it rests on code that is not checked; ``None``:
+    ε holds without one.
     """
 
     epsilon: float | None
@@ -50,6 +52,10 @@ class Privacy:
     is_private: bool
     notes: tuple[str, ...] = ()
     unit: Unit = Unit.RECORD
+    condition: str | None = None
+
+    def __post_init__(self) -> None:
+        check_condition(self.condition)
 
     def to_json(self) -> dict[str, Any]:
         """The statement as JSON values."""
@@ -65,6 +71,7 @@ class Privacy:
             "adversary": self.adversary,
             "account": self.account,
             "is_private": self.is_private,
+            "condition": self.condition,
             "notes": list(self.notes),
             "event": None if self.events is None else self.events.to_json(),
         }
@@ -92,6 +99,7 @@ class Privacy:
             is_private=data["is_private"],
             notes=tuple(data["notes"]),
             unit=Unit.parse(data.get("unit", "record")),
+            condition=data.get("condition"),
         )
 
     @property
@@ -104,6 +112,7 @@ class Privacy:
         rows: list[tuple[str, object]] = [("privacy", str(self))]
         if self.epsilon is not None:
             rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]
+            rows += [] if self.condition is None else [("condition", self.condition)]
             rows += [
                 ("proved by", self.accountant),
                 ("adversary", self.adversary),
@@ -125,6 +134,7 @@ class Privacy:
             return "NOT PRIVATE"
         whom = " per person" if self.unit is Unit.PERSON else ""
         text = f"({self.epsilon:.4g}, {self.delta:g})-DP{whom}, {self.relation}, proved by {self.accountant}"
+        text = text if self.condition is None else f"{text}, {self.condition}"
         if self.is_private:
             return text
         if SEEDED in self.notes:
@@ -221,28 +231,22 @@ def load(folder: str | Path) -> Result:
     A statement that its own events do not prove comes back as not private, with ``privacy.refuted`` saying why;
     ``quietgrad report`` also holds it against the options of the run and its ledger.
     """
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     from quietgrad.training.verification import checked
 
     path = Path(folder)
     try:
-        data = read_json(path / "result.json")
-        check_regular(path / "model.safetensors")
-        params = load_file(path / "model.safetensors")["params"]
+        with boundary(f"{path}: the result cannot be read: it may be cut short."):
+            data = read_json(path / "result.json")
+            check_regular(path / "model.safetensors")
+            params = load_file(path / "model.safetensors")["params"]
     except FileNotFoundError as error:
         raise DataError(f"{path}: no result here ({Path(error.filename or '').name} is missing).") from None
-    except (SafetensorError, ValueError, KeyError, OSError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"{path}: the result cannot be read ({type(error).__name__}): it may be cut short."
-        ) from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise DataError(f"{path}: schema_version {version!r}; this version reads {SCHEMA_VERSION}.")
-    try:
+    with boundary(f"{path / 'result.json'}: not a result of this version."):
         return Result(
             params=params,
             privacy=checked(Privacy.from_json(data["privacy"])),
@@ -257,5 +261,3 @@ def load(folder: str | Path) -> Result:
             data={k: v for k, v in data["data"].items() if k not in ("d", "n_public")},
             metrics=dict(data["metrics"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DataError(f"{path / 'result.json'}: not a result of this version ({type(error).__name__}).") from None

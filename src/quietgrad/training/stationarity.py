@@ -27,8 +27,9 @@ _DENSE = 64  # up to here the whole Hessian is cheaper than Lanczos
 class Certificate:
     """‖∇F‖, λ_min(∇²F), and what they make the point at level ``alpha``.
 
-    ``sosp``: ‖∇F‖ ≤ α and λ_min ≥ −√(ρα). ``saddle``: small gradient, λ_min < −√(ρα). ``fosp``: small gradient, and
-    no ρ to judge the curvature by. ``none``: the gradient exceeds α.
+    ``sosp``: ‖∇F‖ ≤ α and λ_min ≥ −√(ρα). ``saddle``: small gradient, λ_min < −√(ρα). ``none``: the gradient
+    exceeds α. ``fosp``: small gradient, and no verdict on curvature, because ρ is not known or because √(ρα) is not
+    below ``curvature``, the most negative that the risk can have: then every saddle would pass.
     """
 
     gradient_norm: float
@@ -36,6 +37,7 @@ class Certificate:
     kind: Kind
     alpha: float
     rho: float | None
+    curvature: float | None
 
     @property
     def tolerance(self) -> float | None:
@@ -43,22 +45,32 @@ class Certificate:
         return None if self.rho is None else math.sqrt(self.rho * self.alpha)
 
     def __str__(self) -> str:
-        allows = "" if self.tolerance is None else f" (α lets −√(ρα)={-self.tolerance:.3g} pass)"
+        allows = "" if self.tolerance is None else f" (α lets −√(ρα)={-self.tolerance:.3g} pass"
+        if allows and self.kind == "fosp":
+            allows += f": no verdict on curvature, for a saddle has {-(self.curvature or 0.0):.3g}"
         found = f"‖∇F‖={self.gradient_norm:.3g}, λ_min={self.lambda_min:.3g}"
-        return f"{self.kind} at α={self.alpha:.3g}: {found}{allows}"
+        return f"{self.kind} at α={self.alpha:.3g}: {found}{allows and allows + ')'}"
 
 
-def classify(gradient_norm: float, lambda_min: float, alpha: float, rho: float | None) -> Kind:
-    """The kind of a point with these two numbers.
+def classify(
+    gradient_norm: float, lambda_min: float, alpha: float, rho: float | None, curvature: float | None = None
+) -> Kind:
+    """The kind of a point with these two numbers; ``curvature`` is the most negative that the risk can have.
 
     >>> classify(0.01, -0.5, alpha=0.04, rho=1.0), classify(0.01, -0.1, alpha=0.04, rho=1.0)
     ('saddle', 'sosp')
+    >>> classify(0.01, -0.1, alpha=0.04, rho=1.0, curvature=0.1)  # α lets every saddle pass
+    'fosp'
     """
     if not gradient_norm <= alpha:
         return "none"
     if rho is None:
         return "fosp"
-    return "sosp" if lambda_min >= -math.sqrt(rho * alpha) else "saddle"
+    tolerance = math.sqrt(rho * alpha)
+    if lambda_min < -tolerance:
+        return "saddle"
+    vacuous = curvature is not None and tolerance >= curvature
+    return "fosp" if vacuous and lambda_min < -1e-9 * (curvature or math.inf) else "sosp"
 
 
 def certify(
@@ -70,7 +82,7 @@ def certify(
         objective: a loss or a landscape.
         data: what the objective takes, or ``None`` for a landscape's population risk.
         alpha: the level α.
-        rho: ρ; default the objective's constant, or no verdict on curvature if it has none.
+        rho: ρ of the whole risk; default the objective's constant, or no verdict on curvature if it has none.
 
     >>> from quietgrad.objectives.landscapes.base import landscape
     >>> hill = landscape("strict-saddle", d=100)
@@ -89,10 +101,13 @@ def certify(
         records = objective.prepare(data)
         gradient = objective.risk_gradient(records, params)
         product = _product_on(objective, records, params)
-    least = least_eigenvalue(product, params)
+    least, largest = _ends(product, params)
     length = norm(gradient)
     rho = known_rho(objective) if rho is None else rho
-    return Certificate(length, least, classify(length, least, alpha, rho), alpha, rho)
+    curvature = known_curvature(objective)
+    if curvature is None:  # nothing is stated; that of this point is there for certain
+        curvature = largest
+    return Certificate(length, least, classify(length, least, alpha, rho, curvature), alpha, rho, curvature)
 
 
 def least_eigenvalue(product: Callable[[Any], Any], like: Vector, *, tolerance: float = 1e-7) -> float:
@@ -104,10 +119,16 @@ def least_eigenvalue(product: Callable[[Any], Any], like: Vector, *, tolerance: 
     >>> round(least_eigenvalue(lambda v: np.arange(-1.0, 99.0) * v, np.zeros(100)), 6)
     -1.0
     """
+    return _ends(product, like, tolerance)[0]
+
+
+def _ends(product: Callable[[Any], Any], like: Vector, tolerance: float = 1e-7) -> tuple[float, float]:
+    """λ_min, and the largest curvature in absolute value."""
     dim, wrap = len(like), _like(like)
     if dim <= _DENSE:
         matrix = np.stack([_numpy(product(wrap(row))) for row in np.eye(dim)])
-        return float(np.linalg.eigvalsh(0.5 * (matrix + matrix.T))[0])
+        values = np.linalg.eigvalsh(0.5 * (matrix + matrix.T))
+        return float(values[0]), float(np.abs(values).max())
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     operator = LinearOperator((dim, dim), matvec=lambda v: _numpy(product(wrap(v.ravel()))), dtype=np.float64)
@@ -123,7 +144,7 @@ def least_eigenvalue(product: Callable[[Any], Any], like: Vector, *, tolerance: 
     residual = float(np.linalg.norm(operator.matvec(vector) - least * vector))
     if residual > 1e-3 * max(top, 1e-12):
         raise ValueError(f"Lanczos stopped at a residual of {residual:.2g}; the Hessian products may be inexact.")
-    return least
+    return least, top
 
 
 def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Any], Any]:
@@ -156,6 +177,12 @@ def known_rho(objective: Any) -> float | None:
     except (AttributeError, ValueError):
         return None
     return None if value is None else float(value)
+
+
+def known_curvature(objective: Any) -> float | None:
+    """The most negative curvature that the objective can have, or ``None`` if it does not say."""
+    stated = getattr(objective, "negative_curvature", None)  # a loss may be known by its gradient alone
+    return None if stated is None else stated()
 
 
 def _like(like: Vector) -> Callable[[Floats], Any]:

@@ -8,7 +8,6 @@ never told; sums are divided by the public ``batch_size``.
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
@@ -25,18 +25,19 @@ from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
 from quietgrad.objectives.person_ids import Met
 from quietgrad.plans.price import plan
 from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.accounts import DEFAULT
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.sampling import SinglePass
-from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.met_people import KeptMet
-from quietgrad.training.minimizing import check_people, check_resumable, how_people_count
+from quietgrad.training.minimizing import check_people, counting, how_people_count
 from quietgrad.training.result import Result
 from quietgrad.training.running import run
-from quietgrad.training.saving import Saver, discard, finished_result, people_file
+from quietgrad.training.runs import Run, begin, is_kept, open_run, over, people_file
 from quietgrad.vectors import Vector
 
 ENDED = "the stream ended early"
+STREAM = "stream"  # the kind of these runs
 _NOBODY: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
@@ -106,23 +107,34 @@ class Stream:
         seed: int | None,
     ) -> None:
         self.plan, self._objective, self._algorithm = the_plan, objective, algorithm
-        self._ledger, self._account, self._cap, self._seed = ledger, account, cap, seed
+        self._account, self._seed = account, seed
         self._folder = None if folder is None else Path(folder)
-        self._kept: checkpoints.Checkpoint | None = None
-        self._result: Result | None = None
-        if self._folder is not None and (self._folder / Saver.FILE).exists():
-            self._kept = checkpoints.load(self._folder / Saver.FILE)
-            check_resumable(self._folder, self._kept.meta, algorithm)
-            self._result = finished_result(self._folder, self._kept.meta["run"])
-            if self._kept.meta["budget"] != the_plan.to_json()["budget"]:
-                raise DataError(f"{folder}: the stream that is kept here has another budget; go on with that.")
-            if self._kept.meta.get("unit", "record") != the_plan.unit:
-                raise DataError(f"{folder}: the stream that is kept here counts something else as one; go on so.")
+        self._result: Result | None = None if folder is None else over(folder)
+        self._kept: Run | None = None
+        self._opened = False  # whether what is kept was found here
+        if self._folder is not None and is_kept(self._folder):
+            self._kept, self._opened = self._found(self._folder, ledger, account, cap), True
+        else:
+            self._payer = Account.of(account, ledger, cap, seeded=seed is not None)
         self._state: State | None = None if self._kept is None else self._kept.state
         self._session: _Arrivals | None = None
-        self._saver: Saver | None = None
         self._met = Met() if folder is None else None  # what is kept has a key that is not known yet
         self._start: Vector | None = None
+
+    def _found(self, folder: Path, ledger: Any, account: str, cap: Budget | None) -> Run:
+        """The stream that is kept here, if it is the one that was asked for."""
+        kept = open_run(folder, kind=STREAM, ledger=ledger, every=0.0)
+        try:
+            kept.agree_on_account(None if account == DEFAULT else account, cap)
+            asked, said = self.plan.to_json(), kept.plan.to_json()
+            for what in ("algorithm", "config", "budget", "unit"):
+                kept.agree(what, asked[what], said[what])
+            kept.agree("way of counting people", counting(self._objective), kept.header.settings["people"])
+            self.plan = kept.plan
+        except BaseException:
+            kept.close()
+            raise
+        return kept
 
     @property
     def step(self) -> int:
@@ -169,8 +181,8 @@ class Stream:
             if self._met is not None:
                 self._met.add(met or self._newcomers(person), self.step)
             self._state = self._algorithm.step(self._state, session)
-        if self._saver is not None:
-            self._saver.save(self._state, session, now=True)
+        if self._kept is not None:
+            self._kept.save(self._state, session, now=True)
         if self.done:
             self.close()
         return self
@@ -183,8 +195,7 @@ class Stream:
         """Who came before the stream was interrupted."""
         if self._kept is None or not isinstance(self._objective, OfPeople) or self.done:
             return None
-        name = self._kept.meta["run"]
-        return KeptMet(people_file(name), KeyFile.load(name), self.step)
+        return KeptMet(people_file(self._kept.name), KeyFile.load(self._kept.name), self.step)
 
     def _of_people(self, data: Any, person: Any) -> Any:
         """The batch as the session takes it."""
@@ -208,10 +219,14 @@ class Stream:
             once = "every person arrived once, in a batch that did not depend on others: the caller's promise"
             notes = (once, *how_people_count(self._objective))
             result = run(
-                self._algorithm, self._session, self._start, state=self._state, saver=self._saver,
+                self._algorithm, self._session, self._start, state=self._state, kept=self._kept,
                 account=self._account, notes=notes,
             )  # fmt: skip
-            self._result = result if self._saver is None else self._saver.finish(result)
+            if self._kept is not None:
+                self._kept.finish(result)
+            elif self._folder is not None:
+                result.save(self._folder)
+            self._result = result
         return self._result
 
     def __enter__(self) -> Self:
@@ -222,8 +237,8 @@ class Stream:
     ) -> None:
         if kind is None and self._session is not None:
             self.close()
-        elif self._saver is not None:
-            self._saver.close()
+        elif self._kept is not None:
+            self._kept.close()
 
     def _open(self, data: Any) -> _Arrivals:
         """The session, opened with the first batch, which tells the number of features."""
@@ -231,39 +246,29 @@ class Stream:
             return self._session
         if data is None:
             raise ValueError("the first batch after a start must have somebody in it: it tells the features.")
-        name = uuid.uuid4().hex if self._kept is None else self._kept.meta["run"]
+        kept = self._kept
         curator = _ArrivalsCurator(
-            self._objective, data, ledger=self._ledger, account=self._account, cap=self._cap, run=name,
-            seed=self._seed,
+            self._objective, data, account=self._payer if kept is None else kept.account,
+            run=None if kept is None else kept.name, seed=self._seed,
         )  # fmt: skip
         self._start = curator.initial()
-        kept = self._kept
         try:
-            if kept is not None:
-                self._saver = self._kept_by(name, KeyFile.load(name))
-            elif self._folder is not None:
-                key = None if self._seed is not None else KeyFile.create(name, self._folder)
-                self._saver = self._kept_by(name, key)
+            if kept is None and self._folder is not None:
+                kept = begin(
+                    self._folder, self.plan, curator, kind=STREAM, every=0.0,
+                    state=self._algorithm.init(self._start), settings={"people": counting(self._objective)},
+                )  # fmt: skip
                 if isinstance(self._objective, OfPeople):
-                    self._met = Met() if key is None else KeptMet(people_file(name), key)
-                self._saver.write(self._algorithm.init(self._start), {}, None)
-            transcript = None if self._saver is None else self._saver.transcript
-            session = curator.open(self.plan, transcript=transcript, used=None if kept is None else kept.used)
+                    self._met = Met() if kept is None else KeptMet(people_file(kept.name), KeyFile.load(kept.name))
+            session = curator.open(self.plan) if kept is None else kept.open(curator)
         except Exception:
-            if self._saver is not None:
-                self._saver.close()
-                self._saver = None
-            if kept is None:
-                self._met = Met() if self._folder is None else None
-                discard(name, self._folder)
+            if kept is not None and not self._opened:
+                self._met = None
+                kept.discard()
             raise
         assert isinstance(session, _Arrivals)
-        self._session = session
+        self._kept, self._session = kept, session
         return session
-
-    def _kept_by(self, name: str, key: bytes | None) -> Saver:
-        assert self._folder is not None
-        return Saver(self._folder, name, self.plan, 0.0, (), key, resumed=self._kept is not None)
 
 
 class _Arrivals(CentralSession):
@@ -299,6 +304,12 @@ class _ArrivalsCurator(CentralCurator):
     """Pays for the plan before the first batch is looked at; how many people come is not its business."""
 
     session = _Arrivals
+
+    def settle(self) -> Account:
+        """The account: where nobody named the people, one for this stream alone, since no table is known yet."""
+        if self.account.by_default and not self.account.asked:
+            self.account = self.account.settled(lambda: (self.run.encode(),), self.unit)
+        return self.account
 
     def _check(self, plan: Plan) -> None:
         self._check_unit(plan)

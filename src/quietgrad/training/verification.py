@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.curators.account import EPOCH
+from quietgrad.curators.account import run_of
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_json
+from quietgrad.privacy.accounts import same
 from quietgrad.privacy.budget import Unit
 from quietgrad.privacy.events import PerParty, composed
 from quietgrad.privacy.spending import Held
@@ -140,15 +141,15 @@ def unpaid(
 
     A party's ledger keeps an account of its own naming (``of_a_party``).
     """
-    mine = [each for each in held if run is None or each.reservation.run.partition(EPOCH)[0] == run]
+    mine = [each for each in held if run is None or run_of(each.reservation.run) == run]
     theirs = {privacy.events, *(privacy.events.parties if isinstance(privacy.events, PerParty) else ())}
     paid = [each for each in mine if {each.counts, each.reservation.event} & theirs]
     if run is not None and len(mine) > 1:  # resumed on other sums: one entry for each time the plan was charged
-        charged = [each.counts for each in mine if each.counts is not None]
-        paid = mine if charged and composed(charged) == privacy.events else []
+        charged = [(each.counts, each.reservation.event) for each in mine if each.counts is not None]
+        paid = mine if charged and privacy.events in [composed(each) for each in zip(*charged, strict=True)] else []
     if not paid:
         return [f"{name} holds no reservation of this run for the releases listed"]
-    if not of_a_party and not any(each.reservation.account == privacy.account for each in paid):
+    if not of_a_party and not any(same(each.reservation.account, privacy.account) for each in paid):
         return [f"{name} has the run under the account {paid[0].reservation.account!r}"]
     if not any(
         each.reservation.relation == privacy.relation and each.reservation.delta == privacy.delta for each in paid
@@ -156,11 +157,14 @@ def unpaid(
         return [f"{name} has the run under another δ or relation"]
     if not any(each.reservation.unit == privacy.unit for each in paid):
         return [f"{name} has the run about a {paid[0].reservation.unit}, and it is stated about a {privacy.unit}"]
+    if not any(each.reservation.condition == privacy.condition for each in paid):
+        return [f"{name} has the run under another condition"]
     return []
 
 
 def ledger_of(folder: Path, given: Path | None = None) -> Path:
-    """The ledger a saved run was paid from: the ``given`` one, else that of its options, else the folder's own."""
+    """The ledger a saved run was paid from: the ``given`` one, else that of its options, of its folder, or of the
+    project if that has the run."""
     if given is not None:
         if not given.is_file():
             raise DataError(f"{given}: no such ledger.")
@@ -169,7 +173,23 @@ def ledger_of(folder: Path, given: Path | None = None) -> Path:
         named = read_json(folder / "run.json")["ledger"]
     except (OSError, ValueError, KeyError, TypeError):
         named = None
-    return Path(named) if isinstance(named, str) and "\0" not in named else folder / "ledger.jsonl"
+    if isinstance(named, str) and "\0" not in named:
+        return Path(named)
+    own = folder / "ledger.jsonl"
+    # A copy of a folder may hold what a link led to, without the head that belongs to it: that is no ledger.
+    whole = own.is_symlink() or own.with_name(own.name + ".head").exists()
+    return own if own.exists() and whole else _project_of(folder) or folder / "no ledger"
+
+
+def _project_of(folder: Path) -> Path | None:
+    """The project's ledger, if the run in ``folder`` has an entry there."""
+    from quietgrad.privacy.project import project_ledger, project_path
+
+    try:
+        run = read_json(folder / "result.json")["details"]["run"]
+        return project_path() if project_path().exists() and project_ledger().find(str(run)) else None
+    except (OSError, ValueError, KeyError, TypeError, LedgerError):
+        return None
 
 
 def event_size(value: Any) -> int:

@@ -115,7 +115,18 @@ class Landscape(BaseObjective, ABC):
     def constants(self) -> Constants:
         """G and M of every record and ρ of the population risk, on the domain."""
         lipschitz, smoothness, curvature = self._constants
-        return Constants(self.radius, lipschitz, smoothness, curvature, 0.0, 0.0, False)
+        return Constants.of(
+            self.regularizer,
+            row_bound=self.radius,
+            lipschitz=lipschitz,
+            smoothness=smoothness,
+            hessian_lipschitz=curvature,
+            convex=False,
+        )
+
+    def negative_curvature(self) -> float:
+        """That of its saddle, which a statement about curvature has to tell from none."""
+        return abs(float(self.saddle_curvature))
 
     @cached_property
     def _constants(self) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Constants
+from quietgrad.objectives.base import LARGEST_CLIP, Batch, Constants, check_clip
 from quietgrad.vectors import Vector, copy
 
 
@@ -37,6 +37,17 @@ class LocalFit:
     n: int
     row_bound: float
     start: Vector | None = None
+
+    def __post_init__(self) -> None:
+        check_clip("sensitivity", self.sensitivity)
+        check_clip("row_bound", self.row_bound)
+        if self.start is None or not len(self.start):
+            return
+        # A score is at most R·‖θ‖ ≤ R·√d·max|θ|. One that overflowed would make the whole fit no number because of
+        # one record, so such a start is refused before a record is looked at.
+        peak = max(abs(float(self.start.max())), abs(float(self.start.min())))
+        if not self.row_bound * math.sqrt(len(self.start)) * peak <= LARGEST_CLIP:
+            raise ValueError(f"start: has entries up to {peak:.3g}; the scores of records could overflow.")
 
     @property
     def bound(self) -> float:
@@ -96,17 +107,18 @@ def local_fit(
         raise ValueError(f"step_size={step_size!r}: must be a finite number > 0.")
     row_bound = objective.row_bound if row_bound is None else row_bound
     constants: Constants = objective.constants(row_bound)
-    return LocalFit(steps, step_size, _stability(constants, n, steps, step_size), n, row_bound, start)
+    return LocalFit(steps, step_size, stability(constants, n, steps, step_size), n, row_bound, start)
 
 
-def _stability(constants: Constants, n: int, steps: int, step_size: float) -> float:
+def stability(constants: Constants, n: int, steps: int, step_size: float) -> float:
+    """Δ: how far one replaced record of n moves the model after so many steps; ValueError if nothing is proved."""
     if not constants.convex:
         raise ValueError("regularizer: not convex, so a fit has no stability bound. Use L2 or a noisy method.")
     if constants.lipschitz is None:
         raise ValueError("objective: its gradients are unbounded. Use Huber, or a method that clips.")
     if constants.smoothness is None:
         raise ValueError("objective: not smooth, so a gradient step may expand. Use a smoothed loss.")
-    mu, beta = constants.strong_convexity, constants.smoothness + constants.regularizer_smoothness
+    mu, beta = constants.strong_convexity, constants.smoothness
     largest = 2.0 / (mu + beta)
     if step_size > largest:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Curved, Objective, Rule
+from quietgrad.objectives.base import Batch, Curved, Objective, Rule, check_clip
 from quietgrad.vectors import Vector, norm, zeros_like
 
 Floats = npt.NDArray[np.float64]
@@ -119,6 +119,9 @@ class PackedHessian:
     smoothness: float
     isometric: bool = True
     rank: int | None = None
+
+    def __post_init__(self) -> None:
+        check_clip("smoothness", self.smoothness)
 
     @property
     def bound(self) -> float:

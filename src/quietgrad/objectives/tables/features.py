@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch
+from quietgrad.objectives.base import Batch, check_clip
 from quietgrad.objectives.people import rows_of
 from quietgrad.objectives.tables.table import Floats, Table
 from quietgrad.privacy.budget import Relation
@@ -37,6 +37,7 @@ class _FeatureSum:
     relation: Relation = Relation.ADD_REMOVE
 
     def __post_init__(self) -> None:
+        check_clip("clip", self.clip)
         if not (math.isfinite(self.clip) and self.clip > 0.0):
             raise ValueError(f"clip={self.clip!r}: must be a finite number > 0.")
         object.__setattr__(self, "relation", Relation(self.relation))
@@ -137,6 +138,7 @@ class FeatureMoments(_FeatureSum):
 
     def __post_init__(self) -> None:
         _FeatureSum.__post_init__(self)
+        check_clip("weight", self.weight)
         if not (math.isfinite(self.weight) and self.weight > 0.0):
             raise ValueError(
                 f"weight={self.weight!r}: must be a finite number > 0. For means alone use FeatureMean."

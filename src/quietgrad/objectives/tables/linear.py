@@ -58,7 +58,7 @@ class LinearObjective(BaseObjective, ABC):
         intercept: whether to add a constant column.
         intercept_scale: the value of that column; it counts in every row's norm.
         row_bound: a public bound R on the norm of the transformed features, intercept not included.
-        rows: ``"refuse"``, ``"clip"`` or ``"normalize"`` rows longer than ``row_bound``.
+        rows: ``"clip"`` shortens rows that are longer than ``row_bound``, ``"normalize"`` brings every row to it.
         transform: a public shift and scale of the features, applied without touching the table.
     """
 
@@ -66,7 +66,7 @@ class LinearObjective(BaseObjective, ABC):
     intercept: bool = False
     intercept_scale: float = 1.0
     row_bound: float | None = None
-    rows: Rows = "refuse"
+    rows: Rows = "clip"
     transform: Affine | None = None
 
     silent_batches: ClassVar[bool] = True
@@ -82,10 +82,10 @@ class LinearObjective(BaseObjective, ABC):
             )
         if self.row_bound is not None and not (math.isfinite(self.row_bound) and self.row_bound > 0.0):
             raise ValueError(f"row_bound={self.row_bound!r}: must be a finite number > 0, or None for no bound.")
-        if self.rows not in ("refuse", "clip", "normalize"):
-            raise ValueError(f"rows={self.rows!r}: must be 'refuse', 'clip' or 'normalize'.")
-        if self.rows != "refuse" and self.row_bound is None:
-            raise ValueError(f"rows={self.rows!r}: needs a public row_bound to {self.rows} to.")
+        if self.rows not in ("clip", "normalize"):
+            raise ValueError(f"rows={self.rows!r}: must be 'clip' or 'normalize'.")
+        if self.rows == "normalize" and self.row_bound is None:
+            raise ValueError("rows='normalize': needs a public row_bound to normalize to.")
 
     # --- what a loss says about itself; nothing about it is written anywhere else ---------------------------------
 
@@ -129,7 +129,7 @@ class LinearObjective(BaseObjective, ABC):
         """The same sums over people, whose gradients are combined before they are clipped."""
 
     def constants(self, row_bound: float | None = None) -> Constants:
-        """G, L, ρ of the unregularised per-example loss and the regulariser's own, for rows bounded by R.
+        """The constants of the risk for rows bounded by R, the regulariser's in them.
 
         Args:
             row_bound: R, on the features; the objective's own if not given. The intercept column is added to it.
@@ -142,15 +142,18 @@ class LinearObjective(BaseObjective, ABC):
         lipschitz, smoothness, curvature = (
             None if m is None else m * full**k for m, k in zip(moduli, (1, 2, 3), strict=True)
         )
-        return Constants(
+        return Constants.of(
+            self.regularizer,
             row_bound=full,
             lipschitz=lipschitz,
             smoothness=smoothness,
             hessian_lipschitz=curvature,
-            strong_convexity=self.regularizer.strong_convexity,
-            regularizer_smoothness=self.regularizer.smoothness,
-            convex=self.convex and self.regularizer.convex,
+            convex=self.convex,
         )
+
+    def negative_curvature(self) -> float | None:
+        """Of a convex loss only the regulariser's, whatever the rows."""
+        return self.regularizer.weak_convexity if self.convex else super().negative_curvature()
 
     # --- records --------------------------------------------------------------------------------------------
 

@@ -23,12 +23,11 @@ from quietgrad.objectives.tables.layout import csr_around, csr_rows
 Floats = npt.NDArray[np.float64]
 Packed = tuple[Any, ...]
 """What the compiled kernels read of a table: see :attr:`Table.packed`."""
-Rows = Literal["refuse", "clip", "normalize"]
+Rows = Literal["clip", "normalize"]
 
 _EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # numbers per block: 2 MB of float64, so that temporaries stay small and in the cache
 _TINY = 1e-290  # squares below 1e-308 lose their digits; this much per feature covers what they were
-_ROW_TOLERANCE = 1e-6  # rows this little above the bound (float32 rounding) are shortened, not refused
 _NO_FLOATS: Floats = np.zeros(0)
 
 
@@ -79,8 +78,8 @@ class Table:
         intercept: the value of the virtual constant column; 0 for none.
         transform: a public shift and scale of the features.
         row_bound: a public bound R on ‖aᵢ·s∘(xᵢ−m)‖, the intercept not included.
-        rows: what to do with a row longer than R: ``"refuse"``, shorten it (``"clip"``), or bring every row to
-            length R exactly (``"normalize"``).
+        rows: ``"clip"`` shortens a row that is longer than R, whoever's it is; ``"normalize"`` brings every row to
+            length R exactly.
 
     >>> from quietgrad.objectives.tables.layout import lay_out
     >>> table = Table(lay_out([[3.0, 4.0], [0.0, 1.0]]), np.array([0.0, 1.0]), row_bound=1.0, rows="clip")
@@ -97,7 +96,7 @@ class Table:
         intercept: float = 0.0,
         transform: Affine | None = None,
         row_bound: float | None = None,
-        rows: Rows = "refuse",
+        rows: Rows = "clip",
     ) -> None:
         self.X = X
         self.y = y
@@ -255,12 +254,12 @@ class Table:
         return norms
 
     def _shortening(self, lengths: Floats, rows: Rows) -> Floats:
-        if rows not in ("refuse", "clip", "normalize"):
-            raise ValueError(f"rows={rows!r}: must be 'refuse', 'clip' or 'normalize'.")
+        if rows not in ("clip", "normalize"):
+            raise ValueError(f"rows={rows!r}: must be 'clip' or 'normalize'.")
         bound = self.row_bound
         if bound is None:
-            if rows != "refuse":
-                raise ValueError(f"rows={rows!r}: needs a public row_bound to {rows} to.")
+            if rows == "normalize":
+                raise ValueError("rows='normalize': needs a public row_bound to normalize to.")
             return _NO_FLOATS
         if not (math.isfinite(bound) and bound > 0.0):
             raise ValueError(f"row_bound={bound!r}: must be a finite number > 0, or None for no bound.")
@@ -268,14 +267,6 @@ class Table:
             with np.errstate(divide="ignore"):
                 return np.where(lengths > 0.0, bound / lengths, 1.0)
         if not (lengths > bound).any():
-            return _NO_FLOATS
-        # Features without y are only scored, never summed: a long row harms nobody's privacy there.
-        if rows == "refuse" and self.y is not None and (lengths > bound * (1.0 + _ROW_TOLERANCE)).any():
-            raise DataError(
-                f"X: a row is longer than row_bound={bound:g}. "
-                "Pass rows='clip' or rows='normalize', rescale the features, or declare a larger public bound."
-            )
-        if rows == "refuse" and self.y is None:
             return _NO_FLOATS
         return np.minimum(1.0, bound / np.maximum(lengths, bound))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, Rule, check_clip
 from quietgrad.objectives.people import OfPeople, rows_of
 from quietgrad.objectives.tables.features import FeatureMean, SecondMoments
 from quietgrad.objectives.tables.table import Affine, Floats, Table
@@ -38,6 +38,10 @@ class SecondMomentMatrix:
 
     clip: float
     relation: Relation = Relation.ADD_REMOVE
+
+    def __post_init__(self) -> None:
+        check_clip("clip", self.clip)
+        check_clip("clip squared", self.clip * self.clip)
 
     @property
     def bound(self) -> float:
@@ -244,6 +248,9 @@ class WhitenedGradient:
     clip: float
     whitening: Whitening
 
+    def __post_init__(self) -> None:
+        check_clip("clip", self.clip)
+
     @property
     def bound(self) -> float:
         """C."""
@@ -265,7 +272,7 @@ def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any,
         people = batch.records
         view, rows = whitened_view(objective.loss, Batch(people.rows, None), transform)
         return objective.around(view), people.seen(rows)
-    view = replace(objective, transform=transform, row_bound=None, rows="refuse")
+    view = replace(objective, transform=transform, row_bound=None, rows="clip")
     cached = batch.records.views.get(id(transform))
     if cached is None or cached.transform is not transform:
         cached = view.prepare(batch.records)

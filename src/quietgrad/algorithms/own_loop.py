@@ -1,0 +1,66 @@
+"""The releases of a training loop that the user writes: a plan for it, without an update of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from quietgrad.algorithms.base import Releases
+from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.sampling import FullBatch, Poisson, Sampling, Turns
+
+
+@dataclass(frozen=True)
+class OwnLoop(Releases):
+    """The releases of a loop: for each stretch of equal settings its batches, expected batch size and noise.
+
+    A "method" for :func:`quietgrad.plan`, whose update the user writes. ``condition`` says what ε rests on
+    where the loop's code is not checked; it is one of the settings, so a certificate without it
+    contradicts its plan.
+
+    >>> OwnLoop(((300, 64, 1.0), (100, 64, 0.5)), clip=1.0).schedule(1000).releases
+    400
+    """
+
+    stretches: tuple[tuple[int, int, float], ...]
+    clip: float | Mapping[str, Any]
+    poisson: bool = True
+    """Whether batches are Poisson samples; else everybody is in one batch of each epoch, without amplification."""
+    condition: str | None = None
+
+    name: ClassVar[str] = "own-loop"
+    private: ClassVar[bool] = True
+
+    def schedule(self, n_public: int) -> Schedule:
+        """One slot per stretch."""
+        return Schedule(
+            tuple(
+                Slot(f"stretch-{k}", self._sampling(batch_size, n_public), count, noise)
+                for k, (count, batch_size, noise) in enumerate(self.stretches)
+            )
+        )
+
+    def _sampling(self, batch_size: int, n_public: int) -> Sampling:
+        if self.poisson:
+            return Poisson(batch_size / n_public)
+        cohorts = -(-n_public // batch_size)
+        return Turns(cohorts) if cohorts > 1 else FullBatch()
+
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        clip = {"clip": self.clip} if isinstance(self.clip, float | int) else dict(self.clip)
+        own = {"stretches": [list(stretch) for stretch in self.stretches], "poisson": self.poisson}
+        return {**own, **({} if self.condition is None else {"condition": self.condition}), **clip}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> OwnLoop:
+        """Rebuild the loop's releases from :meth:`config`.
+
+        >>> loop = OwnLoop(((300, 64, 1.0),), clip=1.0, condition="if its code treats records apart (not checked)")
+        >>> OwnLoop.from_config(loop.config()).condition == loop.condition
+        True
+        """
+        clip = {key: value for key, value in config.items() if key not in ("stretches", "poisson", "condition")}
+        stretches = tuple((int(count), int(batch), float(noise)) for count, batch, noise in config["stretches"])
+        return cls(stretches, clip, bool(config["poisson"]), config.get("condition"))

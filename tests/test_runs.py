@@ -1,0 +1,320 @@
+"""A run is a folder: what it says is sealed, its own ledger pays, and nothing else has to be said again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quietgrad as qg
+from quietgrad.certificates import check, issue
+from quietgrad.cli import main
+from quietgrad.errors import BudgetError, DataError, LedgerError
+from quietgrad.estimators import PrivateLogisticRegression, private_score
+from quietgrad.federation import Party, simulate
+from quietgrad.objectives import L2, Huber, Logistic
+from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.project import project_ledger
+from quietgrad.training import checkpoint
+from quietgrad.training.runs import FILE
+from tests.common import ROWS, objective, problem
+from tests.kept_runs import BUDGET, PartyRun, StreamRun, TableRun, World, rows
+
+METHODS = [qg.DPGD(steps=6), qg.DPSGD(steps=6, batch_size=20)]
+
+
+class Killed(Exception):
+    """The process dies."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def begun(
+    folder: Path, method: Any = METHODS[0], *, after: int = 3, objective: Any = None, **settings: Any
+) -> None:
+    """A run that died after a few steps."""
+
+    def dies(progress: Any) -> None:
+        if progress.step == after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.minimize(
+            objective or Logistic(), rows(0), method, budget=BUDGET, folder=folder, callback=dies,
+            checkpoint_seconds=0.0, n_public=60, **settings,
+        )  # fmt: skip
+
+
+def fit(data: int, **settings: Any) -> qg.Result:
+    """A run in memory on a table whose number of records is public."""
+    return qg.minimize(Logistic(), rows(data), METHODS[0], **{"budget": BUDGET, "n_public": 60, **settings})
+
+
+# --- what a folder says is sealed -------------------------------------------------------------------------------
+
+
+def louder(header: dict[str, Any]) -> None:
+    header["plan"]["noise_multiplier"] = 20.0
+
+
+def no_budget(header: dict[str, Any]) -> None:
+    header["plan"]["budget"] = header["plan"]["event"] = None
+
+
+def more_people(header: dict[str, Any]) -> None:
+    header["plan"]["n_public"] = 6000
+
+
+def another_ledger(header: dict[str, Any]) -> None:
+    header["ledger"] = "elsewhere.jsonl"
+
+
+def no_cap(header: dict[str, Any]) -> None:
+    header["cap"] = None
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("change", [louder, no_budget, more_people, another_ledger, no_cap])
+def test_an_altered_header_is_refused(
+    method: Any, change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    begun(tmp_path / "run", method)
+    path = tmp_path / "run" / FILE
+    name, content = checkpoint.load(path, KeyFile.load)
+    header = json.loads(content["header"])
+    change(header)
+    checkpoint.save(path, name, {**content, "header": json.dumps(header)}, bytes(32))
+    with pytest.raises(DataError, match="was altered"):
+        qg.resume(folder=tmp_path / "run", data=rows(0))
+
+
+# --- its own ledger pays ----------------------------------------------------------------------------------------
+
+
+def test_the_ledger_in_the_folder_pays_whoever_resumes(tmp_path: Path) -> None:
+    """Two charges of ε = 1 are 1.46 together: the cap of 1.2 refuses the second, though nobody names the ledger."""
+    book = tmp_path / "ledger.jsonl"
+    begun(tmp_path / "run", ledger=book, account="people", cap=qg.Budget(1.2, 1e-5))
+    with pytest.raises(BudgetError, match=r"ε=1\.2"):
+        qg.resume(folder=tmp_path / "run", data=rows(1))
+    assert Ledger(book).spent("people", delta=1e-5, relation="add-remove").epsilon < 1.0
+    result = qg.resume(folder=tmp_path / "run", data=rows(0))
+    assert result.privacy.epsilon == pytest.approx(1.0, rel=1e-3)
+    assert result.privacy.account == "people"
+    assert [entry.kind for entry in Ledger(book).entries()] == ["open", "reserve", "resume", "resume", "close"]
+
+
+def test_without_its_ledger_nothing_goes_on(tmp_path: Path) -> None:
+    book = tmp_path / "ledger.jsonl"
+    begun(tmp_path / "run", ledger=book)
+    (tmp_path / "moved").mkdir()
+    for file in ("ledger.jsonl", "ledger.jsonl.head"):
+        shutil.move(tmp_path / file, tmp_path / "moved" / file)
+    with pytest.raises(BudgetError, match="is not there"):
+        qg.resume(folder=tmp_path / "run", data=rows(0))
+    assert Ledger(tmp_path / "other.jsonl").id
+    with pytest.raises(BudgetError, match="another id"):
+        qg.resume(folder=tmp_path / "run", data=rows(0), ledger=tmp_path / "other.jsonl")
+    qg.resume(folder=tmp_path / "run", data=rows(0), ledger=tmp_path / "moved" / "ledger.jsonl")
+    assert len(Ledger(tmp_path / "moved" / "ledger.jsonl").book().held) == 1
+
+
+@pytest.mark.filterwarnings("ignore::quietgrad.errors.LedgerWarning")
+@pytest.mark.parametrize("kind", [TableRun, StreamRun])
+def test_older_files_that_are_copied_back_pay_again(kind: type[World], tmp_path: Path) -> None:
+    """``cp`` of an older checkpoint and transcript, into the same files, three times: no noise is used again."""
+    world = kind(tmp_path / "machine")
+    world.go(0, kill=4, look=2, saved=True)
+    for data in (1, 0, 1):
+        time.sleep(0.03)
+        assert world.snapshot is not None
+        for path, content in world.snapshot.items():
+            if not path.name.startswith("ledger"):
+                path.write_bytes(content)
+        world.go(data, kill=4, saved=True)
+    world.go(0)
+    world.check()
+    assert world.witness.epochs() >= 3
+
+
+def test_a_party_whose_folder_is_put_back_pays_again(tmp_path: Path) -> None:
+    world = PartyRun(tmp_path / "machine")
+    world.go(0, kill=5, look=2)
+    time.sleep(0.03)
+    assert world.snapshot is not None
+    for path, content in world.snapshot.items():
+        path.write_bytes(content)  # journal, key and ledger, as a backup has them
+    world.go(0)
+    assert max(world.witness.answers.values()) == 2
+    assert world.charges() == 2
+
+
+# --- nothing else has to be said --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.algorithm.private][::3], ids=lambda row: row.name)
+def test_a_folder_and_data_are_enough(row: Any, tmp_path: Path) -> None:
+    data = problem()
+
+    def dies(progress: Any) -> None:
+        if progress.step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        qg.minimize(objective(), data, row.algorithm, budget=row.budget, folder=tmp_path / "run", callback=dies)
+    result = qg.resume(folder=tmp_path / "run", data=data)
+    assert result.algorithm == row.name
+    assert result.privacy.epsilon <= row.budget.epsilon
+
+
+def test_what_is_given_beside_a_folder_must_agree(tmp_path: Path) -> None:
+    book = tmp_path / "ledger.jsonl"
+    loss = Huber(regularizer=L2(0.1), row_bound=2.0, threshold=0.5)
+    begun(tmp_path / "run", objective=loss, ledger=book, account="people", cap=qg.Budget(5.0, 1e-5))
+    for what, given in (
+        ("account", {"account": "others"}),
+        ("cap", {"cap": qg.Budget(9.0, 1e-5)}),
+        ("algorithm", {"algorithm": qg.DPGD(steps=7)}),
+        ("objective", {"objective": Huber(threshold=0.7)}),
+    ):
+        with pytest.raises(DataError, match=f"another {what}"):
+            qg.resume(folder=tmp_path / "run", data=rows(0), **given)
+    with pytest.raises(ValueError, match="data: must be given"):
+        qg.resume(folder=tmp_path / "run")
+    with pytest.raises(DataError, match="a table run"):
+        qg.stream(Logistic(), qg.DPSGD(steps=6, batch_size=9, sampling="single-pass"), budget=BUDGET, folder="run")
+    again = qg.resume(
+        loss, rows(0), METHODS[0], folder=tmp_path / "run", account="people", cap=qg.Budget(5.0, 1e-5), ledger=book
+    )
+    assert again.privacy.epsilon == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_loss_of_ones_own_is_asked_for(tmp_path: Path) -> None:
+    class Mine(Logistic):
+        pass
+
+    begun(tmp_path / "run", objective=Mine())
+    with pytest.raises(DataError, match="give it as objective="):
+        qg.resume(folder=tmp_path / "run", data=rows(0))
+    assert qg.resume(folder=tmp_path / "run", data=rows(0), objective=Mine()).privacy.is_private
+
+
+# --- the project's ledger ---------------------------------------------------------------------------------------
+
+
+def accounts() -> dict[str, int]:
+    """How many runs each account of the project's ledger has."""
+    book = project_ledger().book()
+    return {name: len(book.counted(name)) for name in book.accounts()}
+
+
+def test_runs_on_one_table_add_up_and_others_do_not(tmp_path: Path) -> None:
+    for data in (0, 0, 1):
+        fit(data)
+    PrivateLogisticRegression(classes=[0, 1], row_bound=2.0, inference=False, relation="replace-one").fit(*rows(0))
+    fit(0, seed=1)  # promises nobody anything
+    fit(0, budget=None)
+    assert sorted(accounts().values()) == [1, 3]
+    assert all(name.startswith("table ") for name in accounts())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("error")  # yet a ledger that nobody asked for never makes a fit fail
+        fit(0, account="patients")
+        ids = np.arange(60) // 2
+        fit(0, account="patients", person=ids)
+        fit(0, person=ids)
+    assert told
+    assert accounts()["patients"] == accounts()["patients, by person"] == 1
+    assert sum(name.startswith("people of table ") for name in accounts()) == 1
+
+
+def test_a_cap_holds_in_the_projects_ledger(tmp_path: Path) -> None:
+    cap = qg.Budget(1.2, 1e-5)
+    fit(0, cap=cap)
+    with pytest.raises(BudgetError, match="the cap is"):
+        fit(0, cap=cap)
+    fit(1, cap=cap)  # another table, other people
+
+
+def test_a_project_is_the_folder_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project" / "deep").mkdir(parents=True)
+    (tmp_path / "project" / "quietgrad.toml").touch()
+    monkeypatch.chdir(tmp_path / "project" / "deep")
+    fit(0)
+    assert len(Ledger(tmp_path / "project" / "ledger.jsonl").book().held) == 1
+    assert not (tmp_path / "state" / "ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("broken", ["a file", "not a ledger", "altered"])
+def test_a_projects_ledger_that_cannot_be_written_stops_nobody(broken: str, tmp_path: Path) -> None:
+    if broken == "a file":
+        (tmp_path / "state").write_text("")
+    elif broken == "not a ledger":
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state" / "ledger.jsonl").write_text("my notes\n")
+    else:
+        fit(0)
+        path = tmp_path / "state" / "ledger.jsonl"
+        path.write_text(path.read_text().replace('"delta":1e-05', '"delta":1e-03'))
+    result = fit(0, folder=tmp_path / "run")
+    assert any("ledger could not be written" in note for note in result.privacy.notes)
+    assert result.privacy.is_private
+    assert qg.load(tmp_path / "run").privacy.epsilon == result.privacy.epsilon
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=2.0, inference=False).fit(*rows(0))
+    assert any("ledger could not be written" in note for note in model.privacy_.notes)
+    if broken != "a file":
+        with pytest.raises(LedgerError):
+            fit(0, cap=qg.Budget(2.0, 1e-5))
+
+
+def test_two_folders_of_one_table_add_up_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    X, y = rows(0, 400)
+    np.savez("people.npz", X=X, y=y)
+    for name in ("one", "two"):
+        assert (
+            main(["train", "people.npz", "--algorithm", "dp-gd", "--epsilon", "1", "--out", name, "--quiet"]) == 0
+        )
+    said = capsys.readouterr().out
+    assert "by 2 runs on this table" in said
+    assert Ledger("one/ledger.jsonl").path == Ledger("two/ledger.jsonl").path
+    assert main(["report", "one", "two"]) == 0
+    assert (
+        main(["train", "people.npz", "--epsilon", "1", "--out", "three", "--ledger", "own.jsonl", "--quiet"]) == 0
+    )
+    assert "by 1 run on 'default'" in capsys.readouterr().out
+
+
+def test_every_run_has_a_name_that_its_certificate_finds(tmp_path: Path) -> None:
+    X, y = rows(0, 200)
+    parties = [Party(X[::2], y[::2]), Party(X[1::2], y[1::2])]
+    results = {
+        "memory": qg.minimize(Logistic(), (X, y), METHODS[0], budget=BUDGET, n_public=200),
+        "federation": simulate(METHODS[0], Logistic(), parties, budget=BUDGET, trust="secure", secure="masks"),
+    }
+    for name, result in results.items():
+        result.save(tmp_path / name)
+        document = issue(tmp_path / name)
+        assert document.body["ledger"]["run"] == result.details["run"]
+        assert len(document.body["ledger"]["lines"]) == 2  # of this run alone: other tables are nobody's business
+        assert check(document).ok
+
+
+def test_a_score_on_the_table_that_was_trained_on_is_of_its_account() -> None:
+    X, y = rows(0, 400)
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=2.0, inference=False, relation="replace-one")
+    private_score(model.fit(X, y), X, y, epsilon=0.5, delta=1e-6, relation="replace-one")
+    assert list(accounts().values()) == [2]
