@@ -15,12 +15,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.records import RecordGroup
 
 BATCH, LENGTH, WIDTH, WORDS, BUDGET = 256, 24, 256, 2000, 64e6
 
@@ -89,7 +92,8 @@ def _step(model: nn.Module, budget: float | None, count: int) -> None:
         return
     engine = PerExampleEngine(model, loss, memory_budget=budget)
     theta = engine.flatten(dict(model.named_parameters()))
-    engine.add_clipped_gradients(theta, x, y, 1.0, torch.zeros_like(theta, dtype=torch.float64))
+    group = RecordGroup(np.arange(count), (x[:, None], y[:, None]))
+    engine.add((theta,), [group], Rule.gradient(1.0), torch.zeros_like(theta, dtype=torch.float64))
 
 
 def _forget_peak() -> None:

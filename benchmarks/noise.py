@@ -27,7 +27,7 @@ import numba
 import numpy as np
 import scipy
 
-from quietgrad.privacy.noise import release_gaussian, sigma_for
+from quietgrad.privacy.noise import NoiseStream, release_gaussian, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FixedSize, Poisson
 from quietgrad.secure.sampler import discrete_gaussian
@@ -54,15 +54,15 @@ def microseconds(calls: dict[str, Callable[[int], object]], per: int) -> dict[st
 
 def normals() -> dict[str, Any]:
     """10⁶ standard normals."""
-    ordinary, secure = np.random.default_rng(), SecureStream(fresh_key(), "noise")
+    ordinary, secure = np.random.default_rng(), NoiseStream(fresh_key(), "noise")
     times = microseconds(
         {
             "numpy PCG64 standard_normal": lambda i: ordinary.standard_normal(DRAWS),
-            "quietgrad SecureStream.normal": lambda i: secure.normal(i, DRAWS),
+            "quietgrad NoiseStream.normal": lambda i: secure.normal(i, DRAWS),
         },
         per=1,
     )
-    ratio = times["quietgrad SecureStream.normal"]["median_us"] / times["numpy PCG64 standard_normal"]["median_us"]
+    ratio = times["quietgrad NoiseStream.normal"]["median_us"] / times["numpy PCG64 standard_normal"]["median_us"]
     return {"draws": DRAWS, "times": times, "time_over_numpy": ratio, "target": "at most 3"}
 
 
@@ -102,7 +102,7 @@ def releases() -> dict[str, Any]:
     """One release on the grid (noise drawn before), and discrete Gaussian shares."""
     calls, result, shares = 200, {}, discrete_gaussian(2.0**20)
     for dim in (123, 26_010):
-        total, stream = np.zeros(dim), SecureStream(fresh_key(), "noise")
+        total, stream = np.zeros(dim), NoiseStream(fresh_key(), "noise")
         unit = stream.normal(0, dim)
         sigma, step = sigma_for(1.0, 1.0, dim)
         release = partial(release_gaussian, total, unit, sigma, step)

@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import cryptography
 import numpy as np
 
+from benchmarks.link import Link, run_over
 from quietgrad.federation import (
     Identity,
     MaskingParty,
@@ -41,9 +42,7 @@ from quietgrad.federation import (
     SumServer,
     Terms,
 )
-from quietgrad.federation.transport.link import Link
 from quietgrad.secure.channel import Endpoint
-from quietgrad.secure.mpc import run_over
 
 PARTIES = 5
 TIMEOUT = 120.0

@@ -27,13 +27,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from quietgrad.objectives.base import Rule
 from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.privacy.rng import SecureStream, fresh_key
+from quietgrad.objectives.networks.records import RecordGroup
+from quietgrad.privacy.noise import NoiseStream
+from quietgrad.privacy.rng import fresh_key
 from quietgrad.torch.allocator import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -84,15 +88,19 @@ class Problem:
 
         return step
 
+    def records(self) -> list[RecordGroup]:
+        """The batch as the engine takes it: each record a batch of one."""
+        return [RecordGroup(np.arange(self.batch), (self.x[:, None], self.y[:, None]))]
+
     def dp_sgd(self, secure: bool = False, **options: Any) -> Step:
         """Ours, with torch's noise as the peers have it, or with cryptographic noise."""
-        engine = PerExampleEngine(self.module, _losses, **options)
+        engine, group = PerExampleEngine(self.module, _losses, **options), self.records()
         theta = engine.flatten(dict(self.module.named_parameters()))
-        stream, block = SecureStream(fresh_key(), "benchmark"), iter(range(1 << 40))
+        stream, block = NoiseStream(fresh_key(), "benchmark"), iter(range(1 << 40))
 
         def step() -> None:
             total = torch.zeros_like(theta)
-            engine.add_clipped_gradients(theta, self.x, self.y, CLIP, total)
+            engine.add((theta,), group, Rule.gradient(CLIP), total)
             if secure:
                 _add_secure_noise(total, NOISE * CLIP, stream, block)
             else:
@@ -103,15 +111,15 @@ class Problem:
 
     def dp_srm(self, **options: Any) -> Step:
         """Ours: recursive momentum, gradients at two points."""
-        engine = PerExampleEngine(self.module, _losses, **options)
+        engine, group = PerExampleEngine(self.module, _losses, **options), self.records()
         theta = engine.flatten(dict(self.module.named_parameters()))
         previous, estimate = theta.clone(), torch.zeros_like(theta)
-        stream, block = SecureStream(fresh_key(), "benchmark"), iter(range(1 << 40))
+        stream, block = NoiseStream(fresh_key(), "benchmark"), iter(range(1 << 40))
         bound = GAMMA * CLIP + (1 - GAMMA) * DIFFERENCE_CLIP
 
         def step() -> None:
             total = torch.zeros_like(theta)
-            engine.add_recursive_momentum(theta, previous, self.x, self.y, GAMMA, CLIP, DIFFERENCE_CLIP, total)
+            engine.add((theta, previous), group, Rule.momentum(GAMMA, CLIP, DIFFERENCE_CLIP), total)
             _add_secure_noise(total, NOISE * bound, stream, block)
             estimate.mul_(1 - GAMMA).add_(total, alpha=1 / self.batch)
             previous.copy_(theta)
@@ -222,7 +230,7 @@ METHODS: dict[str, Callable[[Problem], Step]] = {
     "two passes": Problem.two_passes,
     "quietgrad dp-sgd": Problem.dp_sgd,
     "quietgrad dp-sgd, secure noise": lambda p: p.dp_sgd(secure=True),
-    "quietgrad dp-sgd, low memory": lambda p: p.dp_sgd(strategy="factored", micro_batch=max(8, p.batch // 4)),
+    "quietgrad dp-sgd, low memory": lambda p: p.dp_sgd(memory_budget=0, micro_batch=max(8, p.batch // 4)),
     "vmap dp-sgd": Problem.vmap_sgd,
     "opacus dp-sgd": Problem.opacus,
     "opacus ghost dp-sgd": Problem.opacus_ghost,
@@ -238,7 +246,7 @@ def _losses(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output, y, reduction="none")
 
 
-def _add_secure_noise(total: Tensor, sigma: float, stream: SecureStream, block: Iterator[int]) -> None:
+def _add_secure_noise(total: Tensor, sigma: float, stream: NoiseStream, block: Iterator[int]) -> None:
     for part in torch.split(total, 1 << 16):
         part += torch.from_numpy(stream.normal(next(block), len(part))) * sigma
 

@@ -3,11 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/torch_steps.py
 
 Plain SGD is the loop every torch user writes on random batches of the same size. CPU time, one thread, the kinds of
-step taken in turn within each repeat, ratios of medians. `own-loop` is make_private with torch.optim.SGD.
+step taken in turn within each repeat, ratios of medians. `loop` is PrivateLoop with torch.optim.SGD, `verbs` is
+make_private with a criterion, `own-loop` make_private with a loss that the loop makes itself. `first` is the first
+step of DP-SGD, planning and all, ÷ a later one; `sum` the second call of clipped_gradient_sum ÷ a backward pass.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -31,7 +34,7 @@ from reproduce.models import MODELS
 from benchmarks.record import save
 
 CASES = {"mnist-cnn4": ((1, 28, 28), 256, 8), "cnn5": ((3, 32, 32), 256, 8), "resnet20": ((3, 32, 32), 64, 3)}
-REPEATS = 5
+REPEATS = int(os.environ.get("REPEATS", "5"))
 N = 4096
 
 
@@ -64,28 +67,78 @@ def algorithm(method: Any, model: nn.Module, x: Tensor, y: Tensor, size: int) ->
     return step
 
 
-def own_loop(model: nn.Module, x: Tensor, y: Tensor, size: int) -> Callable[[], None]:
-    """One step of a user's loop made private."""
-    private, optimizer, loader = qt.make_private(
+def private_loop(model: nn.Module, x: Tensor, y: Tensor, size: int) -> Callable[[], None]:
+    """One step of a PrivateLoop."""
+    loop = qt.PrivateLoop(
+        model, nn.CrossEntropyLoss(), (x, y), optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        noise_multiplier=1.0, batch_size=size, max_grad_norm=1.0, steps=10000,
+    )  # fmt: skip
+    samples = iter(loop)
+
+    def step() -> None:
+        loop.step(next(samples))
+
+    return step
+
+
+def own_loop(model: nn.Module, x: Tensor, y: Tensor, size: int, *, given: bool) -> Callable[[], None]:
+    """One step of a user's loop made private; ``given``: with a criterion of ours."""
+    loss: Any = nn.CrossEntropyLoss()
+    private, optimizer, loader, *criterion = qt.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), noise_multiplier=1.0,
         max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=size),
+        criterion=loss if given else None,
     )  # fmt: skip
-    loss: Any = nn.CrossEntropyLoss()
+    of = criterion[0] if given else loss
     samples = (batch for _ in range(10**6) for batch in loader)
 
     def step() -> None:
         inputs, labels = next(samples)
         optimizer.zero_grad()
-        loss(private(inputs), labels).backward()
+        of(private(inputs), labels).backward()
         optimizer.step()
 
     return step
 
 
+def took(step: Callable[[], object], count: int = 1) -> float:
+    """CPU seconds of a step."""
+    began = time.process_time()
+    for _ in range(count):
+        step()
+    return (time.process_time() - began) / count
+
+
+def first_step(make: Callable[[], nn.Module], x: Tensor, y: Tensor, size: int) -> float:
+    """The first step of DP-SGD, with all that is found out about the model, ÷ a later one."""
+    method = qg.DPSGD(steps=10000, batch_size=size, learning_rate=0.01)
+    priced = plan(method, n=len(y), budget=qg.Budget(3.0, 1e-5))
+    objective: Any = ModuleObjective(make(), nn.CrossEntropyLoss())
+
+    def first() -> None:
+        curator = CentralCurator(objective, (x, y))
+        kept[:] = [curator.open(priced), method.init(curator.initial())]
+        method.step(kept[1], kept[0])
+
+    kept: list[Any] = []
+    begun = took(first)
+    return begun / took(lambda: method.step(kept[1], kept[0]), 5)
+
+
+def second_sum(make: Callable[[], nn.Module], x: Tensor, y: Tensor, size: int) -> float:
+    """The second call of clipped_gradient_sum ÷ a forward and backward pass of the same batch."""
+    model, batch = make(), (x[:size], y[:size])
+    loss: Any = nn.CrossEntropyLoss()
+    qt.clipped_gradient_sum(model, loss, batch, 1.0)
+    ours = took(lambda: qt.clipped_gradient_sum(model, loss, batch, 1.0), 5)
+    loss(model(batch[0]), batch[1]).backward()
+    return ours / took(lambda: loss(model(batch[0]), batch[1]).backward(), 5)
+
+
 def main() -> None:
     """Measure and write."""
     torch.set_num_threads(1)
-    table = {}
+    table: dict[str, Any] = {}
     for name, (shape, size, count) in CASES.items():
         torch.manual_seed(0)
         x, y = torch.randn(N, *shape), torch.randint(0, 10, (N,))
@@ -93,23 +146,26 @@ def main() -> None:
             "sgd": plain(MODELS[name](), x, y, size),
             "dp-sgd": algorithm(qg.DPSGD, MODELS[name](), x, y, size),
             "dp-srm": algorithm(qg.DPSRM, MODELS[name](), x, y, size),
-            "own-loop": own_loop(MODELS[name](), x, y, size),
+            "loop": private_loop(MODELS[name](), x, y, size),
+            "verbs": own_loop(MODELS[name](), x, y, size, given=True),
+            "own-loop": own_loop(MODELS[name](), x, y, size, given=False),
         }
         times: dict[str, list[float]] = {kind: [] for kind in steps}
         for repeat in range(REPEATS + 1):
             for kind, step in steps.items():
-                began = time.process_time()
-                for _ in range(count):
-                    step()
+                spent = took(step, count)
                 if repeat:  # the first one warms up
-                    times[kind].append((time.process_time() - began) / count)
+                    times[kind].append(spent)
         medians = {kind: statistics.median(values) for kind, values in times.items()}
         table[name] = {
             "batch": size,
             "cpu_ms": {kind: 1000 * value for kind, value in medians.items()},
             "ratio_to_sgd": {kind: value / medians["sgd"] for kind, value in medians.items()},
+            "first": first_step(MODELS[name], x, y, size),
+            "sum": second_sum(MODELS[name], x, y, size),
         }
-        print(name, {kind: round(value / medians["sgd"], 2) for kind, value in medians.items()}, flush=True)
+        ratios = {kind: round(value / medians["sgd"], 2) for kind, value in medians.items()}
+        print(name, ratios, {kind: round(table[name][kind], 2) for kind in ("first", "sum")}, flush=True)
         save(Path(__file__).parent / "results" / "torch_steps.json", {"repeats": REPEATS, "models": table})
 
 

@@ -59,8 +59,8 @@ def private(case: Case, method: Any) -> tuple[Callable[[], None], str]:
     session = curator.open(plan(chosen, n=RECORDS, budget=qg.Budget(8.0, 1e-5)))
     state = chosen.init(curator.initial())
     chosen.step(state, session)  # the first step of DP-SRM has no difference
-    (way,) = objective.engine._ways.values()
-    how = "layers" if way.plan is not None else "vmap" if way.vectorised else "one at a time"
+    (known,) = objective.engine.programs.values()
+    how = "one at a time" if known.program.alone else "copies" if known.copied else "kernels"
 
     def step() -> None:
         chosen.step(state, session)

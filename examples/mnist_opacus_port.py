@@ -83,12 +83,13 @@ def main() -> None:
     criterion = nn.CrossEntropyLoss()
 
     privacy_engine = PrivacyEngine()
-    model, optimizer, private_loader = privacy_engine.make_private(  # type: ignore[assignment]
+    model, optimizer, private_loader, criterion = privacy_engine.make_private(
         module=model,
         optimizer=optimizer,
         data_loader=train_loader,
         noise_multiplier=arguments.sigma,
         max_grad_norm=arguments.max_grad_norm,
+        criterion=criterion,
     )
 
     for epoch in range(1, arguments.epochs + 1):

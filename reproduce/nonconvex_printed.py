@@ -126,18 +126,25 @@ def fit(method: str, data: tuple[Any, Any], algorithm: Any, epsilon: float, watc
     return qg.minimize(OBJECTIVE, data, algorithm, budget=budget, noise_multiplier=noise, callback=watch)
 
 
+Points = list[tuple[float, ...]]
+
+
 class Curve:
-    """Training objective and gradient norm at sixteen moments of a run, against passes over the data."""
+    """Training objective and gradient norm at moments of a run, against passes over the data (steps of DP-AGD)."""
 
     def __init__(self, records: Any, algorithm: Any, passes: float) -> None:
         self.records, self.algorithm, self.passes = records, algorithm, passes
-        self.points: list[tuple[float, float, float]] = []
+        self.points: Points = []
+        stops_early = isinstance(algorithm, qg.DPAGD)  # long before its limit
+        self.steps = algorithm.max_steps if stops_early else algorithm.steps
+        self.every = max(1, self.steps // (8 * POINTS if stops_early else POINTS))
 
-    def __call__(self, state: Any, session: Any) -> None:
-        every = max(1, self.algorithm.steps // POINTS)
-        if state.step % every == 0 or state.done:
-            x = state.params
-            at = self.passes * state.step / self.algorithm.steps
+    def __call__(self, progress: qg.Progress) -> None:
+        if progress.step and (progress.step % self.every == 0 or progress.done):
+            x = progress.params
+            at = self.passes * progress.step / self.steps
+            if self.points and self.points[-1][0] == at:
+                return  # the end is told again
             slope = float(np.linalg.norm(OBJECTIVE.risk_gradient(self.records, x)))
             self.points.append((at, float(OBJECTIVE.risk(self.records, x)), slope))
 
@@ -157,7 +164,8 @@ def row_of(data: str, table: Any, method: str, epsilon: float, passes: int, runs
         best = min(choices, key=lambda a: PLAIN.risk(look, fit(single, learn, a, epsilon).params))
     train, test = (table.X, table.y), PLAIN.prepare((table.X_test, table.y_test))
     records = OBJECTIVE.prepare(train)
-    losses, errors, norms, curves, seconds = [], [], [], [], []
+    losses, errors, norms, seconds = [], [], [], []
+    curves: list[Points] = []
     for _ in range(runs):
         began = time.process_time()
         run = fit(method, train, best, epsilon)
@@ -165,12 +173,9 @@ def row_of(data: str, table: Any, method: str, epsilon: float, passes: int, runs
         losses.append(float(PLAIN.risk(test, run.params)))
         errors.append(float(np.mean(PLAIN.predict(table.X_test, run.params) != table.y_test)))
         norms.append(float(np.linalg.norm(OBJECTIVE.risk_gradient(records, run.params))))
-        if method not in ("DDP-SRM", "RRPSGD", "RRPSGD, printed noise") and (method != "DP-AGD" or not curves):
-            curve = Curve(records, best, passes)
-            fit(method, train, best, epsilon, curve)
-            curves.append(curve.points)
+    if method != "DDP-SRM":
+        curves = curves_of(method, train, best, epsilon, passes, runs, run.privacy.noise_multiplier)
     paper = PAPER.get(data, {}).get(epsilon, {}).get(method.split(",")[0])
-    whole = [c for c in curves if len(c) == len(curves[0])]
     return {
         "data": data, "epsilon": epsilon, "method": method, "passes": passes, "runs": runs,
         "choice": choices.index(best), "settings": best.config(), "searched": len(choices),
@@ -182,10 +187,54 @@ def row_of(data: str, table: Any, method: str, epsilon: float, passes: int, runs
         "paper": None if paper is None else dict(zip(
             ("test_loss", "test_loss_sd", "passes", "cpu_seconds", "gradient_norm", "gradient_norm_sd"), paper,
             strict=True)),
-        "curve": np.mean(whole, axis=0).round(5).tolist() if whole else [],
-        "curve_sd": np.std(whole, axis=0).round(5).tolist() if whole else [],
-        "curves": len(whole),
+        **summed(curves),
     }  # fmt: skip
+
+
+def curves_of(
+    method: str, train: Any, algorithm: Any, epsilon: float, passes: int, runs: int, noise: float | None
+) -> list[Points]:
+    """Fits that are watched, all as long as the longest: a run that has stopped stays where it is.
+
+    The path of RRPSGD, of which its random round picks a point, is that of DP-SGD with its noise.
+    """
+    records, found = OBJECTIVE.prepare(train), []
+    path = algorithm
+    if isinstance(algorithm, qg.RRPSGD):
+        path = qg.DPSGD(steps=algorithm.steps, batch_size=algorithm.batch_size, clip=algorithm.clip,
+                        learning_rate=algorithm.learning_rate, sampling="fixed-size")  # fmt: skip
+    for _ in range(runs):
+        curve = Curve(records, path, passes)
+        if path is algorithm:
+            fit(method, train, algorithm, epsilon, curve)
+        else:
+            budget = qg.Budget(100.0, DELTA, qg.Relation.REPLACE_ONE)  # covers the path; the row has the round's ε
+            qg.minimize(OBJECTIVE, train, path, budget=budget, noise_multiplier=noise, callback=curve)
+        found.append(curve.points)
+    longest = max(found, key=len)
+    return [[*c, *((at, *c[-1][1:]) for at, *_ in longest[len(c) :])] for c in found]
+
+
+def summed(curves: list[Points]) -> Row:
+    """Their mean and deviation."""
+    return {
+        "curve": np.mean(curves, axis=0).round(5).tolist() if curves else [],
+        "curve_sd": np.std(curves, axis=0).round(5).tolist() if curves else [],
+        "curves": len(curves),
+    }
+
+
+def watch(only: str | None) -> None:
+    """Keep curves for rows of the results that have fewer than runs."""
+    for row in STORE.rows("rows"):
+        if row["method"] == "DDP-SRM" or row["curves"] >= row["runs"] or only not in (None, row["data"]):
+            continue
+        table = load(row["data"])
+        best = grid(row["method"], len(table.y), row["passes"])[row["choice"]]
+        curves = curves_of(row["method"], (table.X, table.y), best, row["epsilon"], row["passes"], row["runs"],
+                           row["noise_multiplier"])  # fmt: skip
+        STORE.change("rows", row, **summed(curves))
+        print(row["data"], row["epsilon"], row["method"], curves[0][-1], flush=True)
 
 
 def _se(values: list[float]) -> float:
@@ -248,7 +297,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="breast cancer, two methods; nothing is saved")
     parser.add_argument("--only", help="one data set, or one cell such as a9a@0.2")
+    parser.add_argument("--curves", action="store_true", help="only what figures 1 and 2 still lack")
     arguments = parser.parse_args()
+    if arguments.curves:
+        watch(arguments.only)
+        return
     if arguments.quick:
         table = load("breast-cancer")
         rows = [row_of("breast-cancer", table, m, 2.0, 4, 2, quick=True) for m in ("DP-GD", "DP-SGD", "DP-SRM")]

@@ -104,7 +104,7 @@ class Problem:
     @property
     def smoothness(self) -> float:
         """β of the regularised loss."""
-        return float(self.objective.constants().smoothness) + self.strength
+        return float(self.objective.constants().smoothness)
 
 
 def problem(name: str, strength: float) -> Problem:

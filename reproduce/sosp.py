@@ -24,15 +24,15 @@ import quietgrad as qg
 from quietgrad.algorithms.distributed_selection import HessianSelection
 from quietgrad.algorithms.escape_theory import solve
 from quietgrad.curators.central import CentralCurator
-from quietgrad.federation.local_parties import run_on_parties
 from quietgrad.objectives.base import Constants
 from quietgrad.privacy.gaussian import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
+from reproduce.local_parties import run_on_parties
 from reproduce.store import print_table
 
-UNIT = Constants(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, False)
+UNIT = Constants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
 
 
 def theory() -> list[dict[str, Any]]:

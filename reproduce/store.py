@@ -64,3 +64,9 @@ class Store:
         known = {name: self.rows(name) for name in self.kinds}
         known[kind] = [*known[kind], *rows]
         save(self.path, {"command": self.command, **self.about, **known, "tables": self.tables(known)})
+
+    def change(self, kind: str, row: Row, **changes: Any) -> None:
+        """Write other values into one row that is there."""
+        known = {name: self.rows(name) for name in self.kinds}
+        known[kind] = [{**each, **changes} if each == row else each for each in known[kind]]
+        save(self.path, {"command": self.command, **self.about, **known, "tables": self.tables(known)})

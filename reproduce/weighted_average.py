@@ -41,7 +41,6 @@ from scipy import sparse
 import quietgrad as qg
 from quietgrad.data import load
 from quietgrad.federation import Party, simulate
-from quietgrad.federation.printed_average import truth
 from quietgrad.federation.simulation import assemble
 from quietgrad.objectives import L2, Logistic
 from quietgrad.objectives.queries.local_fit import local_fit
@@ -49,6 +48,7 @@ from quietgrad.privacy.gaussian import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.output_perturbation import least_risk
+from reproduce.printed_average import Truth, printed_average, truth
 from reproduce.store import Row, Store, Table, print_table
 
 Floats = npt.NDArray[np.float64]
@@ -145,12 +145,15 @@ def unnamed(parties: list[Party]) -> list[Party]:
     return [Party(party.X, party.y) for party in parties]
 
 
-def printed(parties: list[Party], epsilon: float, rate: float, steps: int, weights: Any = "size") -> Any:
-    """Algorithm 1 as printed; its result says what is true."""
-    algorithm = qg.WeightedAverage(steps=steps, learning_rate=rate, noise="paper")
+def printed(
+    parties: list[Party], epsilon: float, rate: float, steps: int, weights: str = "size", run: int = 0
+) -> tuple[Floats, Truth]:
+    """Algorithm 1 as printed, which is not private, and what is true of it."""
+    algorithm = qg.WeightedAverage(steps=steps, learning_rate=rate)
     objective = Logistic(row_bound=1.0, rows="normalize")
     budget = qg.Budget(epsilon, DELTA, qg.Relation.REPLACE_ONE)
-    return simulate(algorithm, objective, parties, budget=budget, weights=weights)
+    tables = [party.data for party in parties]
+    return printed_average(algorithm, objective, tables, budget, weighted=weights == "size", seed=run)
 
 
 def chosen_rate(table: Any, epsilon: float, steps: int, rates: tuple[float, ...] = RATES) -> float:
@@ -163,7 +166,7 @@ def chosen_rate(table: Any, epsilon: float, steps: int, rates: tuple[float, ...]
     look, learn = objective.prepare((table.X[held], labels[held])), Party(table.X[inner], labels[inner])
 
     def right(rate: float) -> float:
-        params = printed([learn], epsilon, rate, steps).params
+        params = printed([learn], epsilon, rate, steps)[0]
         return float(np.mean((objective.decision(look, params) > 0.0) == (labels[held] > 0)))
 
     return max(rates, key=right)
@@ -194,13 +197,12 @@ def cell(
     sizes = [party.size for party in parties]
     row: Row = {"m": len(parties), "u": max(sizes) / min(sizes), "epsilon": epsilon, "runs": runs}
     for label, rule in (("printed_weighted", "size"), ("printed_unweighted", "equal")):
-        made = [printed(parties, epsilon, rate, steps, rule) for _ in range(runs)]
-        row[label] = statistics.fmean(study.accuracy(run.params) for run in made)
-        row[f"{label}_gap"] = statistics.fmean(study.gap(run.params) for run in made)
+        made = [printed(parties, epsilon, rate, steps, rule, run) for run in range(runs)]
+        row[label] = statistics.fmean(study.accuracy(params) for params, _ in made)
+        row[f"{label}_gap"] = statistics.fmean(study.gap(params) for params, _ in made)
         if runs > 1:
-            row[f"{label}_se"] = statistics.stdev(study.accuracy(run.params) for run in made) / math.sqrt(runs)
-        details = made[0].details
-        seen = {key: details[key] for key in details if key.startswith("epsilon_")}
+            row[f"{label}_se"] = statistics.stdev(study.accuracy(params) for params, _ in made) / math.sqrt(runs)
+        seen = made[0][1].epsilons(DELTA)
         row.update(seen if rule == "size" else {f"{key}_unweighted": seen[key] for key in seen})
     row.update(least_constant(parties, epsilon, steps))
     row["iv"], row["iv_gap"], row["epsilon_proved"] = study.one_shot(parties, "size")
@@ -242,7 +244,7 @@ def run_set(name: str) -> None:
             study = Study(table, epsilon)
             least = least_risk(study.plain, study.train) if least is None else least
             study.least = least
-            alone = printed(whole, epsilon, rate, STEPS).params
+            alone, _ = printed(whole, epsilon, rate, STEPS)
             lone = {"printed_central": study.accuracy(alone), "printed_central_gap": study.gap(alone), "rate": rate}
             studies[epsilon] = (study, {**study.centres(), **lone})
         study, centres = studies[epsilon]

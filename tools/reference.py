@@ -16,7 +16,6 @@ ROOMS = {
     "quietgrad.data": "Data",
     "quietgrad.audit": "Audits",
     "quietgrad.certificates": "Certificates",
-    "quietgrad.report.logs": "Experiment trackers",
 }
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 

@@ -125,13 +125,10 @@ def opacus_sum(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def quietgrad_sum(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    from quietgrad.objectives.networks.engine import PerExampleEngine
+    import quietgrad.torch as qt
 
-    engine = PerExampleEngine(module, losses)
-    theta = engine.flatten(dict(module.named_parameters()))
-    total = torch.zeros_like(theta)
-    engine.add_clipped_gradients(theta, x, y, CLIP, total)
-    return total.double()
+    sums, _ = qt.clipped_gradient_sum(module, losses, (x, y), CLIP)
+    return torch.cat([part.flatten() for part in sums.values()]).double()
 
 
 def layers() -> dict[str, dict[str, str]]:

@@ -2,7 +2,8 @@
 # # PyTorch, coming from Opacus
 #
 # The verbs are the ones you know. What is new: the whole cost is written down before the first step, samples are secret
-# Poisson samples whatever the loader did, and the module is tried against autograd before it may touch a record.
+# Poisson samples whatever the loader did, and model and criterion are run for one record at a time, so that ε holds
+# without a condition.
 
 # %%
 import torch
@@ -23,7 +24,7 @@ import quietgrad.torch as qt
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 loader = DataLoader(people, batch_size=100)
-model, optimizer, loader = qt.make_private_with_epsilon(
+model, optimizer, loader, criterion = qt.make_private_with_epsilon(
     module=model,
     optimizer=optimizer,
     data_loader=loader,
@@ -31,15 +32,20 @@ model, optimizer, loader = qt.make_private_with_epsilon(
     target_delta=1e-5,
     epochs=3,
     max_grad_norm=1.0,
+    criterion=nn.CrossEntropyLoss(),
 )
 for _ in range(3):
     for x, label in loader:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), label).backward()
+        criterion(model(x), label).backward()
         optimizer.step()
 with torch.no_grad():
     right = (model(X[2000:]).argmax(1) == y[2000:]).float().mean()
-print(f"accuracy {right:.3f}, ε = {loader.privacy.epsilon():.3f} spent")
+print(f"accuracy {right:.3f}, {loader.privacy}")
+
+# %% [markdown]
+# Whatever else a loop does to a batch or a loss (`loss.item()`, a loss function of its own) still runs, and the statement
+# then says what ε rests on. `qt.PrivateLoop` hands out samples that cannot be read at all.
 
 # %% [markdown]
 # A score of real people is data: of the records trained on, it is covered by no ε, and held-out people are people too.
