@@ -33,7 +33,7 @@ from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegress
 from quietgrad.objectives import Logistic, Multinomial
 from quietgrad.objectives.base import Batch, Rule
 from quietgrad.objectives.people import OfPeople, OfRecords, People
-from quietgrad.privacy.gaussian import gaussian_mu
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

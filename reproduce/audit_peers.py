@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from quietgrad.audit.bounds import best_threshold, dprime_lower, epsilon_lower
 from quietgrad.audit.distinguish import discriminant
-from quietgrad.privacy.gaussian import gaussian_epsilon, gaussian_mu
+from quietgrad.privacy.closed_form_accountants import gaussian_epsilon, gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

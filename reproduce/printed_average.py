@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.algorithms.weighted_average import WeightedAverage
+from quietgrad.algorithms.output_perturbation import WeightedAverage
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.escape_settings import estimate_error
+from quietgrad.algorithms.perturbed_sgd_settings import estimate_error
 from quietgrad.oracles.base import preview
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.distributed_selection import HessianSelection
-from quietgrad.algorithms.escape_theory import solve
+from quietgrad.algorithms.model_selection import HessianSelection
+from quietgrad.algorithms.perturbed_sgd_settings import solve
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import Constants
-from quietgrad.privacy.gaussian import gaussian_mu
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

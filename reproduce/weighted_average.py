@@ -44,7 +44,7 @@ from quietgrad.federation import Party, simulate
 from quietgrad.federation.simulation import assemble
 from quietgrad.objectives import L2, Logistic
 from quietgrad.objectives.queries.local_fit import local_fit
-from quietgrad.privacy.gaussian import gaussian_mu
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.output_perturbation import least_risk

@@ -14,8 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.examples import Example
-from quietgrad.algorithms.registry import ALGORITHMS, Entry
+from quietgrad.algorithms.registry import ALGORITHMS, Entry, Example
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives import L2, Logistic
 from quietgrad.objectives.base import Gradient

@@ -198,7 +198,7 @@ def _read_checkpoint(content: bytes, folder: Path) -> object:
 def _checkpoint() -> bytes:
     import tempfile
 
-    from quietgrad.algorithms.dp_gd import DPGD
+    from quietgrad.algorithms.dp_sgd import DPGD
     from quietgrad.training.checkpoint import save
 
     with tempfile.TemporaryDirectory() as folder:

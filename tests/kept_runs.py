@@ -483,7 +483,7 @@ def undisturbed_epsilon(world: World) -> float:
 
 def believe_what_is_found(patch: pytest.MonkeyPatch) -> None:
     """The bug: neither the ledger nor the file itself is asked whether a transcript is the newest."""
-    from quietgrad.curators.kept_file import SealedLog
+    from quietgrad.curators.transcript import SealedLog
 
     patch.setattr(SealedLog, "agrees", lambda self, openings: True)
     patch.setattr(SealedLog, "untouched", property(lambda self: True, lambda self, value: None), raising=False)

@@ -25,6 +25,7 @@ from quietgrad.privacy.accounting import (
     sensitivity_factor,
 )
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.closed_form_accountants import gaussian_delta, gaussian_epsilon, gaussian_mu
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
@@ -46,7 +47,6 @@ from quietgrad.privacy.events import (
     gaussian,
     poisson_gaussian,
 )
-from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
 
 ADD, REPLACE = "add-remove", "replace-one"
 DELTA = 1e-5
@@ -341,7 +341,7 @@ def test_poisson_curves_under_replace_one(rate: float, z: float, steps: int) -> 
 
 
 def test_poisson_curve_tends_to_the_unsampled_one() -> None:
-    from quietgrad.privacy.renyi import _ORDERS, _poisson_replace_curve
+    from quietgrad.privacy.closed_form_accountants import _ORDERS, _poisson_replace_curve
 
     curve, low = _poisson_replace_curve(1 - 1e-15, 1.0), _ORDERS <= 20
     assert curve[low] == pytest.approx(_ORDERS[low] / 2, rel=1e-9)
@@ -355,7 +355,7 @@ def test_selection_equals_dp_accounting(z: float, mean: float, shape: float) -> 
     """Everywhere but where K = 1 for certain: there one run is released, and one run is what it costs."""
     from dp_accounting import NeighboringRelation, dp_event, rdp
 
-    from quietgrad.privacy.renyi import _ORDERS
+    from quietgrad.privacy.closed_form_accountants import _ORDERS
 
     theirs = rdp.RdpAccountant(_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
     theirs.compose(dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(z), mean, shape))
@@ -527,7 +527,7 @@ def test_importing_the_face_is_light() -> None:
         "import sys; from quietgrad.privacy.accounting import account;"
         "from quietgrad.privacy.events import gaussian, poisson_gaussian;"
         "account(gaussian(2.0, 9), delta=1e-5, relation='add-remove');"
-        "assert 'quietgrad.privacy.pld' not in sys.modules and 'scipy.stats' not in sys.modules;"
+        "assert 'quietgrad.privacy.pld_accountant' not in sys.modules and 'scipy.stats' not in sys.modules;"
         "account(poisson_gaussian(0.1, 2.0, 9), delta=1e-5, relation='add-remove');"
         "assert 'dp_accounting' not in sys.modules and 'scipy.stats' not in sys.modules"
     )

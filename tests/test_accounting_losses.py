@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quietgrad.privacy import losssum
+from quietgrad.privacy import pld_accountant
 from quietgrad.privacy.accounting import account, bound, delta_of, prove
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import (
     Composed,
     Event,
@@ -24,9 +25,8 @@ from quietgrad.privacy.events import (
     Repeated,
     poisson_gaussian,
 )
-from quietgrad.privacy.gaussian import gaussian_epsilon
-from quietgrad.privacy.lossgrid import LossGrid
-from quietgrad.privacy.losssum import chernoff, compose, transform_error
+from quietgrad.privacy.loss_distribution import LossGrid
+from quietgrad.privacy.pld_accountant import chernoff, compose, transform_error
 
 ADD = "add-remove"
 Floats = npt.NDArray[np.float64]
@@ -185,12 +185,12 @@ def test_where_rounding_does_not_matter_nothing_is_tilted(monkeypatch: pytest.Mo
         tilts.append(float(arguments[4]))  # type: ignore[arg-type]
         return compose(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(losssum, "compose", spy)
+    monkeypatch.setattr(pld_accountant, "compose", spy)
     bound.cache_clear()
     event = poisson_gaussian(0.01, 1.1, 1000)
     plain = account(event, delta=1e-6, relation=ADD)
     assert tilts == [0.0, 0.0]
-    monkeypatch.setattr(losssum, "_PER_RELEASE", 1e-10)
+    monkeypatch.setattr(pld_accountant, "_PER_RELEASE", 1e-10)
     bound.cache_clear()
     assert account(event, delta=1e-6, relation=ADD) == pytest.approx(plain, rel=1e-6)
     bound.cache_clear()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from quietgrad.privacy.accounting import account, delta_of, prove
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.closed_form_accountants import gaussian_delta, gaussian_epsilon
 from quietgrad.privacy.events import (
     Composed,
     Event,
@@ -27,18 +28,18 @@ from quietgrad.privacy.events import (
     gaussian,
     poisson_gaussian,
 )
-from quietgrad.privacy.gaussian import gaussian_delta, gaussian_epsilon
-from quietgrad.privacy.lossgrid import LossGrid, discretise
-from quietgrad.privacy.pairs import (
+from quietgrad.privacy.loss_distribution import (
     FixedSizePair,
     GaussianPair,
     LaplacePair,
+    LossGrid,
     Pair,
     PoissonPair,
     PoissonReplacePair,
     PurePair,
+    discretise,
 )
-from quietgrad.privacy.pld import pld_profile
+from quietgrad.privacy.pld_accountant import pld_profile
 
 ADD, REPLACE = "add-remove", "replace-one"
 PAIRS: list[Pair] = [

@@ -27,7 +27,7 @@ from quietgrad.audit.running import enough_runs, run
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.gaussian import gaussian_epsilon
+from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from tests.broken import Broken
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE

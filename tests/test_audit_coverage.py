@@ -15,7 +15,7 @@ from quietgrad.audit.mechanisms import LISTENERS
 from quietgrad.audit.releases import RELEASES
 from quietgrad.audit.series import MECHANISMS
 from quietgrad.objectives.registry import NETWORKS, TABLE_LOSSES
-from quietgrad.oracles.registry import ORACLES
+from quietgrad.oracles.gradient_estimators import ORACLES
 from quietgrad.privacy.budget import Relation
 
 ROOT = Path(quietgrad.__file__).parent
@@ -41,7 +41,7 @@ def test_every_module_that_plans_a_release_is_attacked() -> None:
     known = {f"algorithms.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values() if entry.attacks}
     known |= {f"oracles.{home.partition('.')[0]}" for home in ORACLES.values()}
     known |= {home for release in RELEASES.values() for home in release.homes}
-    known |= {"oracles.recursive_momentum", "oracles.base"}  # DP-SRM's own, and what all oracles share
+    known |= {"oracles.gradient_estimators", "oracles.base"}  # DP-SRM's own, and what all oracles share
     planning = {
         name for name, tree in modules() if "Slot" in calls(tree) and not name.startswith(("audit.", "plans."))
     }
@@ -143,9 +143,9 @@ DRAWN = {
     "privacy.mechanisms": "noise",
     "privacy.device_stream": "noise on an accelerator",
     "objectives.networks.randomness": "a record's own dropout and augmentation",
-    "objectives.landscapes.saddle_network": "synthetic records",
+    "objectives.landscapes.saddles": "synthetic records",
     "objectives.landscapes.sensing": "synthetic records",
-    "features.photographs": "public pictures",
+    "features.scattering": "public pictures",
     "training.stationarity": "a starting vector, the same for all data",
     "federation.planning": "made-up answers of a rehearsal",
     "estimators.scoring": "error bars of what was released",

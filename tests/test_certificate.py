@@ -11,8 +11,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.objectives.landscapes.base import landscape
 from quietgrad.objectives.tables import curvature
-from quietgrad.training.private_stationarity import certify_privately
-from quietgrad.training.stationarity import classify, least_eigenvalue
+from quietgrad.training.stationarity import certify_privately, classify, least_eigenvalue
 
 
 @pytest.mark.parametrize("dim", [3, 64, 65, 300])

@@ -31,8 +31,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.correlated import Correlated
-from quietgrad.training.result import Result
-from quietgrad.training.statement import ADVERSARY, statement
+from quietgrad.training.result import ADVERSARY, Result, statement
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 

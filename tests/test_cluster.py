@@ -137,7 +137,7 @@ def test_a_killed_worker_costs_its_pieces_only(client: Any, folder: Path, tmp_pa
 
 
 def test_nobody_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quietgrad.cluster.dask_runner._PATIENCE", 0.5)
+    monkeypatch.setattr("quietgrad.cluster._PATIENCE", 0.5)
     ledger = tmp_path / "ledger.jsonl"
     with pytest.raises(ClusterError, match=r"tcp://127\.0\.0\.1:9: no Dask scheduler answers"):
         scan(folder, target="y", cluster="tcp://127.0.0.1:9")
@@ -193,7 +193,7 @@ def test_a_local_cluster_listens_to_nobody_else() -> None:
     """On plain TCP another account of the machine ran its code in the workers."""
     import distributed
 
-    from quietgrad.cluster.dask_runner import connected
+    from quietgrad.cluster import connected
 
     address = connected("local").client.scheduler.address
     assert address.startswith("tls://127.0.0.1:")

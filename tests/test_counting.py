@@ -23,7 +23,7 @@ from quietgrad.plans.counting import COUNT, PublicCount, count_noise, plans_gaus
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import DEFAULT_RELATION, Relation
-from quietgrad.privacy.spending import run_of
+from quietgrad.privacy.ledger_state import run_of
 
 ADD = Relation.ADD_REMOVE
 BUDGET = qg.Budget(1.0, 1e-5)

@@ -21,7 +21,7 @@ from quietgrad.privacy.rng import fresh_key, seed_key
 
 torch = pytest.importorskip("torch")
 
-from quietgrad.privacy import device_noise  # noqa: E402
+from quietgrad.privacy import noise  # noqa: E402
 from quietgrad.privacy.device_stream import DeviceStream, chacha20, digest  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_the_grid_is_that_of_the_cpu() -> None:
     unit = torch.randn(1000, dtype=torch.float64)
     wanted = total.numpy().copy()
     release_gaussian(wanted, unit.numpy(), sigma, step)
-    device_noise.add_gaussian(total, unit, sigma, step)
+    noise.add_gaussian(total, unit, sigma, step)
     assert np.array_equal(total.numpy(), wanted)
 
 

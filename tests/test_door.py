@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators import kept_file
+from quietgrad.curators import transcript
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.transcript import Transcript
@@ -25,15 +25,15 @@ from quietgrad.errors import BudgetError, DataError, LedgerError, LedgerWarning,
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives.base import Gradient
-from quietgrad.plans.price import plan as make_plan
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy import cache, events, mechanisms
+from quietgrad.plans.schedule import plan as make_plan
+from quietgrad.privacy import calibration, events, mechanisms
 from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.ledger_state import COUNTED
 from quietgrad.privacy.rng import seed_key
-from quietgrad.privacy.spending import COUNTED
 from quietgrad.sampling import FullBatch
 from quietgrad.training import checkpoint as checkpoints
-from quietgrad.training.verification import problems_of
+from quietgrad.training.result import problems_of
 from tests.common import objective, problem
 
 Floats = npt.NDArray[np.float64]
@@ -56,7 +56,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A calibration cache that remembers a third of the noise for every question."""
-    monkeypatch.setattr(cache, "recall", lambda question: 1.2 if question["ask"] == "noise_multiplier" else 10.0**8)
+    monkeypatch.setattr(
+        calibration, "recall", lambda question: 1.2 if question["ask"] == "noise_multiplier" else 10.0**8
+    )
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -73,7 +75,7 @@ def test_an_altered_cache_makes_nothing_dearer() -> None:
     assert search.privacy_epsilon_ <= 2.0
     z = qg.calibrate(epsilon=1.0, delta=1e-5, n=1000, batch_size=100, steps=200)
     assert qg.account(events.poisson_gaussian(0.1, z, 200), delta=1e-5, relation="add-remove") <= 1.0
-    from quietgrad.privacy.calibrate import calibrate_steps
+    from quietgrad.privacy.calibration import calibrate_steps
 
     steps = calibrate_steps(epsilon=1.0, delta=1e-5, noise_multiplier=2.0, n=1000, batch_size=100)
     assert qg.account(events.poisson_gaussian(0.1, 2.0, steps), delta=1e-5, relation="add-remove") <= 1.0
@@ -293,8 +295,8 @@ def test_after_a_power_cut_what_is_missing_is_not_trusted(tmp_path: Path, monkey
     path = tmp_path / "transcript"
     opening, one, *_ = path.read_text().splitlines()
     path.write_text("\n".join([opening, one]) + "\n")
-    monkeypatch.setattr(kept_file, "_boot", lambda: "another start")
-    monkeypatch.setattr(kept_file, "_NEAR", math.inf)
+    monkeypatch.setattr(transcript, "_boot", lambda: "another start")
+    monkeypatch.setattr(transcript, "_NEAR", math.inf)
     door, log = replaying(tmp_path, X, y)
     assert np.array_equal(ask(door, 0.0), first[0])  # known by content
     second = ask(door, 0.1)

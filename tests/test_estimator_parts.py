@@ -164,8 +164,7 @@ def test_a_saved_run_predicts_as_the_model_does(kind: str, parts: int, tmp_path:
 
 def test_a_run_that_learns_more_adds_up(tmp_path: Path) -> None:
     from quietgrad.report.certificate import certify_run
-    from quietgrad.training.result import load
-    from quietgrad.training.verification import problems_of
+    from quietgrad.training.result import load, problems_of
 
     X, y = rows()
     model = from_run(to_run(logistic(account="people").fit(X, y), tmp_path / "one"))

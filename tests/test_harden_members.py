@@ -93,7 +93,7 @@ def test_a_full_disk_is_named_and_nothing_is_half_written(tmp_path: Path, monkey
             return write(file, data[:5])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("quietgrad.curators.kept_file.os.write", full)
+    monkeypatch.setattr("quietgrad.curators.transcript.os.write", full)
     with pytest.raises(LedgerError, match=r"ENOSPC.*nothing was given"):
         journal.record(0, "x", 0, None)
     monkeypatch.undo()

@@ -33,7 +33,7 @@ from quietgrad.privacy.events import (
     Slack,
 )
 from quietgrad.privacy.ledger import Ledger, Reservation, fingerprint
-from quietgrad.privacy.spending import is_part, may_give_back, total
+from quietgrad.privacy.ledger_state import is_part, may_give_back, total
 
 DELTA = 1e-5
 PROMISE: dict[str, Any] = {"delta": DELTA, "relation": "add-remove"}

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from quietgrad.errors import BudgetError, LedgerWarning
 from quietgrad.privacy.accounting import account
-from quietgrad.privacy.accounts import LONGEST, checked, identity
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.chain import Chain
 from quietgrad.privacy.events import Gaussian, Repeated
 from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.ledger_state import LONGEST, checked, identity
 
 PROMISE: dict[str, Any] = {"delta": 1e-5, "relation": "add-remove"}
 SPELLINGS = ["patients", "patients ", "Patients", " PATIENTS\t", "\uff30atients", "patient\u017f"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reproduce.local_parties import Doors, run_on_parties
 
 import quietgrad as qg
-from quietgrad.algorithms.distributed_selection import HessianSelection
+from quietgrad.algorithms.model_selection import HessianSelection
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation import Party, simulate
@@ -24,7 +24,7 @@ from quietgrad.objectives.base import Batch
 from quietgrad.objectives.landscapes.base import Sample, landscape
 from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
 from quietgrad.oracles.base import Estimate
-from quietgrad.training.private_stationarity import certify_privately
+from quietgrad.training.stationarity import certify_privately
 
 Floats = npt.NDArray[np.float64]
 

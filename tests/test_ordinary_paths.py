@@ -18,7 +18,7 @@ from quietgrad.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run
 from quietgrad.estimators.answers import _is_ours
 from quietgrad.objectives.person_ids import first_seen
-from quietgrad.privacy.spending import run_of
+from quietgrad.privacy.ledger_state import run_of
 
 SECRET = "only-of-Ann"
 

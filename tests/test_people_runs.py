@@ -17,7 +17,7 @@ from quietgrad.errors import BudgetError, DataError, UnprovableError
 from quietgrad.objectives.people import OfPeople, OfRecords, People, PersonRefused
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.training.private_stationarity import certify_privately
+from quietgrad.training.stationarity import certify_privately
 
 LOSS = qg.objectives.Logistic(row_bound=4.0, rows="clip")
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -84,7 +84,7 @@ def test_units_do_not_mix_on_an_account(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_older_entries_are_about_records(tmp_path: Path) -> None:
-    from quietgrad.privacy.spending import Reservation
+    from quietgrad.privacy.ledger_state import Reservation
 
     X, y, _ = visits()
     book = tmp_path / "ledger.jsonl"
@@ -313,7 +313,7 @@ def test_train_evaluate_and_predict_by_person(tmp_path: Path, capsys: pytest.Cap
     # A statement that claims people where records were charged is refuted.
     said["privacy"]["unit"] = "record"
     (out / "result.json").write_text(json.dumps(said))
-    from quietgrad.training.verification import problems_of
+    from quietgrad.training.result import problems_of
 
     assert any("has the run about a person" in why for why in problems_of(qg.load(out), out, out / "ledger.jsonl"))
     assert main(["train", str(file), "--person", "doctor", "--epsilon", "1", "--out", str(tmp_path / "x")]) == 1

@@ -12,14 +12,13 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms import escape_theory
+from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import State
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import Constants
 from quietgrad.oracles.base import Estimate, Oracle
-from quietgrad.oracles.minibatch import MiniBatch
-from quietgrad.oracles.recursive_momentum import RecursiveMomentum
+from quietgrad.oracles.gradient_estimators import MiniBatch, RecursiveMomentum
 from quietgrad.training import checkpoint
 
 Floats = npt.NDArray[np.float64]
@@ -317,7 +316,9 @@ def test_the_command_line_refuses_nonsense(
 
 
 def test_theory_satisfies_its_equations() -> None:
-    found = escape_theory.solve(UNIT, n=10**14, dim=20, budget=qg.Budget(1.0, 1e-6), risk_bound=1.0, scale=2.0)
+    found = perturbed_sgd_settings.solve(
+        UNIT, n=10**14, dim=20, budget=qg.Budget(1.0, 1e-6), risk_bound=1.0, scale=2.0
+    )
     s, mu, alpha, eta = 2.0, found.mu, found.alpha, found.learning_rate
     iota = s * mu
     assert eta == pytest.approx(math.sqrt(alpha) / iota**2)
@@ -339,7 +340,7 @@ def test_theory_satisfies_its_equations() -> None:
 
 def test_theory_improves_with_n_near_the_printed_rate() -> None:
     alphas = [
-        escape_theory.solve(UNIT, n=10**k, dim=20, budget=qg.Budget(1.0, 1e-6), risk_bound=1.0).alpha
+        perturbed_sgd_settings.solve(UNIT, n=10**k, dim=20, budget=qg.Budget(1.0, 1e-6), risk_bound=1.0).alpha
         for k in (14, 16, 18)
     ]
     slopes = np.diff(np.log10(alphas)) / 2

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.features import Pictures, Scattering
-from quietgrad.features.photographs import constants, made
+from quietgrad.features.scattering import constants, made
 from quietgrad.privacy.ledger import Ledger
 
 

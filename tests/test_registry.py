@@ -19,7 +19,7 @@ from quietgrad.cli.settings import algorithm_from
 from quietgrad.errors import DataError
 from quietgrad.federation.toml_model import algorithm_of, objective_of
 from quietgrad.objectives.registry import TABLE_LOSSES
-from quietgrad.oracles.registry import ORACLES, make_oracle, oracle_class
+from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
 
 
 def test_names_are_those_of_the_classes_and_every_example_can_be_built() -> None:

@@ -15,8 +15,7 @@ from scipy.special import ndtr
 
 import quietgrad as qg
 from quietgrad.algorithms.dp_agd import DPAGD
-from quietgrad.algorithms.dp_gd import DPGD
-from quietgrad.algorithms.dp_sgd import DPSGD
+from quietgrad.algorithms.dp_sgd import DPGD, DPSGD
 from quietgrad.algorithms.output_perturbation import OutputPerturbation
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.central import CentralCurator
@@ -28,7 +27,7 @@ from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.glm import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy import cache
+from quietgrad.privacy import calibration
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import FrequentLabels
@@ -211,7 +210,7 @@ def test_a_cap_without_a_ledger_is_held_against_the_projects() -> None:
 
 def test_an_altered_calibration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = plan(DPGD(steps=30), n=1000, budget=BUDGET)
-    monkeypatch.setattr(cache, "recall", lambda question: 2.0)
+    monkeypatch.setattr(calibration, "recall", lambda question: 2.0)
     assert plan(DPGD(steps=30), n=1000, budget=BUDGET).noise_multiplier == right.noise_multiplier
 
 

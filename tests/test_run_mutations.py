@@ -19,9 +19,8 @@ import pytest
 import quietgrad as qg
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.kept_file import SealedLog
 from quietgrad.curators.session import CentralSession
-from quietgrad.curators.transcript import Transcript
+from quietgrad.curators.transcript import SealedLog, Transcript
 from quietgrad.errors import DataError, LedgerError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation.journal import Journal
@@ -32,7 +31,7 @@ from quietgrad.privacy.correlated import Correlated, Rows
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import seed_key
 from quietgrad.training import checkpoint
-from quietgrad.training.met_people import KeptMet
+from quietgrad.training.streaming import KeptMet
 from tests.kept_runs import BUDGET, SampledRun, TableRun, World, rows
 
 Patch = pytest.MonkeyPatch

@@ -19,10 +19,10 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Batch, Gradient
 from quietgrad.oracles.base import Estimate
-from quietgrad.oracles.minibatch import MiniBatch
+from quietgrad.oracles.gradient_estimators import MiniBatch
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.accounting import account
-from quietgrad.privacy.gaussian import gaussian_epsilon
+from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 
 FALSE_ALARM = 1e-6
 Floats = npt.NDArray[np.float64]

@@ -19,8 +19,8 @@ from quietgrad.privacy.accounting import account
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.training import checkpoint
+from quietgrad.training.result import ledger_of, problems_of
 from quietgrad.training.runs import FILE, is_kept
-from quietgrad.training.verification import ledger_of, problems_of
 from tests.kept_runs import Killed
 
 BUDGET = qg.Budget(2.0, 1e-5)

@@ -19,7 +19,7 @@ import quietgrad as qg
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression, PrivateScaler
 from quietgrad.objectives.regularizers import L2
 from quietgrad.privacy.accounting import account, bound
-from quietgrad.privacy.calibrate import calibrate
+from quietgrad.privacy.calibration import calibrate
 from quietgrad.privacy.events import poisson_gaussian
 
 

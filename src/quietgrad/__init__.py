@@ -14,26 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quietgrad import audit, data, objectives
-    from quietgrad.algorithms.bassily_sgd import BassilySGD
-    from quietgrad.algorithms.dp_adam import DPAdam
     from quietgrad.algorithms.dp_agd import DPAGD
     from quietgrad.algorithms.dp_disk import DPDiSK
-    from quietgrad.algorithms.dp_gd import DPGD, GD
-    from quietgrad.algorithms.dp_sgd import DPSGD, SGD
+    from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, GD, SGD, DPAdam
     from quietgrad.algorithms.dp_srm import DPSRM, STORM
     from quietgrad.algorithms.model_selection import ModelSelection
-    from quietgrad.algorithms.output_perturbation import OutputPerturbation
+    from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
     from quietgrad.algorithms.perturbed_sgd import PerturbedSGD
-    from quietgrad.algorithms.rrpsgd import RRPSGD
+    from quietgrad.algorithms.rrpsgd import RRPSGD, BassilySGD
     from quietgrad.algorithms.stagewise import StagewiseDPSGD
-    from quietgrad.algorithms.weighted_average import WeightedAverage
     from quietgrad.algorithms.whitened_gd import WhitenedGD
-    from quietgrad.oracles.spider import AdaptiveSpider, Spider
+    from quietgrad.oracles.gradient_estimators import AdaptiveSpider, Spider
     from quietgrad.plans.schedule import Plan
     from quietgrad.privacy import events
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.budget import Budget, Relation
-    from quietgrad.privacy.calibrate import calibrate
+    from quietgrad.privacy.calibration import calibrate
     from quietgrad.privacy.ledger import Ledger
     from quietgrad.training import minimize, plan, resume, stream
     from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
@@ -46,8 +42,8 @@ _HOMES = {
     "Relation": "privacy.budget",
     "Ledger": "privacy.ledger",
     "account": "privacy.accounting",
-    "calibrate": "privacy.calibrate",
-    "plan": "plans.price",
+    "calibrate": "privacy.calibration",
+    "plan": "plans.schedule",
     "minimize": "training",
     "resume": "training",
     "stream": "training",
@@ -63,23 +59,23 @@ _HOMES = {
     "STORM": "algorithms.dp_srm",
     "DPSGD": "algorithms.dp_sgd",
     "SGD": "algorithms.dp_sgd",
-    "DPAdam": "algorithms.dp_adam",
+    "DPAdam": "algorithms.dp_sgd",
     "DPDiSK": "algorithms.dp_disk",
-    "DPGD": "algorithms.dp_gd",
-    "GD": "algorithms.dp_gd",
+    "DPGD": "algorithms.dp_sgd",
+    "GD": "algorithms.dp_sgd",
     "DPAGD": "algorithms.dp_agd",
     "StagewiseDPSGD": "algorithms.stagewise",
     "OutputPerturbation": "algorithms.output_perturbation",
     "RRPSGD": "algorithms.rrpsgd",
-    "BassilySGD": "algorithms.bassily_sgd",
+    "BassilySGD": "algorithms.rrpsgd",
     "PerturbedSGD": "algorithms.perturbed_sgd",
     "ModelSelection": "algorithms.model_selection",
-    "AdaptiveSpider": "oracles.spider",
-    "Spider": "oracles.spider",
+    "AdaptiveSpider": "oracles.gradient_estimators",
+    "Spider": "oracles.gradient_estimators",
     "certify": "training.stationarity",
     "Certificate": "training.stationarity",
     "WhitenedGD": "algorithms.whitened_gd",
-    "WeightedAverage": "algorithms.weighted_average",
+    "WeightedAverage": "algorithms.output_perturbation",
 }
 _MODULES = {"audit": "audit", "data": "data", "events": "privacy.events", "objectives": "objectives"}
 

@@ -24,7 +24,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", type(
 def fields_of(kind: Any) -> dict[str, Any]:
     """The settings of a dataclass and their types.
 
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> list(fields_of(DPGD))
     ['steps', 'learning_rate', 'clip', 'momentum', 'returns']
     """
@@ -45,7 +45,7 @@ def build(
 
     Fields that are ``ready`` have their values already; they and the ``hidden`` ones cannot be set by name.
 
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> build("dp-gd", DPGD, {"steps": "1e2", "learning-rate": 4}) == DPGD(steps=100, learning_rate=4.0)
     True
     """

@@ -15,7 +15,7 @@ from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, ch
 from quietgrad.algorithms.rates import Rate
 from quietgrad.objectives.base import Constants
 from quietgrad.oracles.base import Noise, Oracle, SamplingName
-from quietgrad.oracles.recursive_momentum import RecursiveMomentum
+from quietgrad.oracles.gradient_estimators import RecursiveMomentum
 from quietgrad.privacy.budget import Budget
 from quietgrad.vectors import Vector, norm
 

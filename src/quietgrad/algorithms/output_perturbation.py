@@ -4,6 +4,23 @@ The stability of gradient descent bounds how far one record moves the model: Δ 
 regulariser is μ-strongly convex and η ≤ 2/(μ+β), and 2LTη/n if the risk is only convex and η ≤ 2/β. Both improve
 on the printed lemmas and need no ball: L is the Lipschitz constant of the *unregularised* loss, which the row bound
 enforces. Per-record clipping is refused: a clipped field need not be the gradient of anything convex.
+
+Weighted averaging of parties' models (WD-DP, paper 002), with noise that keeps what the paper promised.
+
+The printed theorem is false: averaging weighted models also averages their noise away, so the output carries
+‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed
+(``reproduce/printed_average.py`` has both numbers). Three calibrations are right, all runs of this one algorithm
+through different doors:
+
+(i)   ``method="rounds"``: in every round the n_j/n-weighted mean gradient leaves with noise for all n records
+      together; under a secure sum nobody sees more. T rounds.
+(ii)  ``method="one-shot"`` with ``trust="local"``: party j sends its model under its own noise, for n_j records.
+(iv)  ``method="one-shot"`` with ``trust="secure"``: the weighted sum Σ(n_j/n)θ_j leaves under noise on the sum. One
+      replaced record moves it by Δ = (n_j/n)·(2G/(n_jλ))(1−(1−ηλ)ᵀ) = (2G/(nλ))(1−(1−ηλ)ᵀ): independent of the
+      number of parties and of the smallest one, which is what the paper advertised. One round. Recommended.
+
+With ``weights="equal"`` the same code is the unweighted average (Jayaraman et al. 2018), whose Δ grows by
+n/(m·n_min); on a central curator ``method="rounds"`` is DP-GD and ``"one-shot"`` is output perturbation.
 """
 
 from __future__ import annotations
@@ -15,7 +32,7 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Constants
+from quietgrad.objectives.base import Constants, Gradient
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
@@ -138,6 +155,134 @@ class OutputPerturbation(Algorithm):
             step_size = 2.0 / (mu + beta) if mu else 1.0 / beta
         n = door.plan.n_public
         return local_fit(door.objective, n=n, steps=self.steps, step_size=step_size, start=start)
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+    def config(self) -> dict[str, Any]:
+        return config_of(self)
+
+
+@dataclass(frozen=True)
+class WeightedAverage(Algorithm):
+    """Σ (n_j/n)·θ_j over parties, after T local steps each, or the same average in every step.
+
+    Args:
+        steps: T.
+        learning_rate: η; default 2/(μ+β) if the risk is strongly convex, else 1/β.
+        method: ``"one-shot"`` (local fits, one noisy sum; convex losses with bounded rows, replace-one) or
+            ``"rounds"`` (a noisy mean gradient per step).
+        clip: C of one record's gradient, ``"rounds"`` only.
+
+    >>> [WeightedAverage(steps=100, method=m).schedule(1000).releases for m in ("one-shot", "rounds")]
+    [1, 100]
+    """
+
+    steps: int = 1000
+    learning_rate: float | None = None
+    method: Literal["one-shot", "rounds"] = "one-shot"
+    clip: float = 1.0
+
+    name: ClassVar[str] = "weighted-average"
+    needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        if self.learning_rate is not None:
+            check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
+        if self.method not in ("one-shot", "rounds"):
+            raise ValueError(f"method={self.method!r}: must be 'one-shot' or 'rounds'.")
+        check_range("clip", self.clip, 0.0, math.inf, closed=False)
+
+    @classmethod
+    def theory(
+        cls,
+        constants: Constants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        method: Literal["one-shot", "rounds"] = "rounds",
+        scale: float = 1.0,
+        growth: float | None = None,
+    ) -> WeightedAverage:
+        """Theorem 2's settings: η = 1/β and T = (β/λ)·ln(n²ε²/(p·G²·ln(1/δ))), its Õ(·) read as ``scale``·β/λ.
+
+        The theorem is about a gradient that is noisy in every step, hence ``"rounds"``. Its noise is not taken
+        over: that is the accountant's, and its λ is the risk's strong convexity. With ``growth`` they are Theorem
+        3's, about risks that need not be convex: λ is then μ of the Polyak–Łojasiewicz inequality
+        ‖∇F‖² ≥ 2μ(F − min F), which nothing here can check. :mod:`quietgrad.algorithms.theorems` has both bounds.
+
+        >>> from quietgrad.objectives import L2, Logistic
+        >>> strong = Logistic(regularizer=L2(0.01), row_bound=1.0, rows="clip").constants()
+        >>> made = WeightedAverage.theory(strong, n=10_000, dim=20, budget=Budget(1.0, 1e-3, Relation.REPLACE_ONE))
+        >>> made.steps, round(made.learning_rate, 2)
+        (351, 3.85)
+        """
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        strength = constants.strong_convexity if growth is None else growth
+        if not strength:
+            raise ValueError(
+                "Theorem 2 is about strongly convex risks; add a regulariser such as L2(0.01). Theorem 3 is about "
+                "others: give growth, μ of the Polyak–Łojasiewicz inequality."
+            )
+        check_range("growth", strength, 0.0, beta, closed=False)
+        if growth is not None and method == "one-shot":
+            raise ValueError("growth: Theorem 3 is about noise in every step; use method='rounds'.")
+        signal = (n * budget.epsilon / lipschitz) ** 2 / (dim * math.log(1.0 / budget.delta))
+        steps = max(1, round(scale * beta / strength * math.log(max(math.e, signal))))
+        return cls(steps=steps, learning_rate=1.0 / beta, method=method, clip=lipschitz)
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise unless the budget is stated under a relation that is proved."""
+        if self.method == "one-shot" and budget.relation is not Relation.REPLACE_ONE:
+            raise ValueError(
+                f"relation={str(budget.relation)!r}: a fit's stability is proved under 'replace-one' only; "
+                "pass Budget(..., relation='replace-one'), or method='rounds'."
+            )
+
+    def schedule(self, n_public: int) -> Schedule:
+        if self.method == "one-shot":
+            return Schedule((Slot("model", FullBatch()),))
+        return Schedule((Slot("gradient", FullBatch(), self.steps),))
+
+    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        if self.method == "one-shot":
+            yield "model", Asked(self._fit(x0, door), pinned=("start",))
+        else:
+            yield "gradient", Asked(Gradient(x0, self.clip))
+
+    def _fit(self, start: Vector, door: Session) -> LocalFit:
+        rate = self.step_size(door.objective)
+        return local_fit(door.objective, door.plan.n_public, self.steps, rate, start=start)
+
+    def init(self, x0: Vector) -> State:
+        return State(params=copy(x0))
+
+    def step(self, state: State, door: Session) -> State:
+        rate = self.step_size(door.objective)
+        if self.method == "one-shot":
+            state.params = door.release("model", self._fit(state.params, door))
+            state.step, state.done = 1, True
+            return state
+        gradient = door.release("gradient", Gradient(state.params, self.clip))
+        gradient *= 1.0 / door.expected_batch("gradient")
+        gradient += door.regularizer.gradient(state.params)
+        state.estimate.value = gradient
+        state.params = state.params - rate * gradient
+        state.step += 1
+        state.done = state.step >= self.steps
+        return state
+
+    def step_size(self, objective: Any) -> float:
+        """η: as given, or from the objective's constants."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        constants = objective.constants()
+        mu, beta = constants.strong_convexity, constants.smoothness
+        if beta is None:
+            raise ValueError("learning_rate=None: this loss is not smooth, so no step follows from it; give one.")
+        return float(2.0 / (mu + beta) if mu else 1.0 / beta)
 
     def output(self, state: State) -> Vector:
         return state.params

@@ -5,7 +5,7 @@ perturbation. Moving a distance 𝒮 away is an escape, and descent goes on from
 the point is with probability 1 − ω second-order stationary at α = 4χ: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα). That is argued
 from constants which every record must obey. Such constants are mostly far too large for α to mean anything; then
 ``mode="practical"`` still leaves saddles, and its stop is an observation
-(:mod:`~quietgrad.algorithms.escape_settings`).
+(:mod:`~quietgrad.algorithms.perturbed_sgd_settings`).
 
 Two readings of the printed algorithm. It returns the last iterate of the last attempt; its analysis is about the
 point x̃ the attempts began at, and that is returned unless ``returns="last"``. (The last iterate usually has the
@@ -22,14 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms import escape_settings, escape_theory
+from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Constants, Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Estimate, Oracle, constant_of, preview, total_smoothness
-from quietgrad.oracles.spider import AdaptiveSpider
+from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SinglePass
@@ -41,8 +41,8 @@ class PerturbedSGD(Algorithm):
     """x ← x − η·ĝ with escape attempts where ‖ĝ‖ ≤ 3χ; see the module's text.
 
     What is left ``None`` is derived when the run starts, all of it public; the formulas are in
-    :mod:`quietgrad.algorithms.escape_settings`. ``result.details`` has them, with ``tolerance``, the curvature that
-    a stop rules out (√(ρα), or γ of a practical run), and ``claim``: what the stop rests on.
+    :mod:`quietgrad.algorithms.perturbed_sgd_settings`. ``result.details`` has them, with ``tolerance``, the
+    curvature that a stop rules out (√(ρα), or γ of a practical run), and ``claim``: what the stop rests on.
 
     Args:
         oracle: where ĝ comes from: ``AdaptiveSpider``, ``Spider`` or ``MiniBatch``. A practical run takes C = 1 and
@@ -106,8 +106,8 @@ class PerturbedSGD(Algorithm):
                 "mode='theory': build it with PerturbedSGD.theory(constants, ...), which needs G, M and ρ."
             )
         if self.mode == "practical":
-            object.__setattr__(self, "learning_rate", self.learning_rate or escape_settings.STEP)
-            chosen = {"clip": escape_settings.CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
+            object.__setattr__(self, "learning_rate", self.learning_rate or perturbed_sgd_settings.STEP)
+            chosen = {"clip": perturbed_sgd_settings.CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
             takes = {each.name for each in fields(self.oracle)}  # type: ignore[arg-type]
             missing = {
                 name: value
@@ -129,8 +129,8 @@ class PerturbedSGD(Algorithm):
         scale: float = 1.0,
         constant: float = 1.0,
     ) -> PerturbedSGD:
-        """Equations (4), (5) and Theorem 2; see :mod:`quietgrad.algorithms.escape_theory` for s and C."""
-        found = escape_theory.solve(
+        """Equations (4), (5) and Theorem 2; see :mod:`quietgrad.algorithms.perturbed_sgd_settings` for s and C."""
+        found = perturbed_sgd_settings.solve(
             constants,
             n=n,
             dim=dim,
@@ -240,7 +240,7 @@ class PerturbedSGD(Algorithm):
     def _seek_less(self, extra: dict[str, Any]) -> None:
         """A practical run spends its records anyway: its last drift goes on, for half the curvature."""
         extra["tolerance"] = extra["sought"]
-        found = escape_settings.practical(
+        found = perturbed_sgd_settings.practical(
             extra["chi"], extra["push"], eta=extra["eta"], curvature=0.5 * extra["sought"], radius=self.radius
         )
         extra.update(sought=found.tolerance, radius=found.radius, escape_steps=found.escape_steps)
@@ -251,7 +251,7 @@ class PerturbedSGD(Algorithm):
         more: dict[str, Any] = {"alpha": 4.0 * chi}
         if self.mode == "practical":
             assert self.learning_rate is not None
-            found = escape_settings.practical(
+            found = perturbed_sgd_settings.practical(
                 chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius
             )
             if self.curvature is None and self.escape_steps is None:
@@ -261,10 +261,10 @@ class PerturbedSGD(Algorithm):
         else:
             smoothness = total_smoothness(self.oracle, door)
             rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
-            escape_settings.check_tolerance(
+            perturbed_sgd_settings.check_tolerance(
                 door.plan.n_public, 4.0 * chi, rho, smoothness, door.objective, self.curvature
             )
-            found = escape_settings.derived(
+            found = perturbed_sgd_settings.derived(
                 chi, push, smoothness=smoothness, rho=rho, failure=self.failure, eta=self.learning_rate,
                 radius=self.radius,
             )  # fmt: skip
@@ -305,7 +305,11 @@ class PerturbedSGD(Algorithm):
                     f"chi=None: {type(self.oracle).__name__} states no error to derive it from; give chi."
                 )
             return self.chi, self.chi / math.sqrt(dim)
-        chi = escape_settings.estimate_error(error, dim, self.steps, self.failure) if self.chi is None else self.chi
+        chi = (
+            perturbed_sgd_settings.estimate_error(error, dim, self.steps, self.failure)
+            if self.chi is None
+            else self.chi
+        )
         return chi, error.noise or error.sampling / math.sqrt(dim)
 
 

@@ -2,19 +2,277 @@
 
 A new algorithm is a file of this room and an entry here. Its examples make it part of the common table of tests,
 its attacks part of every audit; a test fails if a private algorithm has none.
+
+Settings of every algorithm: for the common problem that all must solve, and small ones for attacks.
+
+The common problem has 3000 records and 6 features (``tests/common.py``): the risk at the origin is 0.693, the least
+about 0.40, and ``loss`` is what the settings reach. A claim of ε = 0.2 cannot be attacked with thousands of runs,
+one of μ ≥ 1 can: for attacks releases are few and budgets generous, and both relations, un-sampled, Poisson-sampled
+and fixed-size batches are covered wherever the algorithm has them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from quietgrad import settings
-from quietgrad.algorithms.examples import ATTACKED, EXAMPLES, Example
 from quietgrad.shown import did_you_mean
+
+_REPLACE = "replace-one"
+
+
+@dataclass(frozen=True)
+class Example:
+    """Settings in use: for how many records, under which promise, and how well.
+
+    ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
+    ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query (in the
+    slots ``only``, if not in all, and at every ``every``-th release of them).
+    """
+
+    settings: Mapping[str, Any]
+    relation: str = "add-remove"
+    loss: float = math.inf
+    n: int = 3000
+    epsilon: float = 4.0
+    delta: float = 1e-5
+    label: str = ""
+    share: float = 1.0
+    space: Literal["gradients", "queries"] = "gradients"
+    only: tuple[str, ...] = ()
+    every: int = 1
+
+
+def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
+    return Example(settings, relation, loss)
+
+
+def _attack(
+    label: str, relation: str = "add-remove", n: int = 4, epsilon: float = 6.0, share: float = 1.0, **settings: Any
+) -> Example:
+    return Example(settings, relation, n=n, epsilon=epsilon, label=label, share=share)
+
+
+def _queries(label: str, *args: Any, **settings: Any) -> Example:
+    return replace(_attack(label, *args, **settings), space="queries")
+
+
+def _batches(n: int = 4, **settings: Any) -> tuple[Example, ...]:
+    """Un-sampled, Poisson and fixed-size settings of a method that has ``batch_size`` and ``sampling``."""
+    half = n // 2
+    return (
+        _attack("every record", batch_size=n, n=n, **settings),
+        _attack("every record", _REPLACE, batch_size=n, n=n, **settings),
+        _attack("Poisson", batch_size=half, n=n, **settings),
+        _attack("fixed-size", _REPLACE, batch_size=half, sampling="fixed-size", n=n, **settings),
+    )
+
+
+_SRM: dict[str, Any] = {"steps": 150, "batch_size": 200, "learning_rate": 1.0}
+_SGD: dict[str, Any] = {"steps": 150, "batch_size": 200}
+_TURNS: dict[str, Any] = {"sampling": "turns", "cohorts": 15, "noise": "correlated"}
+_ONCE: dict[str, Any] = {"sampling": "single-pass", "noise": "correlated"}
+_BANDS: dict[str, Any] = {"sampling": "poisson-turns", "cohorts": 5, "noise": "correlated"}
+_STAGES: dict[str, Any] = {"stages": 3, "first_steps": 20, "batch_size": 200}
+_ESCAPE: dict[str, Any] = {
+    "learning_rate": 2.0,
+    "radius": 1.0,
+    "escape_steps": 10,
+    "attempts": 2,
+    "hessian_lipschitz": 0.1,
+}
+_SPIDER: dict[str, Any] = {
+    "name": "adaptive-spider",
+    "clip": 1.0,
+    "smoothness": 0.25,
+    "kappa": 3.0,
+    "batch_size": 300,
+}
+
+EXAMPLES: dict[str, tuple[Example, ...]] = {
+    "dp-srm": (
+        _row(0.50, **_SRM),
+        _row(0.50, joint_clip=True, **_SRM),
+        _row(0.52, difference_clip=1.0, smoothness=0.3, **_SRM),
+        _row(0.50, _REPLACE, sampling="fixed-size", **_SRM),
+        _row(0.66, **{**_SRM, "steps": 300}, returns="random"),
+        _row(0.52, learning_rate=1.0, steps=60, **_TURNS),
+        _row(0.50, **_SRM, **_BANDS),
+    ),
+    "dp-sgd": (
+        _row(0.48, learning_rate=1.0, **_SGD),
+        _row(0.50, learning_rate="cosine:1.0", momentum=0.9, momentum_kind="ema", **_SGD),
+        _row(0.50, _REPLACE, learning_rate="inverse-sqrt:3", returns="average", **_SGD),
+        _row(0.50, steps=100, batch_size=200, learning_rate="linear:0.5", momentum=0.9, momentum_steps=20),
+        _row(0.50, _REPLACE, steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"),
+        _row(0.48, learning_rate=1.0, steps=60, **_TURNS),
+        _row(0.50, _REPLACE, learning_rate=4.0, steps=30, batch_size=100, **_ONCE),
+        _row(0.48, learning_rate=1.0, **_SGD, **_BANDS),
+        _row(0.48, _REPLACE, learning_rate=1.0, **_SGD, **_BANDS),
+    ),
+    "dp-adam": (_row(0.50, steps=100, batch_size=300, learning_rate=0.1),),
+    "dp-disk": (
+        _row(0.50, learning_rate=1.0, **_SGD),
+        _row(0.50, learning_rate=1.0, kappa=0.5, lookahead=1.0, **_SGD),
+    ),
+    "dp-gd": (
+        _row(0.46, steps=40, learning_rate=3.0),
+        _row(0.50, _REPLACE, steps=40, learning_rate=1.0, momentum=0.8, returns="average"),
+    ),
+    "dp-agd": (_row(0.52),),
+    "stagewise": (
+        _row(0.50, learning_rate=2.0, **_STAGES),
+        _row(0.50, learning_rate=4.0, early_momentum=0, **_STAGES),
+        _row(0.60, learning_rate=2.0, returns="random", **_STAGES),
+    ),
+    "rrpsgd": (_row(0.66, steps=225, batch_size=200, learning_rate=1.0),),
+    "bassily-sgd": (_row(0.50, steps=225, batch_size=200, learning_rate=3.0),),
+    "output-perturbation": (
+        _row(0.60, _REPLACE, steps=60),
+        _row(0.65, _REPLACE, steps=60, mechanism="pure"),
+    ),
+    "whitened-gd": (_row(0.48, _REPLACE, steps=20, row_bound=1.0),),
+    "perturbed-sgd": (
+        _row(0.58, _REPLACE, oracle={**_SPIDER, "difference_batch_size": 60}, chi=0.02, **_ESCAPE),
+        _row(
+            0.55,
+            oracle={**_SPIDER, "difference_batch_size": 150, "regime": "reuse", "full_queries": 20},
+            steps=60,
+            chi=0.01,
+            **_ESCAPE,
+        ),
+    ),
+}
+
+_LOOKS: dict[str, Any] = {"ranges": "each", "range_share": 0.1, "offset_share": 0.05, "octave_share": 0.05}
+
+# χ so small that the run never thinks it has arrived, κ so large that differences follow the first gradient.
+_NEVER: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "chi": 1e-3,
+    "radius": 1.0,
+    "escape_steps": 2,
+    "attempts": 1,
+    "hessian_lipschitz": 1e-6,
+}
+_AUDIT_SPIDER: dict[str, Any] = {"name": "adaptive-spider", "clip": 1.0, "smoothness": 1.0, "kappa": 1e6}
+_PLAIN_SPIDER: dict[str, Any] = {"name": "spider", "clip": 1.0, "smoothness": 1.0, "period": 10}
+_MINI_BATCH: dict[str, Any] = {"name": "mini-batch", "batch_size": 4, "clip": 1.0}
+_REUSE: dict[str, Any] = {"batch_size": 4, "difference_batch_size": 4, "regime": "reuse", "full_queries": 1}
+# A refused step costs as much as a fresh one, so that every run spends all of ρ on the same few releases. Under
+# add-remove a choice shows half of what it pays for, hence more runs.
+_GREEDY: dict[str, Any] = {"growth": 1.0, "max_steps": 4, "grid": 6}
+
+ATTACKED: dict[str, tuple[Example, ...]] = {
+    "dp-srm": (
+        *_batches(steps=6, difference_clip=0.2),
+        _attack("one clip", steps=6, batch_size=4, joint_clip=True),
+        _attack("C2 follows the step", _REPLACE, steps=4, batch_size=4, smoothness=1.0),
+        _attack("random round", steps=4, batch_size=2, returns="random"),
+        _attack("turns", steps=6, difference_clip=0.2, sampling="turns", cohorts=2, noise="correlated"),
+    ),
+    "dp-sgd": (
+        *_batches(steps=6, learning_rate=0.1, momentum=0.5),
+        _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
+        _attack("Poisson turns", steps=6, batch_size=1, sampling="poisson-turns", cohorts=2, noise="correlated"),
+        _attack(
+            "Poisson turns",
+            _REPLACE,
+            steps=6,
+            batch_size=1,
+            sampling="poisson-turns",
+            cohorts=2,
+            noise="correlated",
+        ),
+        # A record in every third release, as early as it can be: the worst turns there are, and they are known.
+        replace(
+            _queries("known turns", n=6, share=0.4, steps=9, cohorts=3, sampling="turns", noise="correlated"),
+            every=3,
+        ),
+    ),
+    "dp-adam": _batches(steps=6),
+    "dp-disk": _batches(steps=6, learning_rate=0.1),
+    "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),
+    "dp-agd": (
+        _attack("every record", splits=1, share=2.5, **_GREEDY),
+        _attack("every record", _REPLACE, splits=2, **_GREEDY),
+    ),
+    "stagewise": (
+        *_batches(stages=2, first_steps=1),
+        _attack("random round", stages=1, first_steps=2, batch_size=2, returns="random"),
+    ),
+    "bassily-sgd": _batches(steps=4, share=0.4),  # its projection takes a norm: runs are made one by one
+    "rrpsgd": (
+        _attack("Poisson", steps=4, batch_size=2, share=5.0),
+        _attack("every record", _REPLACE, steps=4, batch_size=4),
+    ),
+    "output-perturbation": (
+        _attack("one Gaussian", _REPLACE, steps=5, learning_rate=0.5),
+        _attack("pure ε", _REPLACE, epsilon=2.0, share=0.5, steps=2, learning_rate=0.5, mechanism="pure"),
+    ),
+    "whitened-gd": (
+        _queries("every record", steps=2, row_bound=1.0, share=0.4),
+        _queries("every record", _REPLACE, steps=2, row_bound=1.0, share=0.4),
+        _queries("row norms too", steps=2, share=0.4),
+        _queries("ranges and standard errors too", _REPLACE, steps=2, share=0.3, inference_share=0.3, look=_LOOKS),
+        _queries("mean octaves too", steps=2, share=0.3, moments="diagonal", look={**_LOOKS, "ranges": "means"}),
+    ),
+    "perturbed-sgd": (
+        _attack("every record", share=0.5, steps=4, oracle={**_AUDIT_SPIDER, **_REUSE}, **_NEVER),
+        _attack("spider", share=0.2, steps=4, oracle={**_PLAIN_SPIDER, **_REUSE}, **_NEVER),
+        _attack("mini-batch", share=0.2, steps=4, mode="practical", oracle=_MINI_BATCH, **_NEVER),
+        _attack(
+            "fresh records",
+            _REPLACE,
+            n=6,
+            share=0.4,
+            steps=2,
+            oracle={**_AUDIT_SPIDER, "batch_size": 6, "difference_batch_size": 6},
+            **_NEVER,
+        ),
+    ),
+    "model-selection": (
+        # A search of pure ε allows so much at larger ε that thousands of runs would say nothing.
+        _attack(
+            "fresh records",
+            _REPLACE,
+            n=8,
+            epsilon=2.0,
+            share=0.15,
+            oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
+            alpha=0.1,
+            steps=2,
+            learning_rate=0.1,
+            hessian_lipschitz=1e-6,
+        ),
+        # One record is in one part: here in the one that is searched.
+        replace(
+            _queries(
+                "the search",
+                _REPLACE,
+                n=8,
+                epsilon=2.0,
+                share=0.5,
+                oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
+                alpha=0.1,
+                steps=2,
+                learning_rate=0.1,
+            ),
+            only=("select",),
+        ),
+    ),
+    "weighted-average": (
+        _attack("one shot", _REPLACE, steps=5, learning_rate=0.5),
+        _attack("rounds", steps=5, learning_rate=0.5, method="rounds"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +341,7 @@ def _readers() -> settings.Readers:
     from quietgrad.algorithms.rates import Rate, read_rate
     from quietgrad.algorithms.table_looks import Look, read_look
     from quietgrad.oracles.base import Oracle, read_noise
-    from quietgrad.oracles.registry import ORACLES, make_oracle, oracle_class
+    from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
     from quietgrad.privacy.correlated import Cancelling
 
     kinds = {kind: partial(make_oracle, kind=kind) for kind in map(oracle_class, ORACLES)}

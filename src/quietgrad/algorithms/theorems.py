@@ -6,7 +6,7 @@ replaces it is in the docstring. Everything is computed from public numbers, bef
 
 >>> from quietgrad.algorithms.rrpsgd import RRPSGD
 >>> from quietgrad.objectives import Logistic
->>> from quietgrad.plans.price import plan
+>>> from quietgrad.plans.schedule import plan
 >>> from quietgrad.privacy.budget import Budget
 >>> stated, promise = Logistic(row_bound=1.0, rows="clip").constants(), Budget(1.0, 1e-5, "replace-one")
 >>> known = {"dim": 5, "initial_gap": 0.7}
@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from quietgrad.algorithms.output_perturbation import OutputPerturbation
+from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
 from quietgrad.algorithms.rrpsgd import RRPSGD
 from quietgrad.algorithms.stagewise import StagewiseDPSGD
-from quietgrad.algorithms.weighted_average import WeightedAverage
 from quietgrad.objectives.base import Constants
 from quietgrad.objectives.queries.local_fit import stability
 from quietgrad.plans.schedule import Plan

@@ -11,7 +11,7 @@ from quietgrad.algorithms.one_step import CROWDED
 from quietgrad.algorithms.table_looks import Bounds, Look
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.gaussian import gaussian_mu
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
 _CHEAP = 0.02  # share at which wide declared ranges are looked into as well

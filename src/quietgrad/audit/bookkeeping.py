@@ -68,7 +68,7 @@ def probe_lost_rounds(*, spare: int = 2) -> Finding:
     >>> probe_lost_rounds().verdict
     'pass'
     """
-    from quietgrad.algorithms.dp_gd import DPGD
+    from quietgrad.algorithms.dp_sgd import DPGD
     from quietgrad.federation.coordinator import FederatedCurator
     from quietgrad.federation.parties import Party
     from quietgrad.federation.simulation import assemble

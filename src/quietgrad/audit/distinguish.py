@@ -29,8 +29,8 @@ from quietgrad.audit.replicas import Views
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import ZCDP, Event
-from quietgrad.privacy.gaussian import gaussian_epsilon
 from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 

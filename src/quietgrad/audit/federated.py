@@ -38,9 +38,7 @@ _WIDTH = 2
 
 
 def _makers() -> dict[str, Callable[[int], Algorithm]]:
-    from quietgrad.algorithms.dp_adam import DPAdam
-    from quietgrad.algorithms.dp_gd import DPGD
-    from quietgrad.algorithms.dp_sgd import DPSGD
+    from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, DPAdam
     from quietgrad.algorithms.dp_srm import DPSRM
     from quietgrad.algorithms.stagewise import StagewiseDPSGD
 
@@ -81,7 +79,7 @@ def run_federated(
         runs: runs of each world, made side by side.
         parties: how many; 3, or 1 where every party adds its own noise.
 
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> run_federated(lambda n: DPGD(steps=3), budget=Budget(6.0, 1e-5), trust="secure", secure="masks").passed
     True
     """

@@ -70,7 +70,7 @@ def audit_networks(runs: int) -> Iterator[AuditReport]:
 
 def distinguish_fit(name: str, runs: int, *, augmented: bool = False) -> tuple[Plan, Finding]:
     """One step of gradient descent on all records, with and without the first, told apart by what is released."""
-    from quietgrad.algorithms.dp_gd import DPGD
+    from quietgrad.algorithms.dp_sgd import DPGD
     from quietgrad.training import plan as make_plan
 
     plan = make_plan(DPGD(steps=1), n=_N, budget=_BUDGET)
@@ -92,7 +92,7 @@ def distinguish_fit(name: str, runs: int, *, augmented: bool = False) -> tuple[P
 
 def distinguish_loop(runs: int) -> tuple[Plan, Finding]:
     """As :func:`distinguish_fit`, for an own loop that never moves its parameters: each step is a run by itself."""
-    from quietgrad.algorithms.dp_gd import DPGD
+    from quietgrad.algorithms.dp_sgd import DPGD
     from quietgrad.training import plan as make_plan
 
     plan = make_plan(DPGD(steps=1), n=_N, budget=_BUDGET)

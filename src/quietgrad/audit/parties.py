@@ -132,7 +132,7 @@ def probe_federation(
 
 def _descent(steps: int, mechanism: Mechanism) -> Any:
     """Gradient descent whose releases have the noise of ``mechanism``."""
-    from quietgrad.algorithms.dp_gd import DPGD
+    from quietgrad.algorithms.dp_sgd import DPGD
 
     class Descent(DPGD):
         def schedule(self, n_public: int) -> Schedule:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
-from quietgrad.privacy.gaussian import gaussian_delta
+from quietgrad.privacy.closed_form_accountants import gaussian_delta
 
 Floats = npt.NDArray[np.float64]
 

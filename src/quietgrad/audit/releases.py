@@ -55,7 +55,7 @@ class Release:
 
 
 def _hessians(runs: int) -> Iterator[AuditReport]:
-    from quietgrad.algorithms.distributed_selection import HessianSelection
+    from quietgrad.algorithms.model_selection import HessianSelection
 
     for relation in Relation:
         # One candidate: its two releases are always made.
@@ -64,7 +64,7 @@ def _hessians(runs: int) -> Iterator[AuditReport]:
 
 
 def _certificate(runs: int) -> Iterator[AuditReport]:
-    from quietgrad.training.private_stationarity import TwoScalars
+    from quietgrad.training.stationarity import TwoScalars
 
     for relation in Relation:
         yield _through_queries(TwoScalars(), relation, runs)
@@ -150,7 +150,7 @@ def _search(runs: int) -> Iterator[AuditReport]:
     """The plan of a search: noise of its scores, and the law of the number of rounds."""
     from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
     from quietgrad.estimators.search import _rounds
-    from quietgrad.plans.price import price
+    from quietgrad.plans.schedule import price
     from quietgrad.privacy.rng import SecureStream
 
     started = time.perf_counter()
@@ -254,8 +254,8 @@ def _report(name: str, plan: Plan, findings: list[Finding], runs: int, started: 
 RELEASES: dict[str, Release] = {
     release.name: release
     for release in (
-        Release("hessian-selection", ("algorithms.distributed_selection",), _hessians),
-        Release("private-certificate", ("training.private_stationarity",), _certificate),
+        Release("hessian-selection", ("algorithms.model_selection",), _hessians),
+        Release("private-certificate", ("training.stationarity",), _certificate),
         Release("evaluation", ("algorithms.tabulate",), _evaluation),
         Release("labels", ("objectives.queries.labels",), _labels),
         Release(

@@ -24,7 +24,7 @@ from quietgrad.audit.units import categories
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Law, Plan
 from quietgrad.privacy.accounting import mu_of
-from quietgrad.privacy.gaussian import gaussian_delta
+from quietgrad.privacy.closed_form_accountants import gaussian_delta
 
 Floats = npt.NDArray[np.float64]
 _DRAWS = 400
@@ -113,7 +113,7 @@ def _dprimes(
 def mixture_epsilon(parts: Sequence[tuple[float, float]], delta: float) -> float:
     """ε at which Σ p·δ_μ(ε) = δ: what is proved of a mixture whose part is known.
 
-    >>> from quietgrad.privacy.gaussian import gaussian_epsilon
+    >>> from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
     >>> abs(mixture_epsilon([(0.5, 1.0), (0.5, 1.0)], 1e-5) - gaussian_epsilon(1.0, 1e-5)) < 1e-6
     True
     """

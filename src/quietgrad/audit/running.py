@@ -72,7 +72,7 @@ def run(
         seed: fixed noise, for tests.
         progress: called with the share of all runs that is done, now and then.
 
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> report = run(DPGD(steps=4), budget=Budget(6.0, 1e-5), seed=1)
     >>> report.passed, 3.0 < report.epsilon_lower < report.epsilon_claimed
     (True, True)
@@ -135,7 +135,7 @@ def run(
 def enough_runs(plan: Plan, confidence: float = 1.0 - 1e-6) -> int | None:
     """How many runs of each world nearly always show that half the noise of a plan is missing.
 
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> from quietgrad.training import plan
     >>> enough_runs(plan(DPGD(steps=4), n=100, budget=Budget(1.0, 1e-5)))
     1812

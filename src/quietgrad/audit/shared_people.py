@@ -51,7 +51,7 @@ def attack_shared_person(
     >>> attack_shared_person(400, kept_once).verdict
     'pass'
     """
-    from quietgrad.algorithms.dp_gd import DPGD
+    from quietgrad.algorithms.dp_sgd import DPGD
     from quietgrad.objectives import Logistic
 
     loss, budget, scores = Logistic(), Budget(6.0, 1e-5, relation), []

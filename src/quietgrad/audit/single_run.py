@@ -25,7 +25,7 @@ from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.report import AuditReport
 from quietgrad.objectives.base import Batch
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.gaussian import gaussian_epsilon
+from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.vectors import Vector, copy
 
@@ -54,7 +54,7 @@ def one_run(
         curator: who holds the data; a function of (objective, data, key).
         seed: fixed coins and noise, for tests.
 
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> from quietgrad.objectives import Logistic
     >>> X = np.linspace(-1, 1, 50)[:, None]
     >>> report = one_run(Logistic(), (X, X[:, 0] > 0), DPGD(steps=5), budget=Budget(8.0, 1e-5), seed=0)

@@ -11,8 +11,8 @@ from quietgrad.plans.counting import COUNT, PublicCount
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed, repeated
-from quietgrad.privacy.spending import is_part
-from quietgrad.training.statement import ADVERSARY
+from quietgrad.privacy.ledger_state import is_part
+from quietgrad.training.result import ADVERSARY
 
 if TYPE_CHECKING:
     from quietgrad.algorithms.base import Releases

@@ -28,8 +28,8 @@ from quietgrad.privacy.budget import Relation, Unit
 from quietgrad.privacy.chain import Entry, anchor, check_anchor
 from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.spending import Book, total
-from quietgrad.training.verification import unpaid
+from quietgrad.privacy.ledger_state import Book, total
+from quietgrad.training.result import unpaid
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine

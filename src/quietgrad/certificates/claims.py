@@ -10,8 +10,7 @@ from typing import Any
 from quietgrad.certificates.document import canonical
 from quietgrad.privacy.budget import Relation, check_delta
 from quietgrad.privacy.events import Event
-from quietgrad.training.result import REFUTED, SEEDED, Privacy
-from quietgrad.training.verification import event_size
+from quietgrad.training.result import REFUTED, SEEDED, Privacy, event_size
 
 _MOST_EVENTS = 4096
 _MOST_BYTES = 1 << 17  # of an event: a law of 128 groups has five thousand

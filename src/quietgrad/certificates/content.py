@@ -16,11 +16,10 @@ from quietgrad.certificates.document import LARGEST, Document
 from quietgrad.curators.account import run_of
 from quietgrad.errors import DataError
 from quietgrad.files import read_bytes
-from quietgrad.privacy.accounts import DEFAULT, same
 from quietgrad.privacy.chain import anchor
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.training.result import Result, load
-from quietgrad.training.verification import ledger_of, problems_of
+from quietgrad.privacy.ledger_state import DEFAULT, same
+from quietgrad.training.result import Result, ledger_of, load, problems_of
 
 _PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
 

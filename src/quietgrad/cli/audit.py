@@ -177,8 +177,7 @@ def audit_folder(
     from quietgrad.errors import DataError
     from quietgrad.privacy.budget import Budget, Unit
     from quietgrad.training import plan
-    from quietgrad.training.result import SEEDED, load
-    from quietgrad.training.verification import problems_of
+    from quietgrad.training.result import SEEDED, load, problems_of
 
     result = load(folder)
     privacy = result.privacy

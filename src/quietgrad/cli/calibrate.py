@@ -47,7 +47,7 @@ def calibrate(
         if given[name] is None:
             option = "--" + name.replace("_", "-")
             raise typer.BadParameter(f"it is needed to find the {find}.", param_hint=option)
-    from quietgrad.privacy import calibrate as room
+    from quietgrad.privacy import calibration as room
     from quietgrad.privacy.accounting import prove
 
     shared: dict[str, Any] = {

@@ -49,7 +49,7 @@ def evaluate(
     from quietgrad.estimators.scoring import private_score
     from quietgrad.files import are_many
     from quietgrad.privacy.project import project_path
-    from quietgrad.training.verification import ledger_of
+    from quietgrad.training.result import ledger_of
 
     model = from_run(folder)
     facts = model.result_.details.get("model")

@@ -21,7 +21,7 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
     from quietgrad.objectives.registry import make_landscape
     from quietgrad.training import minimize, resume
-    from quietgrad.training.progress import progress_bar
+    from quietgrad.training.minimizing import progress_bar
     from quietgrad.training.stationarity import certify
 
     n = spec.n_public or _RECORDS

@@ -14,7 +14,7 @@ from quietgrad.shown import shown
 if TYPE_CHECKING:
     from quietgrad.privacy.events import Event
     from quietgrad.privacy.ledger import Ledger, VerifyReport
-    from quietgrad.privacy.spending import Book
+    from quietgrad.privacy.ledger_state import Book
     from quietgrad.training.result import Result
 
 app = typer.Typer(
@@ -221,10 +221,9 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     """What the account that paid for a run has spent by now, as a row; none if its ledger does not know the run."""
     from quietgrad.curators.account import EPOCH
     from quietgrad.errors import QuietgradError
-    from quietgrad.privacy.accounts import identity
     from quietgrad.privacy.ledger import Ledger
-    from quietgrad.privacy.spending import COUNTED
-    from quietgrad.training.verification import ledger_of
+    from quietgrad.privacy.ledger_state import COUNTED, identity
+    from quietgrad.training.result import ledger_of
 
     privacy, path = result.privacy, ledger_of(folder)
     if privacy.delta is None or privacy.relation is None or not path.exists():

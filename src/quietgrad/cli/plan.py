@@ -29,7 +29,7 @@ from quietgrad.cli.options import (
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
-    from quietgrad.plans.passes import Expected
+    from quietgrad.plans.explain import Expected
     from quietgrad.plans.schedule import Plan
 
 app = typer.Typer(add_completion=False)
@@ -132,7 +132,7 @@ def whole(number: float, option: str) -> int:
 
 def expected(the_plan: Plan, columns: int, cluster: str) -> Expected:
     """What scanning the plan's table takes on ``MACHINESxCORES``."""
-    from quietgrad.plans.passes import expected_cost
+    from quietgrad.plans.explain import expected_cost
 
     machines, _, cores = cluster.partition("x")
     if not (machines.isdigit() and cores.isdigit() and int(machines) and int(cores)):

@@ -101,7 +101,7 @@ def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | Non
     words = facts.get("pictures")
     pictures = None
     if words is not None:  # the file holds pixels; the model sees their features
-        from quietgrad.features.pictures import Pictures
+        from quietgrad.features.scattering import Pictures
 
         pictures = Pictures.from_json(words)
         facts = {**facts, "features": pictures.pixels, "feature_names": words.get("columns")}

@@ -200,7 +200,7 @@ FEATURES = ("scattering",)
 
 def _featured(data: Dataset) -> Dataset:
     """Scattering features in place of pixels, and what says how they were made."""
-    from quietgrad.features.pictures import Pictures
+    from quietgrad.features.scattering import Pictures
 
     pictures = Pictures.of(data.d)
     words = {**pictures.to_json(), "columns": None if data.feature_names is None else list(data.feature_names)}

@@ -9,7 +9,7 @@ import typer
 
 from quietgrad.algorithms.registry import entry
 from quietgrad.cli.options import usage
-from quietgrad.oracles.registry import ORACLES, oracle_class
+from quietgrad.oracles.gradient_estimators import ORACLES, oracle_class
 from quietgrad.settings import fields_of
 
 

@@ -38,7 +38,7 @@ from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
-    from quietgrad.training.progress import Watched
+    from quietgrad.training.minimizing import Watched
     from quietgrad.training.result import Result
 
 app = typer.Typer(add_completion=False)
@@ -196,7 +196,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
     from quietgrad.plans.counting import NOMINAL
     from quietgrad.training import minimize, resume
-    from quietgrad.training.progress import progress_bar
+    from quietgrad.training.minimizing import progress_bar
 
     if spec.landscape is not None:
         from quietgrad.cli.landscapes import run_on_landscape

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, QuietgradError, UnprovableError
 from quietgrad.privacy import events
-from quietgrad.privacy.accounts import DEFAULT, NAMELESS, checked, identity, unnamed
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation, Unit
-from quietgrad.privacy.spending import COUNTED, EPOCH, run_of
+from quietgrad.privacy.ledger_state import COUNTED, DEFAULT, EPOCH, NAMELESS, checked, identity, run_of, unnamed
 
 __all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "sent_away", "spent"]
 
@@ -85,7 +84,7 @@ class Account:
         """
         if not self.by_default or self.asked:
             return self
-        from quietgrad.privacy.fingerprint import fingerprint
+        from quietgrad.privacy.ledger_state import fingerprint
 
         try:
             ledger = self.open()
@@ -135,7 +134,7 @@ class Account:
         here = (identity(self.asked or self.name), budget.relation, unit)
         if ledger is None:
             return _tallied(Charge(event, tallied=here, note=self.note))
-        from quietgrad.privacy.fingerprint import fingerprint
+        from quietgrad.privacy.ledger_state import fingerprint
 
         mark = self.table if self.table or contents is None else fingerprint(contents)
         try:

@@ -25,14 +25,14 @@ def cut_source(
 ) -> tuple[RowLayout, Pieces, Any, tuple[str, ...]]:
     """(layout, pieces with their rows, who does the work if not this process's threads, notes)."""
     if is_dask(source):
-        from quietgrad.cluster.dask_frames import cut_partitions
+        from quietgrad.cluster import cut_partitions
 
         layout = asked.layout([str(c) for c in source.columns], "frame")
         pieces, runner = cut_partitions(source, layout, cluster)
         return layout, pieces, runner, ()
     runner = None
     if cluster is not None:
-        from quietgrad.cluster.dask_runner import connected
+        from quietgrad.cluster import connected
 
         runner = connected(cluster)
     if is_frame(source):

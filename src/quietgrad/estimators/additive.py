@@ -50,7 +50,7 @@ from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
-from quietgrad.training.running import refused
+from quietgrad.training.minimizing import refused
 
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16
 

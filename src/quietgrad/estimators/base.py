@@ -39,11 +39,11 @@ from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Budget, Relation, Unit
-from quietgrad.privacy.gaussian import gaussian_mu
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
+from quietgrad.training.minimizing import refused
 from quietgrad.training.result import Privacy
-from quietgrad.training.running import refused
 
 _ROWS = Whom()
 _SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")

@@ -26,7 +26,7 @@ from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 from quietgrad.privacy.mechanisms import FrequentLabels
 from quietgrad.sampling import FullBatch
-from quietgrad.training.running import refused
+from quietgrad.training.minimizing import refused
 
 _ROWS = Whom()
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold

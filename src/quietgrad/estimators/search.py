@@ -23,7 +23,7 @@ from sklearn.utils import _safe_indexing, get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.dp_gd import DPGD
+from quietgrad.algorithms.dp_sgd import DPGD
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
@@ -35,8 +35,7 @@ from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.people import Combine, People
 from quietgrad.objectives.queries.scores import MeanScore, Scoring
 from quietgrad.plans.counting import NOMINAL, PublicCount
-from quietgrad.plans.price import price
-from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.plans.schedule import Plan, Schedule, Slot, price
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation, Unit
 from quietgrad.privacy.rng import SecureStream, fresh_key

@@ -7,7 +7,6 @@
 3
 """
 
-from quietgrad.features.pictures import Pictures
-from quietgrad.features.scattering import Scattering
+from quietgrad.features.scattering import Pictures, Scattering
 
 __all__ = ["Pictures", "Scattering"]

@@ -4,20 +4,39 @@ Two scales, eight angles: S0 = x⋆φ, S1 = |x⋆ψ_{j,k}|⋆φ and S2 = ||x⋆�
 picture's size per channel. Nothing is learned, so a linear model on these features needs few parameters and its
 noise little room. Every picture is transformed on its own: no privacy is spent, and none may be by normalising with
 statistics of private pictures. :meth:`Scattering.normalized` divides by what is in the picture itself.
+
+Tables of pixels as tables of scattering features: what ``quietgrad train --features scattering`` does to them.
+
+Every row of features is a function of that row of pixels and of public constants, so nothing is spent and a record
+more or less changes no other row. What was done is a few public words that are kept with the model.
+
+Means and deviations of scattering features over two public photographs: constants that no private picture makes.
+
+They are the two pictures that come with scikit-learn, a temple and a flower, cut 600 times into squares of 48 to
+400 pixels and shrunk to 32. The numbers are kept in ``photographs.json``: a model means the same everywhere.
+
+    python -m quietgrad.features.scattering
+
+makes them again, with scikit-learn and pillow, and prints the file.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.errors import DataError
+
 if TYPE_CHECKING:
     import torch
+
 
 Complex = npt.NDArray[np.complex128]
 
@@ -156,3 +175,183 @@ def _sampling(n: int, every: int) -> npt.NDArray[np.float64]:
 
 def _averaged(maps: torch.Tensor, sampling: torch.Tensor) -> torch.Tensor:
     return sampling @ maps @ sampling.T
+
+
+Normalization = Literal["picture", "photographs"]
+_PICTURES_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Square pictures in rows of pixels, channel after channel, and how their scattering features are scaled.
+
+    Args:
+        size: pixels of a side, a multiple of 4.
+        channels: 1 for grey, 3 for red, green, blue.
+        normalization: ``"picture"`` scales by what is in the picture itself (see :meth:`Scattering.normalized`);
+            ``"photographs"`` takes means and deviations of two public photographs, map by map.
+
+    >>> Pictures.of(784)
+    Pictures(size=28, channels=1, normalization='picture')
+    >>> Pictures.of(3072).width
+    15552
+    """
+
+    size: int
+    channels: int = 1
+    normalization: Normalization = "picture"
+    scattering: Scattering = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3) or isinstance(self.channels, bool):
+            raise ValueError(f"channels={self.channels!r}: must be 1 or 3.")
+        if self.normalization not in get_args(Normalization):
+            raise ValueError(f"normalization={self.normalization!r}: must be 'picture' or 'photographs'.")
+        object.__setattr__(self, "scattering", Scattering(self.size))
+
+    @classmethod
+    def of(cls, pixels: int) -> Pictures:
+        """The pictures that rows of so many pixels are: grey if that is a square, coloured if a third of it is.
+
+        >>> Pictures.of(100)
+        Traceback (most recent call last):
+        quietgrad.errors.DataError: rows of 100 numbers are no square pictures ...
+        """
+        for channels in (1, 3):
+            side = math.isqrt(pixels // channels)
+            if channels * side * side == pixels and side % 4 == 0 and side >= 8:
+                return cls(side, channels, "picture" if channels == 1 else "photographs")
+        raise DataError(
+            f"rows of {pixels} numbers are no square pictures with one or three channels and a side that is a "
+            "multiple of 4, such as 784 = 28 × 28 or 3072 = 3 × 32 × 32. Pad them first."
+        )
+
+    @property
+    def pixels(self) -> int:
+        """Numbers in a row of pixels."""
+        return self.channels * self.size**2
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row of features."""
+        return self.channels * math.prod(self.scattering.shape)
+
+    @property
+    def row_bound(self) -> float | None:
+        """A bound on the norm of a row of features, if there is one.
+
+        Within a group of N features Σ(x − m)²/(v + e) ≤ N, so the whole row is no longer than √width; rounding in
+        float32 adds less than a thousandth.
+        """
+        return 1.001 * math.sqrt(self.width) if self.normalization == "picture" else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Public words from which :meth:`from_json` makes the same."""
+        given = {key: value for key, value in asdict(self).items() if key != "scattering"}
+        return {"features": "scattering", **given}
+
+    @classmethod
+    def from_json(cls, words: Any) -> Pictures:
+        """Read :meth:`to_json`; DataError if it is something else.
+
+        >>> Pictures.from_json(Pictures(8).to_json())
+        Pictures(size=8, channels=1, normalization='picture')
+        """
+        try:
+            kind, size, channels = words["features"], words["size"], words["channels"]
+            if kind == "scattering" and type(size) is type(channels) is int and size <= 4096:
+                return cls(size, channels, words["normalization"])
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise DataError("the model's features are not described as this version knows them.")
+
+    def rows(self, X: Any) -> npt.NDArray[np.float32]:
+        """Rows of features of a table of pixels, dense or sparse; float32."""
+        if X.shape[1] != self.pixels:
+            raise DataError(f"rows of {X.shape[1]} numbers, must be {self.pixels} pixels.")
+        import torch
+
+        out = np.empty((X.shape[0], self.width), np.float32)
+        for start in range(0, len(out), _PICTURES_AT_ONCE):
+            some = X[start : start + _PICTURES_AT_ONCE]
+            dense = np.array(some if isinstance(some, np.ndarray) else some.toarray(), np.float32)
+            pictures = torch.from_numpy(dense).reshape(-1, self.channels, self.size, self.size)
+            out[start : start + _PICTURES_AT_ONCE] = self._scaled(pictures).reshape(len(dense), -1).numpy()
+        return out
+
+    def _scaled(self, pictures: torch.Tensor) -> torch.Tensor:
+        if self.normalization == "picture":
+            return self.scattering.normalized(pictures)
+        mean, deviation = self._constants
+        return (self.scattering(pictures) - mean) / deviation
+
+    @cached_property
+    def _constants(self) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        mean, deviation = (torch.tensor(c, dtype=torch.float32)[:, :, None, None] for c in constants(self.channels))
+        return mean, deviation
+
+
+Floats = npt.NDArray[np.float64]
+
+_CROPS, _SIDE, _SMALLEST, _LARGEST, _SEED = 600, 32, 48, 400, 20190
+
+
+def constants(channels: int) -> tuple[Floats, Floats]:
+    """Mean and standard deviation of each map, (channels, 81) each, of pixels in [0, 1]; grey is the mean colour.
+
+    >>> mean, deviation = constants(3)
+    >>> mean.shape, bool((deviation > 0.0).all())
+    ((3, 81), True)
+    """
+    mean, deviation = (np.array(_kept()["grey" if channels == 1 else "colour"][part]) for part in ("mean", "std"))
+    return mean, deviation
+
+
+@cache
+def _kept() -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((files("quietgrad.features") / "photographs.json").read_text())
+    return kept
+
+
+def made() -> dict[str, Any]:
+    """The constants, from the photographs."""
+    import torch
+    from sklearn.datasets import load_sample_images
+
+    photographs = [np.asarray(each, np.float64) / 255.0 for each in load_sample_images().images]
+    rng = np.random.default_rng(_SEED)
+    crops = []
+    for number in range(_CROPS):
+        whole = photographs[number % len(photographs)]
+        side = int(np.exp(rng.uniform(np.log(_SMALLEST), np.log(_LARGEST))))
+        row, column = (int(rng.integers(0, edge - side + 1)) for edge in whole.shape[:2])
+        shrink = _averages(side)
+        square = whole[row : row + side, column : column + side]
+        crops.append(np.einsum("im,mnc,jn->cij", shrink, square, shrink, optimize=True))
+    colour = np.array(crops)
+    kept = {}
+    for name, pictures in (("colour", colour), ("grey", colour.mean(1, keepdims=True))):
+        maps = Scattering(_SIDE)(torch.tensor(pictures)).double().movedim(0, 2).flatten(2)
+        kept[name] = {"mean": _rounded(maps.mean(2)), "std": _rounded(maps.std(2, correction=0))}
+    return kept
+
+
+def _averages(side: int) -> Floats:
+    """The matrix that shrinks ``side`` pixels to 32 by averaging what each of the new ones covers."""
+    edges = np.linspace(0.0, side, _SIDE + 1)
+    pixels = np.arange(side)
+    covered = np.minimum(edges[1:, None], pixels + 1.0) - np.maximum(edges[:-1, None], pixels)
+    weights = np.clip(covered, 0.0, None)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def _rounded(values: Any) -> list[list[float]]:
+    return [[float(f"{value:.4g}") for value in row] for row in values.tolist()]
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(json.dumps(made()).replace("]], ", "]],\n") + "\n")

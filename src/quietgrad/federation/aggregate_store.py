@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.kept_file import KeptFile
+from quietgrad.curators.transcript import KeptFile
 from quietgrad.errors import DataError
 
 FORMAT = 1

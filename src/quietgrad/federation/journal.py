@@ -3,8 +3,8 @@
 One approval is one run. The first run that a coordinator opens is written down here before anything else happens,
 and no other is answered, whatever process of this party is asked; a party that restarts continues where it was.
 With a folder every line is on the disk before the answer leaves. Lines are sealed, and openings are counted in the
-party's ledger too (:class:`~quietgrad.curators.kept_file.SealedLog`): a journal that was copied, restored or edited
-is not believed.
+party's ledger too (:class:`~quietgrad.curators.transcript.SealedLog`): a journal that was copied, restored or
+edited is not believed.
 
 The key of the seals and of the samples lies beside it: where records are used once (a single pass), which of them
 were used follows from it and the rounds. Without it nothing more is answered; once the run is over it is destroyed.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from quietgrad.curators.kept_file import KeptFile, SealedLog
+from quietgrad.curators.transcript import KeptFile, SealedLog
 from quietgrad.errors import DataError, LedgerError
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, write_atomically

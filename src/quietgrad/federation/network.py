@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quietgrad.curators.kept_file import KeptFile
+from quietgrad.curators.transcript import KeptFile
 from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import Exchange
@@ -190,8 +190,7 @@ def save_parting(data: Bytes, file: PlanFile, folder: Path, party: object = None
 
 def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Mapping[str, int]) -> str | None:
     """Why a statement is not one that a run of this plan can end with."""
-    from quietgrad.training.result import Privacy
-    from quietgrad.training.verification import contradiction
+    from quietgrad.training.result import Privacy, contradiction
 
     try:
         said = Privacy.from_json(statement["privacy"])

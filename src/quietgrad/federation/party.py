@@ -24,7 +24,7 @@ from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.queries import off_plan, unpack
 from quietgrad.federation.wire import Message, limit
-from quietgrad.naming import is_path_name
+from quietgrad.files import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.people import OfPeople, OfRecords, told
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit

@@ -17,7 +17,7 @@ from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.queries import Template, template
 from quietgrad.federation.weights import Weights, factors
 from quietgrad.objectives.people import Combine
-from quietgrad.plans.price import price
+from quietgrad.plans.schedule import price
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.secure.terms import Mode
 from quietgrad.training.minimizing import check_people
@@ -69,7 +69,7 @@ def federate(
         combine, records_per_person: how a person's records count.
         start: where the run starts, if not where the objective says.
 
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> from quietgrad.objectives.tables.glm import Logistic
     >>> plan = federate(DPGD(steps=3), Logistic(), names=["a", "b"], sizes=[60, 40], shape=Shape(2, 2),
     ...                 budget=Budget(1.0, 1e-5), trust="secure", secure="masks")

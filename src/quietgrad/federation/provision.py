@@ -29,8 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from quietgrad.errors import DataError
-from quietgrad.files import read_json
-from quietgrad.naming import check_path_name
+from quietgrad.files import check_path_name, read_json
 from quietgrad.secure.identity import Identity, Roster
 
 COORDINATOR = "coordinator"

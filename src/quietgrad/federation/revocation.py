@@ -12,8 +12,7 @@ import json
 from pathlib import Path
 
 from quietgrad.errors import DataError
-from quietgrad.files import read_json, write_atomically
-from quietgrad.naming import check_path_name
+from quietgrad.files import check_path_name, read_json, write_atomically
 
 FILE = "revoked.json"
 

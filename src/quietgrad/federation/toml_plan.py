@@ -24,7 +24,7 @@ from quietgrad.errors import DataError, QuietgradError
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.toml_model import algorithm_of, needed, objective_of, reading_of
-from quietgrad.naming import check_path_name
+from quietgrad.files import check_path_name
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 
 COORDINATOR = "coordinator"

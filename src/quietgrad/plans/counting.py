@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.privacy.composition import CannotProve, alternatives, bag
 from quietgrad.privacy.events import Composed, Event, Gaussian, PerParty, Pure, Upfront
-from quietgrad.privacy.gaussian import gaussian_mu
 from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Budget, Relation, check_delta
+from quietgrad.privacy.closed_form_accountants import gaussian_profile, pure_profile
 from quietgrad.privacy.composition import (
     CannotProve,
     alternatives,
@@ -38,8 +39,6 @@ from quietgrad.privacy.composition import (
     total_upfront,
 )
 from quietgrad.privacy.events import Event
-from quietgrad.privacy.gaussian import gaussian_profile
-from quietgrad.privacy.pure import pure_profile
 
 ACCOUNTANTS = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
 
@@ -256,17 +255,17 @@ def _best(
     factor = sensitivity_factor(relation)
 
     def pld() -> Profile:
-        from quietgrad.privacy.pld import pld_profile
+        from quietgrad.privacy.pld_accountant import pld_profile
 
         return pld_profile(event, relation, factor, delta=delta, epsilon=epsilon)
 
     def zcdp() -> Profile:
-        from quietgrad.privacy.renyi import zcdp_profile
+        from quietgrad.privacy.closed_form_accountants import zcdp_profile
 
         return zcdp_profile(event, relation, factor)
 
     def rdp() -> Profile:
-        from quietgrad.privacy.renyi import rdp_profile
+        from quietgrad.privacy.closed_form_accountants import rdp_profile
 
         return rdp_profile(event, relation, factor)
 

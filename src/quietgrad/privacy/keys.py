@@ -16,8 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quietgrad.errors import QuietgradError
-from quietgrad.files import read_bytes, read_json, reason, sync_folder, write_atomically
-from quietgrad.naming import check_path_name, is_path_name
+from quietgrad.files import (
+    check_path_name,
+    is_path_name,
+    read_bytes,
+    read_json,
+    reason,
+    sync_folder,
+    write_atomically,
+)
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 _PR_SET_DUMPABLE = 4

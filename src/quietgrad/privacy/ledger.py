@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.privacy import events
-from quietgrad.privacy.accounts import checked, identity
 from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition, check_delta
 from quietgrad.privacy.chain import Chain, Entry, anchor, check_anchor
-from quietgrad.privacy.fingerprint import fingerprint
-from quietgrad.privacy.spending import Book, Held, Reservation, may_give_back, total
+from quietgrad.privacy.ledger_state import (
+    Book,
+    Held,
+    Reservation,
+    checked,
+    fingerprint,
+    identity,
+    may_give_back,
+    total,
+)
 
 if TYPE_CHECKING:
     from quietgrad.privacy.accounting import Proof

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import BudgetError
-from quietgrad.privacy import device_noise, events
+from quietgrad.privacy import events, noise
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.device_stream import DeviceStream
@@ -207,7 +207,7 @@ class _GaussianSource(Source):
         self._scale = (0.0, 0.0)
 
     def stays(self, total: Any) -> bool:
-        return bool(total.dim() == 1 and device_noise.usable(total.device))
+        return bool(total.dim() == 1 and noise.usable(total.device))
 
     def add(self, total: Any, release: int, multiplier: float, bound: float) -> None:
         asked = (multiplier, bound, len(total))
@@ -216,7 +216,7 @@ class _GaussianSource(Source):
         if not isinstance(total, np.ndarray):
             label = f"unit/{self._label}/{len(total)}"  # lengths do not share words of a stream
             unit = DeviceStream(self._key, label, total.device).normal(release, len(total))
-            device_noise.add_gaussian(total, unit, *self._scale)
+            noise.add_gaussian(total, unit, *self._scale)
             return
         for where, piece in self._units.pieces(release, len(total)):
             release_gaussian(total[where], piece, *self._scale)

@@ -27,8 +27,7 @@ from quietgrad.report.certificate import (
 from quietgrad.report.repeating import command_of
 from quietgrad.report.tables import table_section
 from quietgrad.shown import shown
-from quietgrad.training.result import Result, load
-from quietgrad.training.verification import ledger_of, problems_of, refuted
+from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
 
 _METRICS = {
     "test_accuracy": "test accuracy",

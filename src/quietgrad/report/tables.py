@@ -13,8 +13,7 @@ from typing import Any
 
 from quietgrad.errors import boundary
 from quietgrad.files import read_json
-from quietgrad.training.result import Privacy, Result, digest_of
-from quietgrad.training.verification import contradiction
+from quietgrad.training.result import Privacy, Result, contradiction, digest_of
 
 EVALUATION = "evaluation.json"
 """Beside a run: what ``quietgrad evaluate`` or ``PrivateScore.save`` found."""

@@ -175,7 +175,7 @@ class Poisson(Sampling, kind="poisson"):
 
     def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
         """Return a sampler that decides row by row, by a keyed function of the row's number."""
-        from quietgrad.sampling.scanning import PoissonScan
+        from quietgrad.sampling.samplers import PoissonScan
 
         return _Everyone() if self.rate == 1.0 else PoissonScan(n_records, self.rate, stream)
 
@@ -289,7 +289,7 @@ class SinglePass(Sampling, kind="single-pass"):
 
         Under replace-one that is as sound as a permutation: a slot goes by the record's place, whatever it holds.
         """
-        from quietgrad.sampling.scanning import SlotScan
+        from quietgrad.sampling.samplers import SlotScan
 
         if self.relation is Relation.REPLACE_ONE and n_records != self.n:
             raise ValueError(f"{n_records} records: SinglePass was declared for n={self.n}. Declare the true n.")
@@ -359,7 +359,7 @@ class Turns(Sampling, kind="turns"):
 
     def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
         """Return a sampler whose records draw their cohorts each on its own, under either relation."""
-        from quietgrad.sampling.scanning import CohortScan
+        from quietgrad.sampling.samplers import CohortScan
 
         return CohortScan(n_records, self.cohorts, stream)
 

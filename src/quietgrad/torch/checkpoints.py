@@ -24,7 +24,7 @@ from quietgrad.objectives.networks.records import bytes_of
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import Event, composed
-from quietgrad.privacy.fingerprint import fingerprint
+from quietgrad.privacy.ledger_state import fingerprint
 from quietgrad.sampling import Poisson
 
 if TYPE_CHECKING:

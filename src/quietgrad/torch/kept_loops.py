@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from quietgrad.algorithms.own_loop import OwnLoop
 from quietgrad.errors import DataError
-from quietgrad.privacy.accounts import DEFAULT
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.ledger_state import DEFAULT
 from quietgrad.torch.checkpoints import pack, unpack
 from quietgrad.torch.clip_rules import ClipRule
 from quietgrad.torch.loops import Pace, Promise

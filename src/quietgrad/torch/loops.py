@@ -29,16 +29,15 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation, Unit
-from quietgrad.privacy.calibrate import calibrate_steps
+from quietgrad.privacy.calibration import calibrate_steps
 from quietgrad.privacy.events import composed
 from quietgrad.torch.affording import affordable
 from quietgrad.torch.checkpoints import LoopCost, epsilon_of
 from quietgrad.torch.clip_rules import ClipRule
 from quietgrad.torch.processes import SharedSession, any_of_us, key_for_all, leads, several, told_by_leader
 from quietgrad.torch.shards import Shards
-from quietgrad.training.result import Privacy
+from quietgrad.training.result import Privacy, statement
 from quietgrad.training.runs import Run
-from quietgrad.training.statement import statement
 
 __all__ = ["CONDITION", "Loop", "Pace", "Promise", "check_person", "holder"]
 

@@ -27,9 +27,8 @@ from quietgrad.torch.processes import unwrapped
 from quietgrad.torch.shards import Shards
 from quietgrad.training import runs
 from quietgrad.training.callbacks import Callback, Progress, begin, together
-from quietgrad.training.minimizing import counting
+from quietgrad.training.minimizing import counting, result_of
 from quietgrad.training.result import Privacy
-from quietgrad.training.running import result_of
 from quietgrad.training.runs import Run
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from quietgrad.privacy.budget import Budget, Unit
 from quietgrad.torch.affording import Shortened, affordable, affordable_steps
 from quietgrad.torch.processes import one_leader
 from quietgrad.training.callbacks import Callback, Progress, together
-from quietgrad.training.minimizing import check_people
-from quietgrad.training.progress import progress_bar
+from quietgrad.training.minimizing import check_people, progress_bar
 from quietgrad.training.result import Result
 from quietgrad.training.runs import look
 

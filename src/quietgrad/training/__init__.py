@@ -7,10 +7,9 @@ opens it again.
 :func:`run` is the loop itself, for any algorithm and any curator (``running``, which ends in a ``statement``).
 """
 
-from quietgrad.plans.price import plan
+from quietgrad.plans.schedule import plan
 from quietgrad.training.callbacks import Callback
-from quietgrad.training.minimizing import minimize, resume
-from quietgrad.training.running import run
+from quietgrad.training.minimizing import minimize, resume, run
 from quietgrad.training.streaming import stream
 
 __all__ = ["Callback", "minimize", "plan", "resume", "run", "stream"]

@@ -1,27 +1,136 @@
-"""Minimise an empirical risk on one table, and continue after an interruption."""
+"""Minimise an empirical risk on one table, and continue after an interruption.
+
+The loop: step an algorithm through an open door until it is done, keep a public history, close the door.
+
+How far a run has come and the ε it has spent, as a bar on stderr.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.account import Account
-from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import BudgetError, DataError
+from quietgrad.curators.base import Session
+from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.session import CentralSession
+from quietgrad.errors import BudgetError, DataError, TooNoisyError
 from quietgrad.objectives.people import Combine, OfPeople, PersonRefused, of_people
 from quietgrad.objectives.registry import facts_of, from_facts
 from quietgrad.plans.counting import NOMINAL, PublicCount
-from quietgrad.plans.price import plan
-from quietgrad.plans.schedule import Plan
+from quietgrad.plans.schedule import Plan, plan
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.training.callbacks import Callback
+from quietgrad.training import checkpoint as checkpoints
+from quietgrad.training.callbacks import Callback, Progress, Reports
 from quietgrad.training.callbacks import begin as tell_first
-from quietgrad.training.result import Result
-from quietgrad.training.running import refused, run
+from quietgrad.training.result import Privacy, Result, statement
 from quietgrad.training.runs import Run, begin, is_kept, open_run, over
-from quietgrad.vectors import Vector, all_finite, copy
+from quietgrad.vectors import Vector, all_finite, copy, norm
+
+if TYPE_CHECKING:
+    from quietgrad.plans.schedule import Plan
+
+__all__ = ["Watched", "progress_bar"]
+
+
+_HISTORY = 500  # points kept of a run, however long
+
+
+def run(
+    algorithm: Algorithm,
+    session: Session,
+    x0: Vector,
+    *,
+    state: State | None = None,
+    callback: Callback | None = None,
+    kept: Run | None = None,
+    account: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> Result:
+    """Step ``algorithm`` through an open ``session`` until it is done, close, and state what was proved."""
+    started = time.perf_counter()
+    state = algorithm.init(x0) if state is None else state
+    reports = Reports(algorithm, session, callback)
+    history: list[dict[str, float]] = [] if kept is None else kept.history
+    every = int(history[1]["step"] - history[0]["step"]) if len(history) > 1 else 1
+    if kept is not None:
+        kept.save(state, session, now=True)
+    while not state.done:
+        state = algorithm.step(state, session)
+        if state.step % every == 0 or state.done:
+            history.append(_record(state))
+            if len(history) > _HISTORY:  # a long run keeps every second point
+                every *= 2
+                history[:] = [record for record in history if record["step"] % every == 0 or state.done]
+        reports.tell(state)
+        if kept is not None:
+            kept.save(state, session)
+    if kept is not None:
+        kept.save(state, session, now=True)  # a crash between closing and saving the result costs nothing
+    data_dependent = session.plan.whole_only or state.stopped_by not in ("steps", "budget")
+    spent = session.close(state.stopped_by, data_dependent=data_dependent)
+    privacy = statement(session, spent, account, notes)
+    result = result_of(session, algorithm.output(state), privacy, state.stopped_by)
+    told = {key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))}
+    return replace(
+        result,
+        algorithm=algorithm.name,
+        history=history,
+        seconds=time.perf_counter() - started + (0.0 if kept is None else kept.seconds),
+        details={**told, **result.details},
+    )
+
+
+def result_of(session: Session, params: Vector, privacy: Privacy, stopped_by: str) -> Result:
+    """What a session that was closed leaves, whoever made its steps."""
+    plan = session.plan
+    return Result(
+        params=params,
+        privacy=privacy,
+        algorithm=plan.algorithm,
+        config=plan.config,
+        n_public=plan.n_public,
+        stopped_by=stopped_by,
+        versions=checkpoints.versions(),
+        details={
+            "run": session.run,
+            "composition": plan.schedule.composition,
+            "rounds": plan.schedule.rounds,
+            "slots": plan.to_json()["slots"],
+            **({} if plan.counted is None else {"counted": plan.counted.to_json()}),
+        },
+    )
+
+
+def refused(session: CentralSession, error: Exception) -> bool:
+    """Settle the entry of a run that failed, where that is known to be right: whether it was settled.
+
+    If nothing was asked of the data, the whole entry is given back. A run that found nothing above its noise has
+    stopped because of what was released: as after every such stop the whole plan stays charged (a zCDP filter,
+    whose accounting allows any stopping rule, is charged what it counted). Of any other error nothing is known, and
+    the entry stays open, and whole.
+    """
+    if not any(session.used.values()):
+        session.charge.cancel("refused before anything was released")
+        return True
+    if isinstance(error, TooNoisyError):
+        session.close("refused after looking", data_dependent=True)
+        return True
+    return False
+
+
+def _record(state: State) -> dict[str, float]:
+    record: dict[str, float] = {"step": state.step}
+    if state.estimate.value is not None:
+        record["estimate_norm"] = norm(state.estimate.value)
+    record.update(state.extra.get("trace", {}))
+    return record
 
 
 def minimize(
@@ -77,7 +186,7 @@ def minimize(
 
     >>> import numpy as np
     >>> from quietgrad import objectives
-    >>> from quietgrad.algorithms.dp_gd import DPGD
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> X = np.linspace(-1, 1, 400)[:, None]
     >>> result = minimize(objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), DPGD(), budget=Budget(1.0, 1e-5))
     >>> result.params.shape, result.privacy.is_private
@@ -285,3 +394,47 @@ def _check_start(start: Vector, like: Vector) -> Vector:
     if tuple(start.shape) != tuple(like.shape) or not all_finite(start):
         raise DataError(f"start: must be {len(like)} finite numbers, one per parameter.")
     return copy(start)
+
+
+class Watched:
+    """The callback of a command: it keeps the plan that the run is on, and draws a bar if there is one to draw."""
+
+    def __init__(self, bar: Any = None) -> None:
+        self.plan: Plan | None = None
+        self._bar, self._task = bar, None
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.plan is not None:
+            self.plan = progress.plan
+        if self._bar is None or (progress.step % max(1, progress.planned // 200) and not progress.done):
+            return  # telling the bar costs more than a small step
+        if self._task is None:
+            title = "training" if self.plan is None else self.plan.algorithm
+            self._task = self._bar.add_task(title, total=progress.planned, spent="")
+        spent = "" if progress.epsilon is None else f"ε ≤ {progress.epsilon:.3g}"
+        self._bar.update(self._task, total=progress.planned, completed=progress.releases, spent=spent)
+
+    def curve_of(self, epsilon: float | None) -> list[tuple[int, float]] | None:
+        """ε against releases of a run that states ``epsilon``; ``None`` if it was charged again, or never begun."""
+        return None if self.plan is None else self.plan.curve_of(epsilon)
+
+
+@contextmanager
+def progress_bar(*, quiet: bool) -> Iterator[Watched]:
+    """The callback that draws a bar on stderr with releases and ε; quiet, or without a terminal, it draws none."""
+    if quiet or not sys.stderr.isatty():
+        yield Watched()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[spent]}"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), refresh_per_second=10) as bar:
+        yield Watched(bar)

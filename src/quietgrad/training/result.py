@@ -1,19 +1,34 @@
-"""What a run leaves: the model, public history, and a privacy statement that says what it does not cover."""
+"""What a run leaves: the model, public history, and a privacy statement that says what it does not cover.
+
+What a finished run may say about its privacy, proved from what it released.
+
+A saved statement is a claim: here it is proved again from the releases it lists, and held against its ledger.
+
+A result is a file that anybody may have edited. So no ε is shown because the file says so: the accountant proves it
+from the stored events, the options the run was started with and the reservation in its ledger must tell the same
+story, and what differs refutes the statement. The chain of a ledger is not keyed: who rewrites the result, the
+options and the whole ledger alike is not caught here.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.errors import DataError, boundary
+from quietgrad.curators.account import run_of
+from quietgrad.curators.base import Session, Spent
+from quietgrad.errors import DataError, LedgerError, UnprovableError, boundary
 from quietgrad.files import check_regular, read_bytes, read_json, write_atomically
+from quietgrad.plans.counting import COUNT
 from quietgrad.privacy.budget import Relation, Unit, check_condition
-from quietgrad.privacy.events import Event
+from quietgrad.privacy.events import Composed, Event, PerParty, composed
+from quietgrad.privacy.ledger_state import Held, same
 from quietgrad.vectors import Vector
 
 SCHEMA_VERSION = 1
@@ -233,8 +248,6 @@ def load(folder: str | Path) -> Result:
     """
     from safetensors.numpy import load_file
 
-    from quietgrad.training.verification import checked
-
     path = Path(folder)
     try:
         with boundary(f"{path}: the result cannot be read: it may be cut short."):
@@ -261,3 +274,245 @@ def load(folder: str | Path) -> Result:
             data={k: v for k, v in data["data"].items() if k not in ("d", "n_public")},
             metrics=dict(data["metrics"]),
         )
+
+
+ADVERSARY = "anyone who sees every released number; the curator and its machine are trusted"
+
+
+def statement(session: Session, spent: Spent, account: str | None, notes: tuple[str, ...]) -> Privacy:
+    """State what ``spent`` proves about the people of ``account``, and what it does not cover."""
+    the_plan = session.plan
+    sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
+    sampling = the_plan.unit.in_words(sampling)
+    if the_plan.records_public is not None:
+        notes = (*notes, the_plan.declared)
+    if the_plan.budget is None or spent.event is None:
+        return Privacy(
+            epsilon=None,
+            delta=None,
+            relation=None,
+            accountant=None,
+            noise_multiplier=0.0,
+            events=None,
+            releases=spent.releases,
+            sampling=sampling,
+            adversary=ADVERSARY,
+            account=account,
+            is_private=False,
+            notes=("not private", *notes),
+            unit=the_plan.unit,
+        )
+    from quietgrad.privacy.accounting import prove
+
+    budget = the_plan.budget
+    # A filter's run is charged what it spent, but how much that is depends on data: what is proved is its total.
+    whole = session.epochs == 1 and (spent.event == the_plan.event or the_plan.schedule.composition == "filter")
+    charged = spent.event.parts if session.epochs > 1 and isinstance(spent.event, Composed) else (spent.event,)
+    first = None if the_plan.counted is None else the_plan.counted.event(budget.relation)
+    released = the_plan.total if whole else composed([*([] if first is None else [first]), *charged])
+    proof = the_plan.proof if whole else prove(released, delta=budget.delta, relation=budget.relation)
+    epsilon, releases = proof.epsilon, spent.releases
+    if the_plan.counted is not None:
+        # Another count would have led to another plan; what is promised of all of them is the budget.
+        epsilon, releases = max(epsilon, budget.epsilon), {COUNT: 1, **releases}
+        notes = (the_plan.counted.describe(the_plan.unit), *notes)
+    if the_plan.paper_noise:
+        notes = (f"noise as printed for {the_plan.paper_noise}; ε is what is proved, not what was claimed", *notes)
+    if budget.delta * the_plan.n_public >= 1.0:
+        notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
+    if session.epochs > 1:
+        again = "resumed on other sums than it was interrupted on: fresh noise was drawn and charged again"
+        notes = (again, *notes)
+    notes = (*getattr(session, "charged", ()), *notes)
+    if session.seeded:
+        notes = (SEEDED, *notes)
+    return Privacy(
+        epsilon=epsilon,
+        delta=budget.delta,
+        relation=budget.relation,
+        accountant=proof.accountant,
+        noise_multiplier=the_plan.noise_multiplier,
+        events=released,
+        releases=releases,
+        sampling=sampling,
+        adversary=ADVERSARY,
+        account=account,
+        is_private=not session.seeded,
+        notes=notes,
+        unit=the_plan.unit,
+        condition=the_plan.condition,
+    )
+
+
+_SLACK = 1e-6  # relative: the accountants' own numerics on another machine
+_MOST_EVENTS = 4096  # parts of a composition: a proof takes some ten milliseconds for each
+
+
+def contradiction(privacy: Privacy) -> str | None:
+    """Why the statement does not follow from its own events; ``None`` if it does.
+
+    >>> from quietgrad.privacy.events import gaussian
+    >>> from quietgrad.privacy.budget import Relation
+    >>> stated = Privacy(0.01, 1e-5, Relation.ADD_REMOVE, "gaussian-exact", 5.0, gaussian(5.0, 10),
+    ...                  {"gradient": 10}, "all", "anyone", None, True)
+    >>> contradiction(stated)
+    'ε = 0.01 is stated, and the releases listed cost ε = 2.594'
+    >>> contradiction(replace(stated, epsilon=2.6)) is None
+    True
+    """
+    if privacy.epsilon is None:
+        return "it is called private and states no ε" if privacy.is_private else None
+    if privacy.events is None or privacy.delta is None or privacy.relation is None:
+        return "an ε is stated without the releases, the δ or the relation it was proved for"
+    if event_size(privacy.events.to_json()) > _MOST_EVENTS:
+        return f"more than {_MOST_EVENTS} different releases are listed, which are not proved again here"
+    from quietgrad.privacy.accounting import prove
+
+    try:
+        proved = prove(privacy.events, delta=privacy.delta, relation=privacy.relation).epsilon
+    except (UnprovableError, ValueError, OverflowError) as error:
+        return f"no ε can be proved for the releases listed ({error})"
+    if privacy.epsilon < proved * (1.0 - _SLACK):
+        return f"ε = {privacy.epsilon:.4g} is stated, and the releases listed cost ε = {proved:.4g}"
+    return None
+
+
+def checked(privacy: Privacy) -> Privacy:
+    """The statement, or what is left of it: not private, with the reason first among its notes."""
+    problem = contradiction(privacy)
+    return privacy if problem is None else refuted(privacy, problem)
+
+
+def refuted(privacy: Privacy, *problems: str) -> Privacy:
+    """The statement with what refutes it."""
+    notes = [f"{REFUTED}: {problem}" for problem in problems]
+    return replace(privacy, is_private=False, notes=(*notes, *(n for n in privacy.notes if n not in notes)))
+
+
+def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
+    """What refutes a saved result: its own events, its schedule, the options of its run, its ledger."""
+    privacy = result.privacy
+    found = [note.removeprefix(f"{REFUTED}: ") for note in privacy.notes if note.startswith(REFUTED)]
+    if not found and (problem := contradiction(privacy)) is not None:
+        found.append(problem)
+    found += _against_schedule(result)
+    words = Unit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else Unit.RECORD
+    if words is not privacy.unit:
+        found.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
+    if privacy.epsilon is not None:
+        found += _against_options(privacy, folder)
+        found += _against_ledger(result, ledger)
+    return found
+
+
+def _against_schedule(result: Result) -> list[str]:
+    """Releases beyond what was planned, and a curve that ends elsewhere than the statement."""
+    found = []
+    slots = {str(slot.get("name")): slot for slot in result.details.get("slots", ()) if isinstance(slot, Mapping)}
+    for name, made in result.privacy.releases.items():
+        if name in slots and made > slots[name].get("count", made):
+            found.append(f"{made} releases of {name!r} are stated where {slots[name]['count']} were planned")
+    curve = result.details.get("epsilon_curve") or ()
+    stated = result.privacy.epsilon
+    if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + _SLACK) + 1e-9:
+        found.append(f"its curve of ε goes beyond the stated {stated:.4g}")
+    return found
+
+
+def _against_options(privacy: Privacy, folder: Path) -> list[str]:
+    """``run.json`` holds what was asked for before the run; a party's copy of a federation's result has none."""
+    try:
+        asked = read_json(folder / "run.json")
+        epsilon, delta, relation = asked["epsilon"], asked["delta"], asked["relation"]
+        private = not asked["non_private"]
+        unit = Unit.RECORD if asked.get("reading", {}).get("person") is None else Unit.PERSON
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    if epsilon is None or not private or privacy.delta is None:
+        return []
+    found = []
+    if not math.isclose(float(delta), privacy.delta, rel_tol=_SLACK) or str(relation) != str(privacy.relation):
+        stated = f"δ = {privacy.delta:g} under {privacy.relation}"
+        found.append(f"δ = {delta} under {relation} was asked for, {stated} is stated")
+    if unit is not privacy.unit:
+        found.append(f"a promise to a {unit} was asked for, one to a {privacy.unit} is stated")
+    return found
+
+
+def _against_ledger(result: Result, file: Path | None) -> list[str]:
+    """The reservation that paid for the run must be for these releases, at this δ, under this relation."""
+    privacy = result.privacy
+    if file is None or not file.exists() or privacy.events is None:
+        return []
+    from quietgrad.privacy.ledger import Ledger
+
+    try:
+        held = list(Ledger(file).book().held.values())
+    except (LedgerError, DataError) as error:
+        return [f"its ledger is cut or altered: {error}"]
+    said_by = "said_by" in result.details
+    return unpaid(privacy, result.details.get("run"), held, file.name, of_a_party=said_by)
+
+
+def unpaid(
+    privacy: Privacy, run: str | None, held: Sequence[Held], name: str, *, of_a_party: bool = False
+) -> list[str]:
+    """What the reservations in a ledger called ``name`` say against a statement.
+
+    A party's ledger keeps an account of its own naming (``of_a_party``).
+    """
+    mine = [each for each in held if run is None or run_of(each.reservation.run) == run]
+    theirs = {privacy.events, *(privacy.events.parties if isinstance(privacy.events, PerParty) else ())}
+    paid = [each for each in mine if {each.counts, each.reservation.event} & theirs]
+    if run is not None and len(mine) > 1:  # resumed on other sums: one entry for each time the plan was charged
+        charged = [(each.counts, each.reservation.event) for each in mine if each.counts is not None]
+        paid = mine if charged and privacy.events in [composed(each) for each in zip(*charged, strict=True)] else []
+    if not paid:
+        return [f"{name} holds no reservation of this run for the releases listed"]
+    if not of_a_party and not any(same(each.reservation.account, privacy.account) for each in paid):
+        return [f"{name} has the run under the account {paid[0].reservation.account!r}"]
+    if not any(
+        each.reservation.relation == privacy.relation and each.reservation.delta == privacy.delta for each in paid
+    ):
+        return [f"{name} has the run under another δ or relation"]
+    if not any(each.reservation.unit == privacy.unit for each in paid):
+        return [f"{name} has the run about a {paid[0].reservation.unit}, and it is stated about a {privacy.unit}"]
+    if not any(each.reservation.condition == privacy.condition for each in paid):
+        return [f"{name} has the run under another condition"]
+    return []
+
+
+def ledger_of(folder: Path, given: Path | None = None) -> Path:
+    """The ledger a saved run was paid from: the ``given`` one, else that of its options, of its folder, or of the
+    project if that has the run."""
+    if given is not None:
+        if not given.is_file():
+            raise DataError(f"{given}: no such ledger.")
+        return given
+    try:
+        named = read_json(folder / "run.json")["ledger"]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    if isinstance(named, str) and "\0" not in named:
+        return Path(named)
+    own = folder / "ledger.jsonl"
+    # A copy of a folder may hold what a link led to, without the head that belongs to it: that is no ledger.
+    whole = own.is_symlink() or own.with_name(own.name + ".head").exists()
+    return own if own.exists() and whole else _project_of(folder) or folder / "no ledger"
+
+
+def _project_of(folder: Path) -> Path | None:
+    """The project's ledger, if the run in ``folder`` has an entry there."""
+    from quietgrad.privacy.project import project_ledger, project_path
+
+    try:
+        run = read_json(folder / "result.json")["details"]["run"]
+        return project_path() if project_path().exists() and project_ledger().find(str(run)) else None
+    except (OSError, ValueError, KeyError, TypeError, LedgerError):
+        return None
+
+
+def event_size(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(event_size, value.values()))
+    return sum(map(event_size, value)) if isinstance(value, list) else 0

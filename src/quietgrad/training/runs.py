@@ -46,14 +46,13 @@ from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.naming import is_path_name
+from quietgrad.files import is_path_name
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.training import checkpoint
-from quietgrad.training.result import Result, load
-from quietgrad.training.verification import ledger_of, problems_of, refuted
+from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
 
 __all__ = ["FILE", "Header", "Run", "begin", "forget", "is_kept", "look", "open_run", "over", "people_file"]
 

@@ -4,10 +4,18 @@ The number of releases is fixed in the plan before the first person arrives. Wha
 *when* somebody is given to the stream does not depend on other people: batches are cut by a public clock (the
 arrivals of a day), never "when there are enough", and a person comes in one batch only. Sizes may vary and are
 never told; sums are divided by the public ``batch_size``.
+
+Who has come to a stream that is kept in a folder: remembered through crashes, as keyed hashes.
+
+The key is derived from the run's own, so the file beside it tells nobody anything without that, and goes with it
+when the stream is closed. A batch's people are written down, durably, before anything of them is released. After a
+crash, those of a batch that is given again may come in that batch, where the transcript knows whether it is the
+same; everybody else who was ever written down is refused.
 """
 
 from __future__ import annotations
 
+import hmac
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,21 +28,93 @@ from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import Drawn
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.files import append_privately, read_bytes, reason, sync_folder
 from quietgrad.objectives.base import Reading
 from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
 from quietgrad.objectives.person_ids import Met
-from quietgrad.plans.price import plan
-from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.accounts import DEFAULT
+from quietgrad.plans.schedule import Plan, plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.ledger_state import DEFAULT
 from quietgrad.sampling import SinglePass
-from quietgrad.training.met_people import KeptMet
-from quietgrad.training.minimizing import check_people, counting, how_people_count
+from quietgrad.training.minimizing import check_people, counting, how_people_count, run
 from quietgrad.training.result import Result
-from quietgrad.training.running import run
 from quietgrad.training.runs import Run, begin, is_kept, open_run, over, people_file
 from quietgrad.vectors import Vector
+
+__all__ = ["KeptMet"]
+
+
+_MOST = 1 << 32  # bytes of a file: a hash is 65 of them
+
+
+class KeptMet(Met):
+    """Those whom a stream has met, in a file with one line per batch: its number, the kind of ids, hashes, a MAC.
+
+    Args:
+        path: the file.
+        key: the key of the run.
+        step: how many batches a stream that goes on has learned from; each must be in the file.
+    """
+
+    def __init__(self, path: Path, key: bytes, step: int | None = None) -> None:
+        super().__init__(hmac.digest(key, b"people of a stream", "sha256"))
+        self._path, self._seal = path, hmac.digest(key, b"people of a stream: lines", "sha256")
+        self._step = step or 0
+        self._again: dict[int, set[bytes]] = {}  # of batches that will be given again, by number
+        if step is not None:
+            self._read(step)
+
+    def newcomers(self, ids: Any) -> set[bytes]:
+        """The people of the next batch, if nobody of them was in another one."""
+        found = super().newcomers(ids)
+        if any(found & people for number, people in self._again.items() if number != self._step):
+            raise DataError(self.TWICE)
+        return found
+
+    def add(self, newcomers: set[bytes], step: int = 0) -> None:
+        """They are about to be learned from; once this returns no crash makes anybody forget them."""
+        said = " ".join([str(step), self._kind or "-", *sorted(one.hex() for one in newcomers)])
+        try:
+            first = not self._path.exists()
+            # The line before it may have been torn by a crash.
+            append_privately(self._path, f"\n{said} {self._mac(said)}\n".encode())
+            if first:
+                sync_folder(self._path.parent)
+        except OSError as error:
+            raise DataError(
+                f"{self._path}: cannot be written ({reason(error)}), so people would be forgotten; make room. "
+                "Nothing was released."
+            ) from None
+        super().add(newcomers | self._again.pop(step, set()))
+        self._step = step + 1
+
+    def _read(self, step: int) -> None:
+        seen: set[int] = set()
+        try:
+            lines = read_bytes(self._path, most=_MOST).decode("ascii", "replace").split("\n")
+        except FileNotFoundError:
+            lines = []
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read ({reason(error)}).") from None
+        for line in filter(None, lines):
+            said, _, mac = line.rpartition(" ")
+            if not hmac.compare_digest(mac.encode(), self._mac(said).encode()):
+                continue  # torn: nothing was released of it. If a batch was, it is missing below.
+            number, kind, *people = said.split(" ")
+            seen.add(int(number))
+            self._kind = self._kind or kind.strip("-")
+            known = self._known if int(number) < step else self._again.setdefault(int(number), set())
+            known.update(bytes.fromhex(one) for one in people)
+        if not set(range(step)) <= seen:
+            raise DataError(
+                f"{self._path}: does not say who was in every batch so far, so somebody could come twice. Bring "
+                "the file back that belongs to the stream's key, or begin a new stream, charged for itself."
+            )
+
+    def _mac(self, said: str) -> str:
+        return hmac.new(self._seal, said.encode(), "sha256").hexdigest()
+
 
 ENDED = "the stream ended early"
 STREAM = "stream"  # the kind of these runs

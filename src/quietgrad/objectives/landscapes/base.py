@@ -261,15 +261,15 @@ def landscape(name: str, **settings: Any) -> Landscape:
     >>> landscape("matrix-sensing", size=4, rank=2).dim
     8
     """
-    from quietgrad.objectives.landscapes import saddle_network, sensing, strict_saddle
+    from quietgrad.objectives.landscapes import saddles, sensing
 
     classes: dict[str, Any] = {
         cls.name: cls
         for cls in (
-            strict_saddle.StrictSaddle,
+            saddles.StrictSaddle,
             sensing.MatrixSensing,
             sensing.PhaseRetrieval,
-            saddle_network.TwoLayer,
+            saddles.TwoLayer,
         )
     }
     if name not in classes:

@@ -1,4 +1,13 @@
-"""The workers of a Dask cluster as those who read and sum pieces of a table.
+"""Work on a cluster: pieces of a table are summed where they lie, and only sums come back.
+
+Nothing here knows losses, noise or budgets. The session that asked adds the noise, once, to the sum it is given.
+
+Dask data frames, partition by partition: each is summed by the worker that holds it.
+
+What a partition is made of is the frame's own affair and may come out otherwise the next time. So its numbers are
+summed up when it is first read, and a later reading that differs is refused.
+
+The workers of a Dask cluster as those who read and sum pieces of a table.
 
 Consecutive pieces go to one worker, their sums are merged in the tree of
 :func:`quietgrad.objectives.tables.scanned.merged`, and the merged ones again, eight at a time, on the workers: the
@@ -10,12 +19,13 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from quietgrad.errors import ClusterError, QuietgradError
+from quietgrad.errors import ClusterError, DataError, QuietgradError
 from quietgrad.shown import shown
 
 _FAN = 8  # sums merged at a time; a power of two, so that groups are whole branches of the tree
@@ -236,3 +246,65 @@ def _merge_all(merge: Merging, values: list[Any]) -> Any:
     from quietgrad.objectives.tables.scanned import merged
 
     return merged(iter(values), merge)
+
+
+@dataclass(frozen=True)
+class PartitionUnit:
+    """One partition; ``held`` is what computes it, until a worker fills in the frame itself."""
+
+    held: Any
+    checksum: int | None = None
+    frame: Any = None
+
+    def filled(self, frame: Any) -> PartitionUnit:
+        """The unit on a worker, with the partition computed."""
+        return replace(self, held=None, frame=frame)
+
+    def expecting(self, checksum: int) -> PartitionUnit:
+        """The unit that refuses other numbers than those of ``checksum``."""
+        return replace(self, checksum=checksum)
+
+    def batches(self, columns: Sequence[str], rows: int) -> Iterator[Any]:
+        """Record batches of at most ``rows`` rows."""
+        import pyarrow as pa
+
+        frame = _computed(self.held) if self.frame is None else self.frame
+        try:
+            table = pa.Table.from_pandas(frame[list(columns)], preserve_index=False)
+        except (pa.ArrowException, TypeError, ValueError, KeyError):
+            # Its own message may quote a cell.
+            raise DataError(
+                "frame: a partition has columns of mixed types, or others than the frame says."
+            ) from None
+        yield from table.to_batches(max_chunksize=rows)
+
+
+def cut_partitions(
+    frame: Any, layout: Any, cluster: Any
+) -> tuple[list[tuple[PartitionUnit, int | None]], DaskRunner | None]:
+    """The partitions of a Dask frame, and the runner of its cluster; without one, this process's threads."""
+    import pyarrow as pa
+
+    layout.check_types(pa.Schema.from_pandas(frame._meta, preserve_index=False), "frame")
+    runner = connected(cluster) if cluster is not None else _current()
+    pieces = frame[layout.read].to_delayed(optimize_graph=True)
+    return [(PartitionUnit(piece), None) for piece in pieces], runner
+
+
+def _computed(held: Any) -> Any:
+    try:
+        return held.compute()
+    except Exception as error:  # the user's own graph: whatever it raises may quote a cell
+        raise DataError(
+            f"frame: a partition could not be computed ({type(error).__name__}); its message may quote a cell and "
+            "is not shown. Compute it alone to see."
+        ) from None
+
+
+def _current() -> DaskRunner | None:
+    try:
+        from distributed import default_client
+
+        return DaskRunner(default_client())
+    except (ImportError, ValueError):
+        return None

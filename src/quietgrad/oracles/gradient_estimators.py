@@ -1,4 +1,12 @@
-"""SPIDER: a full gradient now and then, cheap gradient differences between (paper 003, Algorithm 2).
+"""The plain oracle: the noisy mean of clipped gradients of one sample (DP-SGD, DP-GD).
+
+Stochastic recursive momentum (paper 000, Algorithm 1): the estimate corrects itself by gradient differences.
+
+v₀ = S₀/b₀ and v_t = (1−γ)v_{t−1} + S_t/b, where S_t is a noisy sum whose terms are
+(1−γ) clip_C2(∇fᵢ(θ_t) − ∇fᵢ(θ_{t−1})) + γ clip_C1(∇fᵢ(θ_t)), or with one joint clip
+clip_C(∇fᵢ(θ_t) − (1−γ)∇fᵢ(θ_{t−1})).
+
+SPIDER: a full gradient now and then, cheap gradient differences between (paper 003, Algorithm 2).
 
 ĝ ← O1 = (1/b₁)[Σ clip_G(∇fᵢ(x)) + noise], or ĝ ← ĝ + O2 with O2 = (1/b₂)[Σ clip(∇fᵢ(x) − ∇fᵢ(x′)) + noise].
 A difference is clipped to M‖x − x′‖, which is public, so its noise shrinks with the step and its noise multiplier
@@ -8,23 +16,161 @@ the difference is zero whatever the data, and nothing is released.
 *fresh*: no record is used twice, so by parallel composition the whole run costs one Gaussian release, however many
 there are; when the records are used up an :class:`~quietgrad.errors.ExhaustedError` says so. *reuse*: Poisson
 samples, the numbers of calls capped beforehand, all of them composed.
+
+The oracles that an algorithm can be given by name.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, Literal
 
+from quietgrad import settings
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import LARGEST_CLIP, Gradient, GradientDifference, following_clip
+from quietgrad.objectives.base import (
+    LARGEST_CLIP,
+    Gradient,
+    GradientDifference,
+    JointMomentum,
+    Query,
+    following_clip,
+)
+from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
 from quietgrad.objectives.queries.asked import Asked
-from quietgrad.oracles.base import Error, Estimate, Oracle, constant_of, noise_multiplier, sampling_of
-from quietgrad.plans.schedule import Slot
+from quietgrad.oracles.base import (
+    Error,
+    Estimate,
+    Noise,
+    Oracle,
+    SamplingName,
+    constant_of,
+    noise_multiplier,
+    sampling_of,
+    settings_of,
+    slot_of,
+)
+from quietgrad.plans.schedule import Law, Slot
 from quietgrad.sampling import Sampling, SinglePass
 from quietgrad.vectors import Vector, norm
+
+
+@dataclass(frozen=True)
+class MiniBatch(Oracle):
+    """ĝ = (1/b) [Σ clip_C(∇fᵢ(θ)) + N(0, (zC)² I)], b the public expected batch.
+
+    Dividing by the realised size of a Poisson sample would double the sensitivity, and skipping an empty sample
+    would reveal it, so neither is done.
+    """
+
+    batch_size: int | None
+    clip: float = 1.0
+    sampling: SamplingName = "poisson"
+    law: Law | None = None
+    cohorts: int | None = None
+    noise: Noise = "independent"
+
+    def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
+        return (slot_of("gradient", sampling, steps, self.noise, self.law),)
+
+    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+        total = door.release("gradient", Gradient(params, self.clip))
+        total *= 1.0 / door.expected_batch("gradient")
+        return Estimate(total, None, 0.0, state.calls + 1)
+
+    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        yield "gradient", Asked(Gradient(params, self.clip))
+
+    def error(self, door: Session) -> Error:
+        """σ ≤ C/√b and r = zC/b."""
+        size = door.expected_batch("gradient")
+        return Error(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
+
+    def config(self) -> dict[str, Any]:
+        return {"name": type(self).__name__, **settings_of(self)}
+
+
+@dataclass(frozen=True)
+class RecursiveMomentum(Oracle):
+    """The oracle of DP-SRM.
+
+    Args:
+        batch_size: b, expected records per step.
+        first_batch_size: b₀ of the first step (default: b).
+        gamma: γ, the weight of the fresh gradient; 1 is the plain mini-batch.
+        clip: C1, the clip of gradients.
+        difference_clip: C2, the clip of gradient differences; of the whole combination when ``joint_clip``.
+        joint_clip: clip the combination once instead of its two parts.
+        smoothness: if given, C2 follows the public step: smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
+        first_noise: noise multiplier of the first release relative to the others.
+        cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`. Correlated noise is over all releases,
+            the first among them: it is then one of ``next``.
+    """
+
+    batch_size: int
+    first_batch_size: int | None = None
+    gamma: float = 0.1
+    clip: float = 1.0
+    difference_clip: float = 0.1
+    joint_clip: bool = False
+    smoothness: float | None = None
+    sampling: SamplingName = "poisson"
+    first_noise: float = 1.0
+    law: Law | None = None
+    cohorts: int | None = None
+    noise: Noise = "independent"
+
+    def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        then = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
+        if self._first == "next":
+            if self.first_batch_size not in (None, self.batch_size) or self.first_noise != 1.0:
+                raise ValueError(
+                    "first_batch_size, first_noise: in turns, or under correlated noise, the first release is like "
+                    "all others; leave both out."
+                )
+            return (slot_of("next", then, steps, self.noise, self.law),)
+        first = sampling_of(self.sampling, n_public, self.first_batch_size or self.batch_size)
+        slots = [Slot("first", first, 1, noise=self.first_noise)]
+        if steps > 1:
+            slots.append(slot_of("next", then, steps - 1, law=self.law))
+        return tuple(slots)
+
+    @property
+    def _first(self) -> str:
+        """The slot of the first release: its own, unless all releases together are one thing."""
+        return "first" if self.noise == "independent" and self.cohorts is None else "next"
+
+    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+        if state.value is None:
+            total = door.release(self._first, Gradient(params, self.clip))
+            total *= 1.0 / door.expected_batch(self._first)
+            return Estimate(total, params, 0.0, 1)
+        total = door.release("next", self._query(params, state.previous))
+        total *= 1.0 / door.expected_batch("next")
+        total += (1.0 - self.gamma) * state.value
+        return Estimate(total, params, 0.0, state.calls + 1)
+
+    def _query(self, params: Vector, previous: Vector) -> Query:
+        if self.joint_clip:
+            return JointMomentum(params, previous, self.gamma, self.difference_clip)
+        difference_clip = self.difference_clip
+        if self.smoothness is not None:
+            difference_clip = following_clip(min(difference_clip, self.smoothness * norm(params - previous)))
+        return RecursiveMomentumQuery(params, previous, self.gamma, self.clip, difference_clip)
+
+    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+        yield self._first, Asked(Gradient(params, self.clip))
+        varies = {"difference_clip": (0.0, self.difference_clip)}
+        adaptive = self.smoothness is not None and not self.joint_clip
+        yield "next", Asked(self._query(params, params), varies if adaptive else {})
+
+    def config(self) -> dict[str, Any]:
+        return settings_of(self)
+
 
 Regime = Literal["fresh", "reuse"]
 
@@ -206,3 +352,43 @@ class Spider(_PathIntegrated):
     def _usual_full_queries(self, steps: int) -> int:
         # An escape attempt that starts again from a snapshot also restores the phase, so leave room.
         return 2 * math.ceil(steps / self.period)
+
+
+ORACLES = {
+    "adaptive-spider": "spider.AdaptiveSpider",
+    "spider": "spider.Spider",
+    "mini-batch": "minibatch.MiniBatch",
+}
+"""Where each one lives, by its name on the command line and in plan files; the first is the default."""
+
+_HIDDEN = ("law",)  # of a random round: the algorithm's
+
+
+def oracle_class(name: str) -> Any:
+    """The class called ``name``; results name it as Python does.
+
+    >>> oracle_class("spider") is oracle_class("Spider")
+    True
+    """
+    homes = {**ORACLES, **{home.partition(".")[2]: home for home in ORACLES.values()}}
+    if name not in homes:
+        raise ValueError(f"oracle {name!r}: must be one of {', '.join(ORACLES)}.")
+    module, _, cls = homes[name].partition(".")
+    return getattr(import_module(f"quietgrad.oracles.{module}"), cls)
+
+
+def make_oracle(given: Any, kind: Any = object) -> Any:
+    """The oracle that a name, or a table of a ``name`` and settings, describes; it must be a ``kind``.
+
+    >>> make_oracle({"name": "spider", "period": 3}).period
+    3
+    """
+    if not isinstance(given, str | Mapping):
+        raise ValueError(f"oracle={given!r}: must be a name, or a table of a name and settings.")
+    values = {"name": given} if isinstance(given, str) else dict(given)
+    name = values.pop("name", next(iter(ORACLES)))
+    found = oracle_class(name) if isinstance(name, str) else None
+    if found is None or not issubclass(found, kind):
+        wanted = [n for n in ORACLES if issubclass(oracle_class(n), kind)]
+        raise ValueError(f"oracle {name!r}: must be {' or '.join(wanted)} here.")
+    return settings.build(f"oracle {name}", found, values, hidden=_HIDDEN)

@@ -2,22 +2,89 @@
 
 All answers are on the safe side: the ε proved for them is at most the target. A noise multiplier is also at most
 0.1 % of ε away from it. Searches start from the central limit (a guess, checked by a proof), follow the secant of
-log ε over log z and need few proofs; results are remembered on disk (:mod:`quietgrad.privacy.cache`).
+log ε over log z and need few proofs; results are remembered on disk (:mod:`quietgrad.privacy.calibration`).
+
+Remembered calibrations: one small file each, written whole or not at all, and believed only if it is intact.
+
+The directory is ``QUIETGRAD_CACHE`` or ``~/.cache/quietgrad``. A cache never fails: what cannot be read is
+computed, what cannot be written is not remembered. Files are replaced atomically, so processes may share it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
+import secrets
 from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from quietgrad.errors import BudgetError
-from quietgrad.privacy import cache as disk
 from quietgrad.privacy.accounting import bound, sensitivity_factor
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.privacy.composition import root_search, rough_mu
 from quietgrad.privacy.events import Event, FixedSize, Gaussian, Poisson, repeated
-from quietgrad.privacy.gaussian import gaussian_mu
+
+# Raise when any accountant's or calibration's numbers change.
+_REVISION = 1
+
+
+def directory() -> Path:
+    """Return the directory that calibrations are remembered in."""
+    return Path(os.environ.get("QUIETGRAD_CACHE") or Path.home() / ".cache" / "quietgrad")
+
+
+def recall(question: dict[str, Any]) -> float | None:
+    """Return the remembered answer to ``question``, or None."""
+    key = _key(question)
+    try:
+        entry = json.loads(_path(key).read_bytes())
+        answer = entry["answer"]
+        intact = entry["key"] == key and entry["check"] == _digest(f"{key} {answer!r}")
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return None
+    return float(answer) if intact else None
+
+
+def remember(question: dict[str, Any], answer: float) -> None:
+    """Keep ``answer`` to ``question`` for later processes, if the directory can be written."""
+    key = _key(question)
+    answer = float(answer)
+    entry = {"key": key, "answer": answer, "check": _digest(f"{key} {answer!r}")}
+    try:
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            part.write_text(json.dumps(entry))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, RuntimeError):
+        return
+
+
+def _path(key: str) -> Path:
+    return directory() / "calibration" / f"{_digest(key)}.json"
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    return tuple(f"{name} {version(name)}" for name in ("numpy", "scipy", "dp-accounting"))
+
+
+def _key(question: dict[str, Any]) -> str:
+    return json.dumps({"revision": _REVISION, "versions": _versions(), **question}, sort_keys=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
 
 Sampling = Literal["poisson", "fixed-size", "full"]
 
@@ -83,7 +150,7 @@ def calibrate_event(
         "key": key,
     }
     # A remembered number was written to a file that anybody may have changed: it is proved again, or forgotten.
-    known = disk.recall(question) if cache else None
+    known = recall(question) if cache else None
     if known is not None and _keeps(make_event, known, budget):
         return known
     factor = sensitivity_factor(budget.relation)
@@ -93,7 +160,7 @@ def calibrate_event(
         _guess_noise(lambda z: rough_mu(make_event(z), factor), gaussian_mu(budget.epsilon, budget.delta)),
     )
     if cache:
-        disk.remember(question, answer)
+        remember(question, answer)
     return answer
 
 
@@ -229,7 +296,7 @@ def _most(make: Callable[[int], Event], name: str, budget: Budget, limit: int, p
         "events": [make(1).to_json(), make(min(2, limit)).to_json()],
         "limit": limit,
     }
-    known = disk.recall(question) if cache else None
+    known = recall(question) if cache else None
     if known is not None and 1 <= known <= limit and _keeps(make, int(known), budget):
         return int(known)
 
@@ -257,5 +324,5 @@ def _most(make: Callable[[int], Event], name: str, budget: Budget, limit: int, p
         else:
             high = count
     if cache:
-        disk.remember(question, low)
+        remember(question, low)
     return low

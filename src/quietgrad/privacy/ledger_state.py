@@ -3,21 +3,99 @@
 Pure values: nothing here reads or writes a file. A reservation counts in full from the moment it is written;
 closing it can only replace its event by a part of it (:func:`is_part`), and only if the stop that caused it
 did not depend on the data, or the event is a zCDP filter (whose accounting allows any stopping rule).
+
+Names of accounts: which spellings mean the same people, and which names are refused.
+
+An account is a group of people by the user's word, and a cap per spelling is no cap. So names are compared by
+:func:`identity`, which only ever brings spellings together: too much is then charged, never too little.
+
+Keyed fingerprints of tables: they let a ledger warn about mixed-up accounts and tell nobody else anything.
+
+A plain hash of a table can be tested against guesses of its content. These are HMAC-SHA256 under a random key
+that stays in a 0600 file on this machine; another machine's fingerprints cannot be compared with them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import os
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import LedgerError
 from quietgrad.privacy import events
-from quietgrad.privacy.accounts import identity
 from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition, check_delta
 from quietgrad.privacy.chain import Entry
+
+DEFAULT = "default"  # the account of whoever names none
+NAMELESS = (DEFAULT, "held-out")  # accounts that nobody named: what front ends say if they are not told
+_UNNAMED = re.compile(r"[a-z ]+ [0-9a-f]{16}")
+LONGEST = 120  # characters; a name is a label in tables and messages
+
+_INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")  # controls, formats (zero-width, direction marks), what is no character
+
+
+def identity(name: str) -> str:
+    """What two spellings of one account have in common: no case, no width, no spaces around, nothing invisible.
+
+    >>> identity("Patients ") == identity("patients") == identity("Ｐatients")
+    True
+    """
+    # Folding case can undo a normal form and the other way round, so both are repeated until nothing moves.
+    before, folded = None, name
+    while folded != before:
+        before = folded
+        visible = (c for c in folded if c.isspace() or unicodedata.category(c) not in _INVISIBLE)
+        folded = " ".join(unicodedata.normalize("NFKC", "".join(visible)).casefold().split())
+    return folded
+
+
+def checked(name: object) -> str:
+    """Return the name as it is shown, without spaces around; ``ValueError`` says what is wrong with it.
+
+    >>> checked(" patients ")
+    'patients'
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"account={name!r}: must be a name that is not empty.")
+    shown = name.strip()
+    if len(shown) > LONGEST:
+        raise ValueError(f"account={shown[:20]!r}…: has {len(shown)} characters; use at most {LONGEST}.")
+    if any(unicodedata.category(c) in _INVISIBLE for c in shown):
+        raise ValueError(f"account={shown!r}: holds characters that cannot be seen; use letters, digits and signs.")
+    if "/" in shown or "\\" in shown or not identity(shown):
+        raise ValueError(f"account={shown!r}: name the people, not a file; leave out / and \\.")
+    return shown
+
+
+def unnamed(what: str, mark: str) -> str:
+    """The account of a table, a stream or a federation in a project's ledger, where nobody named the people.
+
+    >>> unnamed("table", "3f9ab0c41d6e7a520011")
+    'table 3f9ab0c41d6e7a52'
+    """
+    return f"{what} {mark[:16]}"
+
+
+def same(name: str, other: str | None) -> bool:
+    """Whether lines under ``name`` are those of the account that a run was charged to as ``other``.
+
+    >>> same("Patients", "patients"), same("table 3f9ab0c41d6e7a52", "default"), same("patients", "default")
+    (True, True, False)
+    """
+    if other is None:
+        return False
+    return identity(name) == identity(other) or (
+        identity(other) in NAMELESS and _UNNAMED.fullmatch(name) is not None
+    )
+
 
 COUNTED = "~count"
 """Behind a run's name: the private count that it was planned from."""
@@ -298,3 +376,55 @@ def may_give_back(spent: events.Event, reserved: events.Event, *, data_dependent
     if data_dependent and not isinstance(reserved, events.ZCDP):
         return False
     return is_part(spent, reserved)
+
+
+_KEY_BYTES = 32
+
+
+def fingerprint(chunks: Iterable[bytes | bytearray | memoryview]) -> str:
+    """Return HMAC-SHA256 of the concatenated ``chunks`` under this machine's key, as 64 hex digits.
+
+    Put shapes and types into a chunk of their own: only the bytes count, not where a chunk ends.
+
+    >>> import tempfile, unittest.mock
+    >>> state = tempfile.TemporaryDirectory()
+    >>> with unittest.mock.patch.dict(os.environ, QUIETGRAD_STATE=state.name):
+    ...     fingerprint([b"rows"]) == fingerprint([b"ro", b"ws"])
+    True
+    >>> state.cleanup()
+    """
+    from quietgrad.privacy.keys import KeyFile  # brings the cipher library, which ledgers do not need
+
+    mac = hmac.new(_key(KeyFile.directory().parent / "fingerprint.key"), digestmod="sha256")
+    for chunk in chunks:
+        mac.update(chunk)
+    return mac.hexdigest()
+
+
+def _key(path: Path) -> bytes:
+    """Read the key, or make it; processes that start together all end up with the same one."""
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, os.urandom(_KEY_BYTES))
+                os.fsync(fd)
+                with contextlib.suppress(FileExistsError):  # another process was first: its key counts
+                    os.link(fresh, path)
+            finally:
+                os.close(fd)
+                fresh.unlink()
+        shared = path.stat().st_mode & 0o077
+        key = path.read_bytes()
+    except OSError as error:
+        raise LedgerError(
+            f"{path}: cannot read or make the fingerprint key ({error.strerror}); "
+            "set QUIETGRAD_STATE to a folder that can be written."
+        ) from None
+    if shared:
+        raise LedgerError(f"{path}: other users can read this key; chmod 600 it, or delete it to make a new one.")
+    if len(key) != _KEY_BYTES:
+        raise LedgerError(f"{path}: must hold {_KEY_BYTES} bytes, has {len(key)}; delete it to make a new key.")
+    return key
