@@ -29,7 +29,7 @@ from typing import Any
 import dp_accounting
 from dp_accounting import pld
 
-from quietgrad.privacy.accounting import account, bound
+from quietgrad.privacy.accounting import account, prove_or_infinite
 from quietgrad.privacy.calibration import calibrate
 from quietgrad.privacy.events import fixed_size_gaussian, poisson_gaussian
 
@@ -72,7 +72,7 @@ def peer(bracket: Any = None) -> float:
 
 def ours(cache: bool) -> float:
     """quietgrad's calibration of the same run."""
-    bound.cache_clear()  # a process remembers its proofs; what is timed here is making them
+    prove_or_infinite.cache_clear()  # a process remembers its proofs; what is timed here is making them
     return calibrate(epsilon=EPSILON, delta=DELTA, n=N, batch_size=BATCH, steps=STEPS, cache=cache)
 
 
@@ -80,7 +80,7 @@ def cpu(run: Callable[[], Any], repeats: int) -> float:
     """Median CPU seconds of ``run``."""
     times = []
     for _ in range(repeats):
-        bound.cache_clear()
+        prove_or_infinite.cache_clear()
         start = time.process_time()
         run()
         times.append(time.process_time() - start)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.records import RecordGroup
 
@@ -93,7 +93,7 @@ def _step(model: nn.Module, budget: float | None, count: int) -> None:
     engine = PerExampleEngine(model, loss, memory_budget=budget)
     theta = engine.flatten(dict(model.named_parameters()))
     group = RecordGroup(np.arange(count), (x[:, None], y[:, None]))
-    engine.add((theta,), [group], Rule.gradient(1.0), torch.zeros_like(theta, dtype=torch.float64))
+    engine.add((theta,), [group], ClippingRule.gradient(1.0), torch.zeros_like(theta, dtype=torch.float64))
 
 
 def _forget_peak() -> None:

@@ -27,7 +27,7 @@ import numba
 import numpy as np
 import scipy
 
-from quietgrad.privacy.noise import NoiseStream, release_gaussian, sigma_for
+from quietgrad.privacy.noise import NoiseStream, add_discretized_gaussian, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FixedSize, Poisson
 from quietgrad.secure.sampler import discrete_gaussian
@@ -105,7 +105,7 @@ def releases() -> dict[str, Any]:
         total, stream = np.zeros(dim), NoiseStream(fresh_key(), "noise")
         unit = stream.normal(0, dim)
         sigma, step = sigma_for(1.0, 1.0, dim)
-        release = partial(release_gaussian, total, unit, sigma, step)
+        release = partial(add_discretized_gaussian, total, unit, sigma, step)
         share = partial(shares.sample, SecureStream(fresh_key(), "share"), size=dim)
         times = microseconds({"release": lambda i, f=release: [f() for _ in range(calls)]}, per=calls)  # type: ignore[misc]
         result[f"release_gaussian, dim {dim}"] = times["release"]

@@ -1,4 +1,4 @@
-"""People with several records: what a step costs, and what ε = 1 per person leaves of a model.
+"""UnitGrouping with several records: what a step costs, and what ε = 1 per person leaves of a model.
 
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/people.py cost|adult|bike
 
@@ -31,15 +31,15 @@ from scipy.optimize import brentq
 
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
 from quietgrad.objectives import Logistic, Multinomial
-from quietgrad.objectives.base import Batch, Rule
-from quietgrad.objectives.people import OfPeople, OfRecords, People
+from quietgrad.objectives.base import Batch, ClippingRule
+from quietgrad.objectives.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 
 RESULTS = Path(__file__).parent / "results"
-RULES = {"one point": Rule.gradient(0.1), "two points": Rule.momentum(0.1, 0.1, 0.05)}
+RULES = {"one point": ClippingRule.gradient(0.1), "two points": ClippingRule.momentum(0.1, 0.1, 0.05)}
 ROWS, BATCH, REPEATS = 20_000, 1_000, 41
 EPSILON, DELTA, FITS = 1.0, 1e-5, 10
 MOST = (2, 4, 8, 16)
@@ -65,11 +65,11 @@ def cost() -> dict[str, Any]:
     return found
 
 
-def _ratios(loss: Any, X: Any, y: Any, rule: Rule, records: int, scattered: bool) -> dict[str, float]:
+def _ratios(loss: Any, X: Any, y: Any, rule: ClippingRule, records: int, scattered: bool) -> dict[str, float]:
     rng = np.random.default_rng(1)
     ids = np.repeat(np.arange(ROWS // records), records)
-    rows, asked = loss.prepare((X, y)), OfPeople(loss)
-    people = asked.prepare(OfRecords((X, y), rng.permutation(ids) if scattered else ids))
+    rows, asked = loss.prepare((X, y)), UserLevelObjective(loss)
+    people = asked.prepare(RecordsWithIds((X, y), rng.permutation(ids) if scattered else ids))
     points = [0.1 * rng.normal(size=rows.dim) for _ in range(2 if rule.beta else 1)]
     out = np.zeros(rows.dim)
     of_rows = [rng.choice(ROWS, BATCH, replace=False) for _ in range(8)]
@@ -145,7 +145,7 @@ def _grouped(table: Any, test: Any, most: int, seed: int) -> float:
     """At most K random records of each, on rows, with K times the noise: μ/K for each record is μ for a person."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(table["y"]))
-    people = People.of(table["ids"][order])
+    people = UnitGrouping.of(table["ids"][order])
     kept = np.concatenate([order[people.order[a : min(a + most, b)]]
                            for a, b in zip(people.starts[:-1], people.starts[1:], strict=True)])  # fmt: skip
     mu = gaussian_mu(EPSILON, DELTA) / most

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.people import OfPeople, OfRecords
+from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.models import MODELS
@@ -31,7 +31,7 @@ from benchmarks.record import save
 
 RECORDS, PEOPLE, REPEATS = 500, 50, 15
 KEY = bytes(range(32))
-RULES = {"dp-sgd": Rule.gradient(1.0), "dp-srm": Rule.momentum(0.3, 1.0, 0.1)}
+RULES = {"dp-sgd": ClippingRule.gradient(1.0), "dp-srm": ClippingRule.momentum(0.3, 1.0, 0.1)}
 
 
 class Sentences(nn.Module):
@@ -88,8 +88,8 @@ def main() -> None:
         rows = objective.prepare((x, y))
         asked: dict[str, tuple[Any, Any]] = {"records": (objective, rows)}
         for which, ids in groupings().items():
-            people = OfPeople(objective)
-            asked[which] = people, people.prepare(OfRecords((x, y), ids))
+            people = UserLevelObjective(objective)
+            asked[which] = people, people.prepare(RecordsWithIds((x, y), ids))
         theta = objective.initial(rows)
         for method, rule in RULES.items():
             times: dict[str, list[float]] = {which: [] for which in asked}

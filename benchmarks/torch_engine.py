@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.privacy.noise import NoiseStream
@@ -100,7 +100,7 @@ class Problem:
 
         def step() -> None:
             total = torch.zeros_like(theta)
-            engine.add((theta,), group, Rule.gradient(CLIP), total)
+            engine.add((theta,), group, ClippingRule.gradient(CLIP), total)
             if secure:
                 _add_secure_noise(total, NOISE * CLIP, stream, block)
             else:
@@ -119,7 +119,7 @@ class Problem:
 
         def step() -> None:
             total = torch.zeros_like(theta)
-            engine.add((theta, previous), group, Rule.momentum(GAMMA, CLIP, DIFFERENCE_CLIP), total)
+            engine.add((theta, previous), group, ClippingRule.momentum(GAMMA, CLIP, DIFFERENCE_CLIP), total)
             _add_secure_noise(total, NOISE * bound, stream, block)
             estimate.mul_(1 - GAMMA).add_(total, alpha=1 / self.batch)
             previous.copy_(theta)

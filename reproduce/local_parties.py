@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import SessionCost
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError
 from quietgrad.objectives.base import Query
@@ -50,7 +50,7 @@ class Doors:
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         raise BudgetError("parties with their own noise have no joint search; parties use Algorithm 4.")
 
-    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
+    def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
         spent = [door.close(reason, data_dependent=data_dependent) for door in self._doors]
         return spent[0]
 

@@ -89,7 +89,7 @@ def truth(
     parties = tuple(events.gaussian(n * sigma / lipschitz, steps) for n in sizes)
     # μ = Δ/σ = 2/z under replace-one.
     return Truth(
-        sigma, claimed, events.PerParty(parties), events.Gaussian(2.0 / upper), events.Gaussian(2.0 / lower)
+        sigma, claimed, events.MaxOverParties(parties), events.Gaussian(2.0 / upper), events.Gaussian(2.0 / lower)
     )
 
 

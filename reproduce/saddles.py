@@ -35,7 +35,7 @@ import numpy as np
 
 import quietgrad as qg
 from quietgrad.algorithms.perturbed_sgd_settings import estimate_error
-from quietgrad.oracles.base import preview
+from quietgrad.oracles.base import plan_preview
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.store import Row, Store, Table, print_table
@@ -99,7 +99,7 @@ def least_records(name: str) -> Row:
 
     def tolerance(n: int) -> float:
         method = qg.PerturbedSGD()
-        door = preview(land, qg.plan(method, n=n, budget=BUDGET))
+        door = plan_preview(land, qg.plan(method, n=n, budget=BUDGET))
         oracle: Any = method.oracle
         return math.sqrt(4.0 * rho * estimate_error(oracle.error(door), land.dim, method.steps, method.failure))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys
@@ -68,7 +68,7 @@ def clipped(rows: Tensor, bound: float) -> Tensor:
     return rows * weights[:, None]
 
 
-def ruled(rule: Rule, now: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def ruled(rule: ClippingRule, now: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What the rule makes of these rows, added up, and the norms of what it clips."""
     change = now if before is None else now - rule.beta * before
     total = rule.alpha * clipped(change, rule.clip).sum(0)
@@ -83,7 +83,7 @@ def summed(
     engine: PerExampleEngine,
     points: tuple[Tensor, ...],
     groups: list[RecordGroup],
-    rule: Rule,
+    rule: ClippingRule,
     persons: Persons | None = None,
     key: bytes = KEY,
 ) -> tuple[Tensor, Tensor]:

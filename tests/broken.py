@@ -15,11 +15,11 @@ from quietgrad.audit.canaries import CanaryGame, CanaryObjective, shorten
 from quietgrad.audit.replicas import Replicated
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Batch, Query, RecursiveMomentum, Rule
+from quietgrad.objectives.base import Batch, ClippingRule, Query, RecursiveMomentum
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import Source
+from quietgrad.privacy.mechanisms import NoiseSource
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.vectors import Vector
@@ -33,7 +33,7 @@ class Broken:
 
     session: type[CentralSession] = CentralSession
     noise: float = 1.0
-    source: Callable[[Source], Source] | None = None
+    source: Callable[[NoiseSource], NoiseSource] | None = None
     only: str | None = None  # the one slot whose source is broken
 
     def __call__(self, objective: Any, data: Any, key: bytes | None = None, **settings: Any) -> Any:
@@ -67,10 +67,10 @@ class _BrokenCurator(CentralCurator):
 # --- broken noise: what a mechanism's source may do wrong ---------------------------------------------------------
 
 
-class Altered(Source):
+class Altered(NoiseSource):
     """Passes everything on to the real source, under another number or not at all."""
 
-    def __init__(self, inner: Source) -> None:
+    def __init__(self, inner: NoiseSource) -> None:
         self.inner = inner
 
     def number(self, release: int) -> int:
@@ -291,7 +291,7 @@ class ReplaysByName(CentralSession):
 class SeparateClips(CanaryObjective):
     """Clips the two gradients of a difference apart, then subtracts."""
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         if not rule.gamma:
             super().add(batch, points, rule, out)
             return
@@ -304,11 +304,11 @@ class SeparateClips(CanaryObjective):
 class SeparatelyClippedLogistic(Logistic):
     """The same mistake in a kernel."""
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         if not rule.gamma:
             super().add(batch, points, rule, out)
             return
-        before, gradient = np.zeros_like(out), Rule.gradient(rule.second_clip)
+        before, gradient = np.zeros_like(out), ClippingRule.gradient(rule.second_clip)
         super().add(batch, points[:1], gradient, out)
         super().add(batch, points[1:], gradient, before)
         out -= (1.0 - rule.gamma) * before
@@ -318,10 +318,10 @@ class SeparatelyClippedLogistic(Logistic):
 class InfinityClipped(Logistic):
     """Shortens every record until no coordinate exceeds the clip: a cube, not a ball."""
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
         for i in rows:
-            free = Rule(rule.alpha, rule.beta, 1e30)
+            free = ClippingRule(rule.alpha, rule.beta, 1e30)
             gradient = np.zeros_like(out)
             super().add(Batch(batch.records, np.array([i])), points, free, gradient)
             out += gradient * min(1.0, rule.clip / max(float(np.abs(gradient).max()), 1e-300))

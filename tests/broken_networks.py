@@ -13,7 +13,7 @@ import torch
 from quietgrad.objectives.networks import gradients, module, one_record, planning, records, taps, trees
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordDraws, RecordKeys
-from quietgrad.objectives.people import People, PeopleRecords
+from quietgrad.objectives.privacy_units import UnitGrouping, UserLevelRecords
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.torch import processes
 
@@ -245,14 +245,14 @@ def person_on_two_processes(patch: Patch) -> None:
         sizes = np.bincount(kept)
         sizes = sizes[sizes > 0]
         starts = np.concatenate([[0], np.cumsum(sizes)])
-        some = People(held.order[rows], starts, held.combine, held.records_per_person)
-        return batch._replace(records=PeopleRecords(batch.records.rows, some), indices=np.arange(len(some)))
+        some = UnitGrouping(held.order[rows], starts, held.combine, held.records_per_person)
+        return batch._replace(records=UserLevelRecords(batch.records.rows, some), indices=np.arange(len(some)))
 
     patch.setattr(processes, "share_of", share_of)
 
 
 def one_nan_for_everybody(patch: Patch) -> None:
-    """People's records are added up by a product with a matrix of zeros and ones."""
+    """UnitGrouping's records are added up by a product with a matrix of zeros and ones."""
 
     def summed(self: Any, values: Any) -> Any:
         ones = torch.zeros(len(self), len(self.owners), dtype=values.dtype)

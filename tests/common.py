@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.registry import ALGORITHMS, Entry, Example
+from quietgrad.algorithms.registry import ALGORITHMS, AlgorithmSpec, Example
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives import L2, Logistic
 from quietgrad.objectives.base import Gradient
@@ -35,7 +35,7 @@ class Row:
         return str(self.algorithm.name)
 
 
-def _row(entry: Entry, example: Example) -> Row:
+def _row(entry: AlgorithmSpec, example: Example) -> Row:
     budget = qg.Budget(example.epsilon, example.delta, qg.Relation.parse(example.relation))
     return Row(entry.make(example.settings), example.loss, budget)
 

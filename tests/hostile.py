@@ -287,7 +287,7 @@ def _head(path: Path, last: bytes, lines: int) -> None:
 
 def _read_forged_ledger(content: bytes, folder: Path) -> object:
     """Bodies that somebody wrote and chained again: every hash fits, and nothing else need."""
-    from quietgrad.privacy.chain import Entry, canonical
+    from quietgrad.privacy.chain import ChainEntry, canonical
 
     lines: list[bytes] = []
     before = "0" * 64
@@ -296,7 +296,7 @@ def _read_forged_ledger(content: bytes, folder: Path) -> object:
             kind, body = json.loads(text)
         except (ValueError, TypeError, RecursionError):
             continue
-        entry = Entry(len(lines) + 1, f"2026-01-01T00:00:0{number % 10}Z", kind, body, before)
+        entry = ChainEntry(len(lines) + 1, f"2026-01-01T00:00:0{number % 10}Z", kind, body, before)
         before = entry.digest()
         lines.append(canonical({**vars(entry), "hash": before}))
     return _read_ledger(b"\n".join([*lines, b""]), folder)
@@ -377,13 +377,13 @@ def _scanned(suffix: str) -> Callable[[bytes, Path], object]:
     def read(content: bytes, folder: Path) -> object:
         from quietgrad.data import scan
         from quietgrad.objectives import Squared
-        from quietgrad.objectives.base import Batch, Rule
+        from quietgrad.objectives.base import Batch, ClippingRule
 
         path = folder / f"rows{suffix}"
         path.write_bytes(content)
         records = Squared().prepare(scan(path, target="y", columns=["a", "b"], threads=1))
         out = np.zeros(records.dim)
-        Squared().add(Batch(records, None), [np.zeros(records.dim)], Rule.gradient(1.0), out)
+        Squared().add(Batch(records, None), [np.zeros(records.dim)], ClippingRule.gradient(1.0), out)
         assert float(np.linalg.norm(out)) <= len(records)  # nobody exceeds the clip, whatever is in the file
         return out
 

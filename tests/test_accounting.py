@@ -16,10 +16,10 @@ from quietgrad.errors import UnprovableError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import (
     ACCOUNTANTS,
-    Proof,
+    ProvedGuarantee,
     account,
     delta_of,
-    mu_of,
+    gdp_mu,
     noise_multiplier_for_rho,
     prove,
     sensitivity_factor,
@@ -30,17 +30,17 @@ from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
-    FixedSize,
+    FixedSizeSampled,
     Gaussian,
     Laplace,
+    MaxOverParties,
     Parallel,
-    PerParty,
-    Poisson,
+    PoissonSampled,
     Pure,
-    RandomRound,
+    RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
-    Slack,
+    TotalVariationSlack,
     Upfront,
     fixed_size_gaussian,
     from_json,
@@ -74,15 +74,18 @@ def test_gaussian_epsilon_and_mu_invert_each_other(epsilon: float, delta: float)
 
 def test_gaussian_releases_add_their_inverse_variances() -> None:
     event = Composed((Gaussian(3.0), Repeated(Gaussian(4.0), 2), Composed((Gaussian(5.0),))))
-    assert mu_of(event, relation=ADD) == pytest.approx(math.sqrt(1 / 9 + 2 / 16 + 1 / 25))
-    assert mu_of(event, relation=REPLACE) == pytest.approx(2 * mu_of(event, relation=ADD))
+    assert gdp_mu(event, relation=ADD) == pytest.approx(math.sqrt(1 / 9 + 2 / 16 + 1 / 25))
+    assert gdp_mu(event, relation=REPLACE) == pytest.approx(2 * gdp_mu(event, relation=ADD))
     proof = prove(event, delta=DELTA, relation=REPLACE)
     assert proof.accountant == "gaussian-exact"
-    assert proof.epsilon == pytest.approx(gaussian_epsilon(mu_of(event, relation=REPLACE), DELTA))
+    assert proof.epsilon == pytest.approx(gaussian_epsilon(gdp_mu(event, relation=REPLACE), DELTA))
 
 
 def test_sampling_at_rate_one_is_no_sampling() -> None:
-    for event, relation in [(Poisson(1.0, Gaussian(2.0)), ADD), (FixedSize(9, 9, Gaussian(2.0)), ADD)]:
+    for event, relation in [
+        (PoissonSampled(1.0, Gaussian(2.0)), ADD),
+        (FixedSizeSampled(9, 9, Gaussian(2.0)), ADD),
+    ]:
         assert prove(event, delta=DELTA, relation=relation) == prove(Gaussian(2.0), delta=DELTA, relation=relation)
 
 
@@ -95,13 +98,13 @@ def test_random_round_saves_noise(epsilon: float, saving: float) -> None:
     law = tuple((k + 1, 1 / rounds) for k in range(rounds))
     full = math.sqrt(rounds) / gaussian_mu(epsilon, DELTA)
     for tenth, reached in ((saving - 0.1, True), (saving + 0.1, False)):
-        event = RandomRound(Gaussian(full * (1 - tenth / 100)), law)
+        event = RandomNumberOfReleases(Gaussian(full * (1 - tenth / 100)), law)
         assert (account(event, delta=DELTA, relation=ADD) <= epsilon) is reached
 
 
 # ---- the tables of noise multipliers ----
 
-# n, batch, steps, ε; z: Rényi and PLD fixed-size, attack on it, PLD Poisson/replace, Rényi and PLD Poisson/add
+# n, batch, steps, ε; z: Rényi and PLD fixed-size, attack on it, PLD PoissonSampled/replace, Rényi and PLD PoissonSampled/add
 NOISE_TABLE = [
     (32561, 100, 1500, 0.2, 8.765, 4.693, 4.203, 3.880, 2.311, 2.101),
     (32561, 100, 1500, 0.5, 3.982, 2.504, 2.229, 1.691, 1.365, 1.114),
@@ -125,7 +128,7 @@ def test_noise_table(row: tuple[float, ...]) -> None:
         lambda z: fixed_size_gaussian(n, b, z, steps), rdp_fixed, epsilon, relation=REPLACE, accountant="rdp"
     )
     assert_noise(lambda z: fixed_size_gaussian(n, b, z, steps), pld_fixed, epsilon, relation=REPLACE)
-    # An attack achieves the Poisson pair at half the noise: others at −C, the record at C or −C.
+    # An attack achieves the PoissonSampled pair at half the noise: others at −C, the record at C or −C.
     assert_noise(lambda z: poisson_gaussian(b / n, z / 2, steps), lower, epsilon, relation=ADD)
     assert_noise(lambda z: poisson_gaussian(b / n, z, steps), pld_replace, epsilon, relation=REPLACE)
     assert_noise(lambda z: poisson_gaussian(b / n, z, steps), rdp_poisson, epsilon, relation=ADD, accountant="rdp")
@@ -171,7 +174,7 @@ def test_first_step_of_its_own_rate() -> None:
     rate = 512 / 60000
 
     def event(z: float) -> Event:
-        return Composed((Poisson(4 * rate, Gaussian(z)), poisson_gaussian(rate, z, 2000)))
+        return Composed((PoissonSampled(4 * rate, Gaussian(z)), poisson_gaussian(rate, z, 2000)))
 
     assert_noise(event, 1.430, 1.2, relation=ADD)
 
@@ -214,12 +217,12 @@ def test_sensitivity_factor_and_rho() -> None:
 @pytest.mark.parametrize(
     ("relation", "event", "theirs"),
     [
-        (ADD, Poisson(0.02, Gaussian(0.9)), ("poisson", 0.02, "gaussian", 0.9)),
-        (ADD, Poisson(0.3, Gaussian(5.0)), ("poisson", 0.3, "gaussian", 5.0)),
-        (REPLACE, Poisson(0.02, Gaussian(1.3)), ("poisson", 0.02, "gaussian", 1.3)),
-        (REPLACE, Poisson(0.5, Gaussian(8.0)), ("poisson", 0.5, "gaussian", 8.0)),
+        (ADD, PoissonSampled(0.02, Gaussian(0.9)), ("poisson", 0.02, "gaussian", 0.9)),
+        (ADD, PoissonSampled(0.3, Gaussian(5.0)), ("poisson", 0.3, "gaussian", 5.0)),
+        (REPLACE, PoissonSampled(0.02, Gaussian(1.3)), ("poisson", 0.02, "gaussian", 1.3)),
+        (REPLACE, PoissonSampled(0.5, Gaussian(8.0)), ("poisson", 0.5, "gaussian", 8.0)),
         (ADD, Laplace(9.0), (None, 1.0, "laplace", 9.0)),
-        (ADD, Poisson(0.1, Laplace(2.0)), ("poisson", 0.1, "laplace", 2.0)),
+        (ADD, PoissonSampled(0.1, Laplace(2.0)), ("poisson", 0.1, "laplace", 2.0)),
     ],
 )
 @pytest.mark.parametrize("steps", [1, 60])
@@ -255,10 +258,10 @@ def test_pld_agrees_with_dp_accounting(
         (Composed((ZCDP(0.1, Relation.REPLACE_ONE), Gaussian(2.0))), REPLACE, "zcdp"),
         (Composed((ZCDP(0.1, Relation.ADD_REMOVE), poisson_gaussian(0.01, 1.0, 9))), ADD, "rdp"),
         (RepeatAndSelect(gaussian(20.0), mean=10.0), ADD, "rdp"),
-        (Poisson(0.1, Composed((Gaussian(2.0), Repeated(Gaussian(3.0), 2)))), ADD, "pld-poisson"),
-        (Composed((Poisson(0.1, Gaussian(2.0)), FixedSize(9, 1, Gaussian(9.0)))), REPLACE, "pld"),
+        (PoissonSampled(0.1, Composed((Gaussian(2.0), Repeated(Gaussian(3.0), 2)))), ADD, "pld-poisson"),
+        (Composed((PoissonSampled(0.1, Gaussian(2.0)), FixedSizeSampled(9, 1, Gaussian(9.0)))), REPLACE, "pld"),
         (
-            PerParty((gaussian(9.0), fixed_size_gaussian(100, 3, 5.0, 5), ZCDP(2.0, Relation.REPLACE_ONE))),
+            MaxOverParties((gaussian(9.0), fixed_size_gaussian(100, 3, 5.0, 5), ZCDP(2.0, Relation.REPLACE_ONE))),
             REPLACE,
             "zcdp",
         ),
@@ -267,10 +270,10 @@ def test_pld_agrees_with_dp_accounting(
 def test_best_is_the_smallest_and_is_named(event: Event, relation: str, name: str) -> None:
     proof = prove(event, delta=DELTA, relation=relation)
     assert proof.accountant == name
-    assert proof == Proof.from_json(json.loads(json.dumps(proof.to_json())))
+    assert proof == ProvedGuarantee.from_json(json.loads(json.dumps(proof.to_json())))
     assert events.from_json(json.loads(json.dumps(event.to_json()))) == event
     for accountant in ACCOUNTANTS:
-        if isinstance(event, PerParty) or (accountant == "pld" and name == "pure"):
+        if isinstance(event, MaxOverParties) or (accountant == "pld" and name == "pure"):
             continue  # best of each part, and a pure claim, which holds with δ = 0 too
         try:
             alone = account(event, delta=DELTA, relation=relation, accountant=accountant)
@@ -319,7 +322,7 @@ def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(
     def epsilon(z: float, batch: int, steps: int) -> float:
         one: Event = Gaussian(z)
         if sampling != "full":
-            one = Poisson(batch / 1000, one) if sampling == "poisson" else FixedSize(1000, batch, one)
+            one = PoissonSampled(batch / 1000, one) if sampling == "poisson" else FixedSizeSampled(1000, batch, one)
         return account(events.repeated(one, steps), delta=DELTA, relation=relation)
 
     here, slack = epsilon(z, batch, steps), 1e-7
@@ -330,7 +333,7 @@ def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(
 
 @pytest.mark.parametrize(("rate", "z", "steps"), [(0.01, 2.0, 500), (0.3, 9.0, 50), (0.05, 1.0, 20)])
 def test_poisson_curves_under_replace_one(rate: float, z: float, steps: int) -> None:
-    """The Poisson pair's curve lies a little above its PLD and joins other curves."""
+    """The PoissonSampled pair's curve lies a little above its PLD and joins other curves."""
     event = poisson_gaussian(rate, z, steps)
     tight = account(event, delta=DELTA, relation=REPLACE)
     loose = account(event, delta=DELTA, relation=REPLACE, accountant="rdp")
@@ -369,7 +372,7 @@ def test_selection_equals_dp_accounting(z: float, mean: float, shape: float) -> 
 
 
 def test_a_poisson_number_of_runs_costs_more_than_one_run_also_at_mean_one() -> None:
-    """Best of K runs of randomised response, K ~ Poisson(1), nothing if K = 0: its exact ε is above one run's.
+    """Best of K runs of randomised response, K ~ PoissonSampled(1), nothing if K = 0: its exact ε is above one run's.
 
     The best of K is bad only if all are: P(K ≥ 1, all bad) = e^{p−1} − e^{−1}, with p the chance of a bad run.
     """
@@ -387,7 +390,7 @@ def test_a_poisson_number_of_runs_costs_more_than_one_run_also_at_mean_one() -> 
 def test_parallel_costs_its_worst_part() -> None:
     parts = (gaussian(3.0, 5), poisson_gaussian(0.05, 1.0, 50), Pure(0.2, Relation.ADD_REMOVE))
     alone = [account(part, delta=DELTA, relation=ADD) for part in parts]
-    for event in (Parallel(parts), PerParty(parts)):
+    for event in (Parallel(parts), MaxOverParties(parts)):
         assert account(event, delta=DELTA, relation=ADD) == max(alone)
     with_more = [account(Composed((Gaussian(4.0), part)), delta=DELTA, relation=ADD) for part in parts]
     assert account(Composed((Gaussian(4.0), Parallel(parts))), delta=DELTA, relation=ADD) == max(with_more)
@@ -398,13 +401,13 @@ def test_parallel_costs_its_worst_part() -> None:
 
 def test_parallel_parts_that_another_covers_are_free() -> None:
     parties = tuple(fixed_size_gaussian(100 + k, 5, 4.0 + k, 30) for k in range(40))
-    event = Composed((PerParty(parties), PerParty(parties), Repeated(PerParty(parties), 3)))
+    event = Composed((MaxOverParties(parties), MaxOverParties(parties), Repeated(MaxOverParties(parties), 3)))
     worst = Composed((parties[0], parties[0], Repeated(parties[0], 3)))
     assert prove(event, delta=DELTA, relation=REPLACE) == prove(worst, delta=DELTA, relation=REPLACE)
 
 
 def test_repeated_parallel_tries_every_choice_or_takes_curves() -> None:
-    parts = Parallel((Poisson(0.5, Gaussian(5.0)), Poisson(0.05, Gaussian(0.9))))
+    parts = Parallel((PoissonSampled(0.5, Gaussian(5.0)), PoissonSampled(0.05, Gaussian(0.9))))
     choices = [
         account(Composed((*[parts.parts[0]] * k, *[parts.parts[1]] * (4 - k))), delta=DELTA, relation=ADD)
         for k in range(5)
@@ -413,7 +416,7 @@ def test_repeated_parallel_tries_every_choice_or_takes_curves() -> None:
     many = prove(Repeated(parts, 400), delta=DELTA, relation=ADD)
     assert many.accountant == "rdp"
     assert many.epsilon >= account(Repeated(parts.parts[0], 400), delta=DELTA, relation=ADD)
-    rounds = RandomRound(parts, ((2, 0.5), (4, 0.5)))
+    rounds = RandomNumberOfReleases(parts, ((2, 0.5), (4, 0.5)))
     assert prove(rounds, delta=DELTA, relation=ADD).accountant == "rdp"
     selected = RepeatAndSelect(Parallel((Gaussian(30.0), Pure(0.01, Relation.ADD_REMOVE))), 5.0)
     assert account(selected, delta=DELTA, relation=ADD) == pytest.approx(
@@ -423,35 +426,37 @@ def test_repeated_parallel_tries_every_choice_or_takes_curves() -> None:
 
 def test_random_rounds_mix_profiles_by_every_accountant() -> None:
     law = ((10, 0.25), (40, 0.5), (90, 0.25))
-    inner = Poisson(0.1, Gaussian(2.0))
-    mixed = RandomRound(inner, law)
+    inner = PoissonSampled(0.1, Gaussian(2.0))
+    mixed = RandomNumberOfReleases(inner, law)
     expected = sum(w * delta_of(Repeated(inner, k), epsilon=1.0, relation=ADD) for k, w in law)
     assert delta_of(mixed, epsilon=1.0, relation=ADD) == pytest.approx(expected, rel=1e-3)
     other = poisson_gaussian(0.02, 1.0, 30)
     expected = sum(w * delta_of(Composed((other, Repeated(inner, k))), epsilon=1.0, relation=ADD) for k, w in law)
     assert delta_of(Composed((mixed, other)), epsilon=1.0, relation=ADD) == pytest.approx(expected, rel=1e-3)
-    for event in (mixed, Repeated(mixed, 2), RandomRound(Gaussian(20.0), law), Composed((mixed, mixed))):
+    for event in (mixed, Repeated(mixed, 2), RandomNumberOfReleases(Gaussian(20.0), law), Composed((mixed, mixed))):
         pld = account(event, delta=DELTA, relation=ADD, accountant="pld")
         assert account(event, delta=DELTA, relation=ADD) <= pld
         assert pld <= account(event, delta=DELTA, relation=ADD, accountant="rdp")
-    exact = account(RandomRound(Gaussian(20.0), law), delta=DELTA, relation=ADD)
-    assert account(RandomRound(Gaussian(20.0), law), delta=DELTA, relation=ADD, accountant="pld") == pytest.approx(
-        exact
-    )
+    exact = account(RandomNumberOfReleases(Gaussian(20.0), law), delta=DELTA, relation=ADD)
+    assert account(
+        RandomNumberOfReleases(Gaussian(20.0), law), delta=DELTA, relation=ADD, accountant="pld"
+    ) == pytest.approx(exact)
     last = account(gaussian(20.0, 90), delta=DELTA, relation=ADD, accountant="zcdp")
-    assert account(RandomRound(Gaussian(20.0), law), delta=DELTA, relation=ADD, accountant="zcdp") == last
-    nested = RandomRound(RandomRound(Gaussian(50.0), law), ((1, 0.5), (2, 0.5)))
+    assert (
+        account(RandomNumberOfReleases(Gaussian(20.0), law), delta=DELTA, relation=ADD, accountant="zcdp") == last
+    )
+    nested = RandomNumberOfReleases(RandomNumberOfReleases(Gaussian(50.0), law), ((1, 0.5), (2, 0.5)))
     assert prove(nested, delta=DELTA, relation=ADD).accountant == "pld"
-    both = Composed((RandomRound(Gaussian(50.0), law), RandomRound(Gaussian(60.0), law)))
+    both = Composed((RandomNumberOfReleases(Gaussian(50.0), law), RandomNumberOfReleases(Gaussian(60.0), law)))
     assert prove(both, delta=DELTA, relation=ADD).accountant == "gaussian-exact"
-    many = Composed((RandomRound(Gaussian(90.0), tuple((k, 1 / 200) for k in range(200))),) * 2)
+    many = Composed((RandomNumberOfReleases(Gaussian(90.0), tuple((k, 1 / 200) for k in range(200))),) * 2)
     assert prove(many, delta=DELTA, relation=ADD).accountant == "pld"
-    assert account(RandomRound(Gaussian(1.0), ((0, 1.0),)), delta=DELTA, relation=ADD) == 0.0
+    assert account(RandomNumberOfReleases(Gaussian(1.0), ((0, 1.0),)), delta=DELTA, relation=ADD) == 0.0
 
 
 def test_slack_adds_to_delta() -> None:
     core = poisson_gaussian(0.01, 1.0, 100)
-    event = Composed((core, Slack(1e-9), Repeated(Slack(1e-10), 10)))
+    event = Composed((core, TotalVariationSlack(1e-9), Repeated(TotalVariationSlack(1e-10), 10)))
     epsilon = account(event, delta=DELTA, relation=ADD)
     spent = delta_of(core, epsilon=epsilon, relation=ADD) + (1 + math.exp(epsilon)) * 2e-9
     assert spent == pytest.approx(DELTA, rel=1e-4)
@@ -460,10 +465,15 @@ def test_slack_adds_to_delta() -> None:
     assert delta_of(event, epsilon=1.0, relation=ADD) == pytest.approx(
         delta_of(core, epsilon=1.0, relation=ADD) + (1 + math.e) * 2e-9
     )
-    assert account(Slack(1e-6), delta=DELTA, relation=ADD) == 0.0
-    spread = Parallel((Poisson(0.5, Composed((Gaussian(9.0), Slack(1e-9)))), RepeatAndSelect(Slack(1e-9), 5.0)))
-    assert delta_of(RandomRound(spread, ((1, 1.0),)), epsilon=3.0, relation=ADD) < 1e-6
-    for hopeless in (Slack(DELTA), Composed((core, Slack(4e-6)))):
+    assert account(TotalVariationSlack(1e-6), delta=DELTA, relation=ADD) == 0.0
+    spread = Parallel(
+        (
+            PoissonSampled(0.5, Composed((Gaussian(9.0), TotalVariationSlack(1e-9)))),
+            RepeatAndSelect(TotalVariationSlack(1e-9), 5.0),
+        )
+    )
+    assert delta_of(RandomNumberOfReleases(spread, ((1, 1.0),)), epsilon=3.0, relation=ADD) < 1e-6
+    for hopeless in (TotalVariationSlack(DELTA), Composed((core, TotalVariationSlack(4e-6)))):
         with pytest.raises(UnprovableError, match="total variation"):
             account(hopeless, delta=DELTA, relation=ADD)
 
@@ -472,15 +482,15 @@ def test_slack_adds_to_delta() -> None:
     ("event", "relation", "message"),
     [
         (fixed_size_gaussian(100, 10, 1.0, 5), ADD, r"FixedSize.*use the relation replace-one, or Poisson"),
-        (Poisson(0.1, Laplace(1.0)), REPLACE, r"Poisson.*use FixedSize, or the relation add-remove"),
-        (Poisson(0.1, gaussian(1.0, 2)), REPLACE, r"Poisson.*single Gaussian"),
-        (Poisson(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), ADD, r"ZCDP.*; and Poisson"),
-        (Poisson(0.1, Repeated(Laplace(1.0), 2)), ADD, r"sample anew"),
+        (PoissonSampled(0.1, Laplace(1.0)), REPLACE, r"Poisson.*use FixedSize, or the relation add-remove"),
+        (PoissonSampled(0.1, gaussian(1.0, 2)), REPLACE, r"Poisson.*single Gaussian"),
+        (PoissonSampled(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), ADD, r"ZCDP.*; and Poisson"),
+        (PoissonSampled(0.1, Repeated(Laplace(1.0), 2)), ADD, r"sample anew"),
         (Pure(1.0, Relation.REPLACE_ONE), ADD, r"Pure.*proved under replace-one, not under add-remove"),
         (Repeated(ZCDP(1.0, Relation.ADD_REMOVE), 3), REPLACE, r"ZCDP.*proved under add-remove"),
-        (Poisson(0.1, Repeated(Laplace(1.0), 2)), REPLACE, r"Poisson"),
-        (FixedSize(9, 3, Pure(2000.0, Relation.REPLACE_ONE)), REPLACE, r"use a larger noise multiplier"),
-        (Repeated(Poisson(0.1, Repeated(Parallel((Laplace(1.0), Gaussian(1.0))), 999)), 9), ADD, r"Poisson"),
+        (PoissonSampled(0.1, Repeated(Laplace(1.0), 2)), REPLACE, r"Poisson"),
+        (FixedSizeSampled(9, 3, Pure(2000.0, Relation.REPLACE_ONE)), REPLACE, r"use a larger noise multiplier"),
+        (Repeated(PoissonSampled(0.1, Repeated(Parallel((Laplace(1.0), Gaussian(1.0))), 999)), 9), ADD, r"Poisson"),
     ],
 )
 def test_what_nobody_can_prove_is_refused_by_name(event: Event, relation: str, message: str) -> None:
@@ -490,9 +500,9 @@ def test_what_nobody_can_prove_is_refused_by_name(event: Event, relation: str, m
 
 def test_mu_of_refuses_what_is_not_one_gaussian() -> None:
     with pytest.raises(UnprovableError, match="un-sampled"):
-        mu_of(poisson_gaussian(0.1, 1.0), relation=ADD)
+        gdp_mu(poisson_gaussian(0.1, 1.0), relation=ADD)
     with pytest.raises(UnprovableError, match="mixture"):
-        mu_of(RandomRound(Gaussian(1.0), ((1, 0.5), (2, 0.5))), relation=ADD)
+        gdp_mu(RandomNumberOfReleases(Gaussian(1.0), ((1, 0.5), (2, 0.5))), relation=ADD)
 
 
 @pytest.mark.parametrize(
@@ -553,7 +563,7 @@ def test_what_decides_about_the_rest_is_added_by_basic_composition() -> None:
     with pytest.raises(UnprovableError, match="proved under"):
         account(both, delta=1e-5, relation="replace-one")
     with pytest.raises(UnprovableError, match="before them"):
-        account(Poisson(0.1, Composed((first, Gaussian(1.0)))), delta=1e-5, relation="add-remove")
+        account(PoissonSampled(0.1, Composed((first, Gaussian(1.0)))), delta=1e-5, relation="add-remove")
     assert account(Repeated(first, 3), delta=1e-5, relation="add-remove") == pytest.approx(0.03)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from quietgrad.privacy import pld_accountant
-from quietgrad.privacy.accounting import account, bound, delta_of, prove
+from quietgrad.privacy.accounting import account, delta_of, prove, prove_or_infinite
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import (
@@ -19,14 +19,14 @@ from quietgrad.privacy.events import (
     Event,
     Gaussian,
     Laplace,
-    Poisson,
+    PoissonSampled,
     Pure,
-    RandomRound,
+    RandomNumberOfReleases,
     Repeated,
     poisson_gaussian,
 )
-from quietgrad.privacy.loss_distribution import LossGrid
-from quietgrad.privacy.pld_accountant import chernoff, compose, transform_error
+from quietgrad.privacy.loss_distribution import DiscretizedPLD
+from quietgrad.privacy.pld_accountant import chernoff, compose_tilted, transform_error
 
 ADD = "add-remove"
 Floats = npt.NDArray[np.float64]
@@ -80,12 +80,12 @@ def test_tilted_masses_are_upper_bounds_of_the_exact_ones(mass: list[float], sha
     """30 releases convolved in 60 digits; every mass of the window, 10⁻⁴⁰ ones included."""
     leaf: Event = Gaussian(1.0)
     step, times, first = 0.1, 30, -2
-    grid = LossGrid(step, first, np.array(mass), 0.0)
+    grid = DiscretizedPLD(step, first, np.array(mass), 0.0)
     deviation = math.sqrt(times * grid.variance)
     releases, grids = {leaf: times}, {leaf: grid}
     bounds = chernoff(releases, grids, deviation, 1e-30)
     tilt = share * bounds.tilt(bounds.high * 0.7)
-    found = compose(releases, releases, grids, bounds, tilt, tail=1e-30, one_tail=1e-32)
+    found = compose_tilted(releases, releases, grids, bounds, tilt, tail=1e-30, one_tail=1e-32)
     with mpmath.workdps(60):
         exact = exact_sum(mass, times)
         for i, value in enumerate(exact):
@@ -144,7 +144,7 @@ def test_millions_of_randomised_responses_reach_the_binomial(
 ) -> None:
     """Each loss has two values, sampled or not, so their sum is binomial in both orders of the neighbours."""
     single: Event = Pure(pure, Relation.ADD_REMOVE)
-    event = Repeated(single if rate is None else Poisson(rate, single), steps)
+    event = Repeated(single if rate is None else PoissonSampled(rate, single), steps)
     found = account(event, delta=delta, relation=ADD, accountant="pld")
     q, odds = rate or 1.0, math.exp(pure)
     up, down = math.log1p(q * (odds - 1)), math.log1p(q * (1 / odds - 1))
@@ -166,7 +166,9 @@ def test_delta_at_a_given_epsilon_is_right_far_below_the_rounding_of_one() -> No
 
 def test_random_rounds_and_mixtures_are_tilted_alike() -> None:
     """Every kind of composition at a δ where sums are tilted: above its largest part, below twice the whole."""
-    rounds = RandomRound(Poisson(0.01, Gaussian(1.5)), ((5_000, 0.5), (20_000, 0.3), (40_000, 0.2)))
+    rounds = RandomNumberOfReleases(
+        PoissonSampled(0.01, Gaussian(1.5)), ((5_000, 0.5), (20_000, 0.3), (40_000, 0.2))
+    )
     parts: tuple[Event, ...] = (rounds, poisson_gaussian(0.002, 1.0, 30_000), Repeated(Laplace(400.0), 50))
     together, worst = Composed(parts), Composed((poisson_gaussian(0.01, 1.5, 40_000), *parts[1:]))
     for delta in (1e-11, 1e-14):
@@ -181,17 +183,17 @@ def test_where_rounding_does_not_matter_nothing_is_tilted(monkeypatch: pytest.Mo
     """One sum per order of the neighbours, as quick as ever; and it agrees with a tilted one."""
     tilts: list[float] = []
 
-    def spy(*arguments: object, **options: object) -> LossGrid:
+    def spy(*arguments: object, **options: object) -> DiscretizedPLD:
         tilts.append(float(arguments[4]))  # type: ignore[arg-type]
-        return compose(*arguments, **options)  # type: ignore[arg-type]
+        return compose_tilted(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pld_accountant, "compose", spy)
-    bound.cache_clear()
+    prove_or_infinite.cache_clear()
     event = poisson_gaussian(0.01, 1.1, 1000)
     plain = account(event, delta=1e-6, relation=ADD)
     assert tilts == [0.0, 0.0]
     monkeypatch.setattr(pld_accountant, "_PER_RELEASE", 1e-10)
-    bound.cache_clear()
+    prove_or_infinite.cache_clear()
     assert account(event, delta=1e-6, relation=ADD) == pytest.approx(plain, rel=1e-6)
-    bound.cache_clear()
+    prove_or_infinite.cache_clear()
     assert max(tilts) > 0.0

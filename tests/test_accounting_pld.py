@@ -18,10 +18,10 @@ from quietgrad.privacy.closed_form_accountants import gaussian_delta, gaussian_e
 from quietgrad.privacy.events import (
     Composed,
     Event,
-    FixedSize,
+    FixedSizeSampled,
     Gaussian,
     Laplace,
-    Poisson,
+    PoissonSampled,
     Pure,
     Repeated,
     fixed_size_gaussian,
@@ -29,20 +29,20 @@ from quietgrad.privacy.events import (
     poisson_gaussian,
 )
 from quietgrad.privacy.loss_distribution import (
+    DiscretizedPLD,
+    DominatingPair,
     FixedSizePair,
     GaussianPair,
     LaplacePair,
-    LossGrid,
-    Pair,
     PoissonPair,
     PoissonReplacePair,
     PurePair,
-    discretise,
+    discretize_pair,
 )
 from quietgrad.privacy.pld_accountant import pld_profile
 
 ADD, REPLACE = "add-remove", "replace-one"
-PAIRS: list[Pair] = [
+PAIRS: list[DominatingPair] = [
     GaussianPair(0.01),
     GaussianPair(3.0),
     LaplacePair(0.7),
@@ -59,8 +59,8 @@ PAIRS: list[Pair] = [
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("step", [1e-2, 1e-3])
-def test_rounded_pairs_keep_both_masses_and_dominate(pair: Pair, step: float) -> None:
-    grid = discretise(pair, step, 1e-12)
+def test_rounded_pairs_keep_both_masses_and_dominate(pair: DominatingPair, step: float) -> None:
+    grid = discretize_pair(pair, step, 1e-12)
     assert np.all(grid.mass >= 0)
     assert grid.mass.sum() + grid.infinite == pytest.approx(1.0, abs=1e-13)
     turned = grid.reversed()
@@ -100,7 +100,7 @@ def test_no_triple_of_batches_exceeds_the_fixed_size_profile(seed: int, rate: fl
     absent, cell = density(np.zeros(2)), (axis[1] - axis[0]) ** 2
     here, there = ((1 - rate) * absent + rate * density(point) for point in points)
     n = 1000
-    event = FixedSize(n, round(rate * n), Gaussian(2 * s))
+    event = FixedSizeSampled(n, round(rate * n), Gaussian(2 * s))
     profile = pld_profile(event, Relation.REPLACE_ONE, 2.0, delta=1e-3)
     for epsilon in (0.0, 0.05, 0.2, 0.5):
         claimed = profile.delta(epsilon)
@@ -112,7 +112,7 @@ def test_no_triple_of_batches_exceeds_the_fixed_size_profile(seed: int, rate: fl
 @pytest.mark.parametrize(("rate", "z", "epsilon"), [(0.01, 2.0, 0.3), (0.2, 3.0, 0.05), (0.5, 1.0, 2.0)])
 def test_one_fixed_size_release_equals_amplification_by_subsampling(rate: float, z: float, epsilon: float) -> None:
     """T = 1: δ(ε) = q δ₀(log(1 + (e^ε − 1)/q)) (Balle, Barthe, Gaboardi 2018, Thm. 11)."""
-    event = FixedSize(1000, round(1000 * rate), Gaussian(z))
+    event = FixedSizeSampled(1000, round(1000 * rate), Gaussian(z))
     expected = rate * gaussian_delta(2 / z, math.log1p(math.expm1(epsilon) / rate))
     assert delta_of(event, epsilon=epsilon, relation=REPLACE) == pytest.approx(expected, rel=1e-5)
 
@@ -124,7 +124,7 @@ def normal(x: mpmath.mpf, mean: float, s: float) -> mpmath.mpf:
 @pytest.mark.parametrize(("rate", "z", "epsilon"), [(0.02, 1.0, 0.2), (0.3, 2.5, 0.5), (0.001, 0.7, 0.01)])
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 def test_poisson_profile_equals_quadrature(rate: float, z: float, epsilon: float, relation: str) -> None:
-    """One Poisson-sampled Gaussian: the worse order of the two densities, integrated by mpmath."""
+    """One PoissonSampled-sampled Gaussian: the worse order of the two densities, integrated by mpmath."""
     with mpmath.workdps(16):
 
         def mixture(x: mpmath.mpf, mean: float) -> mpmath.mpf:
@@ -144,7 +144,7 @@ def test_poisson_profile_equals_quadrature(rate: float, z: float, epsilon: float
         else:
             orders = [(lambda x: mixture(x, 1.0), lambda x: mixture(x, -1.0))]
         exact = max(stick(p, q) for p, q in orders)
-    assert delta_of(Poisson(rate, Gaussian(z)), epsilon=epsilon, relation=relation) == pytest.approx(
+    assert delta_of(PoissonSampled(rate, Gaussian(z)), epsilon=epsilon, relation=relation) == pytest.approx(
         exact, rel=3e-4
     )
 
@@ -174,7 +174,7 @@ def test_a_finer_grid_is_tighter_and_a_coarser_one_stays_valid() -> None:
 
 def test_the_step_follows_losses_smaller_than_expected() -> None:
     """Few of a pure release's samples matter, so its losses spread less than the first guess of the step."""
-    event = Repeated(Poisson(1e-4, Pure(2.5, Relation.ADD_REMOVE)), 100)
+    event = Repeated(PoissonSampled(1e-4, Pure(2.5, Relation.ADD_REMOVE)), 100)
     fine = pld_profile(event, Relation.ADD_REMOVE, 1.0, delta=1e-5, step=2e-6).epsilon(1e-5)
     assert account(event, delta=1e-5, relation=ADD) == pytest.approx(fine, rel=2e-3)
 
@@ -208,20 +208,20 @@ def test_tiny_delta_stays_with_the_losses_and_beats_the_curves(
 
 
 def test_too_little_noise_has_no_finite_epsilon_on_the_grid() -> None:
-    profile = pld_profile(Poisson(0.5, Gaussian(0.01)), Relation.ADD_REMOVE, 1.0, delta=1e-5)
+    profile = pld_profile(PoissonSampled(0.5, Gaussian(0.01)), Relation.ADD_REMOVE, 1.0, delta=1e-5)
     assert profile.epsilon(1e-5) == math.inf
-    assert prove(Poisson(0.5, Gaussian(0.01)), delta=1e-5, relation=ADD).accountant == "rdp"
+    assert prove(PoissonSampled(0.5, Gaussian(0.01)), delta=1e-5, relation=ADD).accountant == "rdp"
 
 
 def test_epsilon_and_delta_of_a_grid_invert_each_other() -> None:
-    grid = LossGrid(0.1, -2, np.array([0.1, 0.1, 0.2, 0.3, 0.2, 0.09]), 0.01)
+    grid = DiscretizedPLD(0.1, -2, np.array([0.1, 0.1, 0.2, 0.3, 0.2, 0.09]), 0.01)
     for delta in (0.011, 0.02, 0.05, 0.08):
         epsilon = grid.epsilon(delta)
         assert epsilon > 0
         assert grid.delta(epsilon) == pytest.approx(delta)
     assert grid.epsilon(0.5) == 0.0
     assert grid.epsilon(0.01) == math.inf
-    above = LossGrid(0.1, 3, np.array([0.5, 0.5]), 0.0)  # no loss below 0.3
+    above = DiscretizedPLD(0.1, 3, np.array([0.5, 0.5]), 0.0)  # no loss below 0.3
     assert above.delta(above.epsilon(0.2)) == pytest.approx(0.2)
 
 
@@ -231,7 +231,7 @@ def test_mixed_releases_share_one_grid() -> None:
         Gaussian(8.0),
         Repeated(Laplace(20.0), 4),
         Pure(0.1, Relation.ADD_REMOVE),
-        Poisson(0.05, Pure(0.5, Relation.ADD_REMOVE)),
+        PoissonSampled(0.05, Pure(0.5, Relation.ADD_REMOVE)),
     )
     together = account(Composed(parts), delta=1e-5, relation=ADD)
     assert together == pytest.approx(account(Composed(parts[::-1]), delta=1e-5, relation=ADD), rel=1e-9)
@@ -241,7 +241,7 @@ def test_mixed_releases_share_one_grid() -> None:
 
 def test_fixed_size_takes_pure_releases_too() -> None:
     """One ε₀-DP release on a q-sample is log(1 + q(e^{ε₀} − 1))-DP under replace-one."""
-    event = FixedSize(10, 2, Pure(1.0, Relation.REPLACE_ONE))
+    event = FixedSizeSampled(10, 2, Pure(1.0, Relation.REPLACE_ONE))
     amplified = math.log1p(0.2 * math.expm1(1.0))
     assert delta_of(event, epsilon=amplified + 1e-4, relation=REPLACE) < 1e-12
     assert account(event, delta=1e-9, relation=REPLACE) == pytest.approx(amplified, rel=1e-3)

@@ -29,15 +29,15 @@ from quietgrad.objectives.base import Gradient
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import delta_of
-from quietgrad.privacy.banded import Banded
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.banded import BandedToeplitzNoise
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import GaussianNoise, from_json
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.report.certificate import certify_run
-from quietgrad.sampling import FullBatch, Poisson, PoissonTurns, SinglePass, Turns
-from quietgrad.sampling.samplers import CoinSampler
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, SinglePass
+from quietgrad.sampling.samplers import BernoulliSubsampler
 from tests.common import interrupted, objective, problem, resumed, spent_after
 
 Floats = npt.NDArray[np.float64]
@@ -89,14 +89,14 @@ EPSILONS = (0.5, 1.0, 2.0)
 
 
 def claim(windows: int, rate: float, epsilon: float, relation: qg.Relation = ADD, z: float = Z) -> float:
-    event = events.repeated(events.Poisson(rate, events.Gaussian(z)), windows)
+    event = events.repeated(events.PoissonSampled(rate, events.Gaussian(z)), windows)
     return delta_of(event, epsilon=epsilon, relation=relation)
 
 
 @pytest.mark.parametrize("bands", [2, 4])
 @pytest.mark.parametrize("epsilon", EPSILONS)
 def test_a_record_leaks_what_is_claimed_and_no_more(bands: int, epsilon: float) -> None:
-    mechanism = Banded.made(T, bands)
+    mechanism = BandedToeplitzNoise.made(T, bands)
     S = matrix(mechanism.column, T)
     for first in (0, bands - 1):
         found, error = leaked(S, list(range(first, T, bands)), RATE, Z * mechanism.factor, epsilon)
@@ -110,8 +110,8 @@ def test_a_record_leaks_what_is_claimed_and_no_more(bands: int, epsilon: float) 
 
 @pytest.mark.parametrize("epsilon", EPSILONS)
 def test_broken_variants_leak_more_than_they_claim(epsilon: float) -> None:
-    four, two = Banded.made(T, 4), Banded.made(T, 2)
-    dense = Banded.made(T, T)
+    four, two = BandedToeplitzNoise.made(T, 4), BandedToeplitzNoise.made(T, 2)
+    dense = BandedToeplitzNoise.made(T, T)
     variants = {
         "four bands in two cohorts": (four, [0, 2, 4, 6], RATE, claim(4, RATE, epsilon)),
         "the whole square root in two cohorts": (dense, [0, 2, 4, 6], RATE, claim(4, RATE, epsilon)),
@@ -137,7 +137,7 @@ MOVES: dict[str, Any] = {
 @pytest.mark.parametrize("name", MOVES)
 def test_no_adaptive_record_gets_more(name: str) -> None:
     """What a record gives to its next turn follows from what was released before, and stays within the claim."""
-    mechanism, rng, N = Banded.made(12, 4), np.random.default_rng(3), 60_000
+    mechanism, rng, N = BandedToeplitzNoise.made(12, 4), np.random.default_rng(3), 60_000
     c, sigma = np.array(mechanism.column), Z * mechanism.factor
     loss, last = np.zeros(N), np.zeros(N)
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_no_adaptive_record_gets_more(name: str) -> None:
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 def test_a_record_is_drawn_in_its_turns_only_and_at_the_rate(relation: qg.Relation) -> None:
     n, cohorts, rate, rounds = 4000, 4, 0.25, 50
-    sampler = PoissonTurns(cohorts, rate, relation).sampler(n, SecureStream(KEY, "batches"))
+    sampler = CyclicPoisson(cohorts, rate, relation).sampler(n, SecureStream(KEY, "batches"))
     drawn = np.zeros((cohorts * rounds, n), bool)
     for i in range(cohorts * rounds):
         drawn[i, sampler.batch(i)] = True
@@ -170,37 +170,39 @@ def test_a_record_is_drawn_in_its_turns_only_and_at_the_rate(relation: qg.Relati
     together = drawn[:cohorts].any(axis=0)
     again = drawn[cohorts : 2 * cohorts].any(axis=0)
     assert abs((together & again).mean() - rate**2) < 6 * math.sqrt(rate**2 / n)
-    assert PoissonTurns(cohorts, rate).expected_batch(n) == 250.0
+    assert CyclicPoisson(cohorts, rate).expected_batch(n) == 250.0
 
 
 def test_a_scan_draws_the_same_records_and_a_coin_is_not_that_of_the_cohort() -> None:
     stream = SecureStream(KEY, "batches")
-    sampling = PoissonTurns(4, 0.3, ADD)
+    sampling = CyclicPoisson(4, 0.3, ADD)
     listed, scanned = sampling.sampler(999, stream), sampling.scanning(999, stream)
     for i in (0, 3, 17):
         assert np.array_equal(np.asarray(listed.batch(i)), np.asarray(scanned.batch(i)))
-    whole = PoissonTurns(4, 1.0, ADD).sampler(999, stream)
-    assert np.array_equal(np.asarray(whole.batch(2)), np.asarray(Turns(4, ADD).sampler(999, stream).batch(2)))
+    whole = CyclicPoisson(4, 1.0, ADD).sampler(999, stream)
+    assert np.array_equal(
+        np.asarray(whole.batch(2)), np.asarray(CyclicCohorts(4, ADD).sampler(999, stream).batch(2))
+    )
     # Cohorts are where the words of block 0 fall; coins of block 0 would draw all of a cohort or nobody.
     sizes = [len(np.asarray(listed.batch(i))) for i in range(4)]
     assert all(40 < size < 115 for size in sizes)
-    assert PoissonTurns(4, 1.0).event(events.Gaussian(2.0), 8) == events.Repeated(events.Gaussian(2.0), 2)
+    assert CyclicPoisson(4, 1.0).event(events.Gaussian(2.0), 8) == events.Repeated(events.Gaussian(2.0), 2)
 
 
 def test_sampling_as_json_and_in_words() -> None:
-    sampling = PoissonTurns(8, 0.1, ADD)
+    sampling = CyclicPoisson(8, 0.1, ADD)
     assert qg.sampling.from_json(json.loads(json.dumps(sampling.to_json()))) == sampling
     assert "8 cohorts" in sampling.describe()
     assert sampling.under(REPLACE).relation is REPLACE
     for cohorts, rate in ((1, 0.1), (4, 1.5), (4, math.nan)):
         with pytest.raises(ValueError):
-            PoissonTurns(cohorts, rate)
+            CyclicPoisson(cohorts, rate)
 
 
 # --- the law of the noise -------------------------------------------------------------------------------------
 
 
-def heard(mechanism: Banded, dim: int = 6000) -> Floats:
+def heard(mechanism: BandedToeplitzNoise, dim: int = 6000) -> Floats:
     source = mechanism.source(KEY, "law", mechanism.releases)
     out = np.zeros((mechanism.releases, dim))
     for k in range(mechanism.releases):
@@ -217,7 +219,7 @@ def white(z: Floats) -> bool:
 
 @pytest.mark.parametrize("bands", [2, 3, 5, 12])
 def test_the_innovations_are_white_and_the_releases_are_not(bands: int) -> None:
-    mechanism = Banded.made(12, bands)
+    mechanism = BandedToeplitzNoise.made(12, bands)
     released = heard(mechanism)
     scale = 2.0 * 0.5 * math.sqrt(math.fsum(c * c for c in mechanism.column))
     assert white(matrix(mechanism.column, 12) @ released / scale)
@@ -230,7 +232,7 @@ def test_the_innovations_are_white_and_the_releases_are_not(bands: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 5, 37, 63])
 def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
-    mechanism = Banded.made(64, 6)
+    mechanism = BandedToeplitzNoise.made(64, 6)
     on = mechanism.rows(KEY, "r")
     kept = [on.row(i, 5) for i in range(64)]
     again = mechanism.rows(KEY, "r")
@@ -240,20 +242,24 @@ def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
 
 
 def test_sums_of_releases_lose_noise() -> None:
-    one, banded = (np.cumsum(heard(m, 500), axis=0) for m in (Banded(256, (1.0, 1e-9)), Banded.made(256, 16)))
+    one, banded = (
+        np.cumsum(heard(m, 500), axis=0)
+        for m in (BandedToeplitzNoise(256, (1.0, 1e-9)), BandedToeplitzNoise.made(256, 16))
+    )
     gain = float(np.sqrt(np.mean(one**2) / np.mean(banded**2)))
-    inverse = np.cumsum(np.linalg.inv(matrix(Banded.made(256, 16).column, 256)), axis=0)
+    inverse = np.cumsum(np.linalg.inv(matrix(BandedToeplitzNoise.made(256, 16).column, 256)), axis=0)
     expected = (
-        math.sqrt(np.mean(np.arange(1, 257)) / np.mean((inverse**2).sum(axis=1))) / Banded.made(256, 16).factor
+        math.sqrt(np.mean(np.arange(1, 257)) / np.mean((inverse**2).sum(axis=1)))
+        / BandedToeplitzNoise.made(256, 16).factor
     )
     assert gain == pytest.approx(expected, rel=0.05)
     assert gain > 2.0
 
 
 def test_an_audit_hears_noise_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    mechanism = Banded.made(256, 8)
+    mechanism = BandedToeplitzNoise.made(256, 8)
     assert {finding.verdict for finding in probe_mechanism(mechanism, seed=0)} == {"pass"}
-    monkeypatch.setattr(Banded, "factor", 1.0)
+    monkeypatch.setattr(BandedToeplitzNoise, "factor", 1.0)
     assert "violation" in {finding.verdict for finding in probe_mechanism(mechanism, seed=0)}
 
 
@@ -279,7 +285,7 @@ def test_a_record_moves_one_window_for_each_coin_by_what_is_claimed(relation: st
     beside = (X[:-1], y[:-1]) if relation == "add-remove" else (other, y)
     moved = transcript(plan, X, y) - transcript(plan, *beside)  # noise of one key cancels
     mechanism = plan.schedule.slots[0].mechanism
-    assert isinstance(mechanism, Banded)
+    assert isinstance(mechanism, BandedToeplitzNoise)
     (turns,) = np.nonzero(np.abs(moved).max(axis=1))
     assert len({t % 4 for t in turns.tolist()}) == 1
     assert 0 < len(turns) < 16  # 16 coins of probability 0.2: all or none once in 30
@@ -288,14 +294,14 @@ def test_a_record_moves_one_window_for_each_coin_by_what_is_claimed(relation: st
         size = float(np.linalg.norm(rows[window : window + 4]))
         assert size <= times / plan.noise_multiplier * (1 + 1e-5)  # but for the rounding that C pays for
         assert (size > 0) == (window in turns)
-    assert plan.event == events.Repeated(events.Poisson(0.2, events.Gaussian(plan.noise_multiplier)), 16)
+    assert plan.event == events.Repeated(events.PoissonSampled(0.2, events.Gaussian(plan.noise_multiplier)), 16)
 
 
 def test_a_run_that_stops_early_pays_for_the_rounds_it_began(tmp_path: Path) -> None:
     plan, (X, y) = band_plan(), problem(300)
     for name, data_dependent in (("clock", False), ("looked", True)):
         spent = spent_after(plan, (X, y), 9, tmp_path / f"{name}.jsonl", data_dependent=data_dependent)
-        begun = events.repeated(events.Poisson(0.2, events.Gaussian(plan.noise_multiplier)), 3)
+        begun = events.repeated(events.PoissonSampled(0.2, events.Gaussian(plan.noise_multiplier)), 3)
         expected = plan.event if data_dependent else begun
         assert spent == pytest.approx(qg.account(expected, delta=1e-5, relation=ADD), rel=1e-9)
 
@@ -338,7 +344,7 @@ def test_a_run_goes_on_with_the_noise_it_began_with(tmp_path: Path) -> None:
 
 def test_nothing_is_asked_between_releases_that_belong_together() -> None:
     look = Slot("look", FullBatch(), 3, fixed=9.0)
-    slot = Slot("gradient", PoissonTurns(4, 0.2, ADD), 8, mechanism=Banded.made(8, 4))
+    slot = Slot("gradient", CyclicPoisson(4, 0.2, ADD), 8, mechanism=BandedToeplitzNoise.made(8, 4))
     X, y = problem(300)
     session = CentralCurator(Logistic(), (X, y)).open(Plan("p", {}, Schedule((look, slot)), 300, BUDGET, 5.0))
     query = Gradient(np.zeros(6), 1.0)
@@ -352,8 +358,8 @@ def test_nothing_is_asked_between_releases_that_belong_together() -> None:
 
 
 def test_samples_for_another_relation_than_the_promise_are_refused() -> None:
-    slot = Slot("gradient", PoissonTurns(4, 0.2), 8, mechanism=Banded.made(8, 4))
-    for sampling in (slot.sampling, Turns(4), SinglePass(80, 10)):
+    slot = Slot("gradient", CyclicPoisson(4, 0.2), 8, mechanism=BandedToeplitzNoise.made(8, 4))
+    for sampling in (slot.sampling, CyclicCohorts(4), SinglePass(80, 10)):
         schedule = Schedule((replace(slot, sampling=sampling),))
         with pytest.raises(ValueError, match="another relation"):
             Plan("p", {}, schedule, 300, BUDGET, 5.0)
@@ -365,7 +371,7 @@ def test_a_mechanism_names_its_kind() -> None:
         type("Quieter", (GaussianNoise,), {})
 
 
-@pytest.mark.parametrize("noise", [Banded.made(32, 3), Correlated.made(32, 8, 4)])
+@pytest.mark.parametrize("noise", [BandedToeplitzNoise.made(32, 3), BufferedToeplitzNoise.made(32, 8, 4)])
 def test_a_mechanism_made_by_hand_is_certified(noise: Any, tmp_path: Path) -> None:
     X, y = problem(300)
     method = qg.DPSGD(**{"steps": 32, "batch_size": 15, **BANDS, "noise": noise})
@@ -418,7 +424,7 @@ def test_every_first_order_method_takes_it(algorithm: Any) -> None:
     assert np.isfinite(result.params).all()
     rounds = -(-sum(result.privacy.releases.values()) // 4)
     z = result.privacy.noise_multiplier
-    assert result.privacy.events == events.repeated(events.Poisson(0.2, events.Gaussian(z)), rounds)
+    assert result.privacy.events == events.repeated(events.PoissonSampled(0.2, events.Gaussian(z)), rounds)
 
 
 # --- words and refusals ---------------------------------------------------------------------------------------
@@ -438,7 +444,10 @@ def test_words_say_what_is_one_release() -> None:
     assert "one of 4 cohorts" in certificate.releases[0].sampling
     assert "together one Gaussian release" in certificate.composition
     # Buffers are priced as if the coins were known, and turns have none.
-    for given in ({"noise": Correlated.made(32, 8, 4)}, {"sampling": "turns", "noise": Banded.made(32, 4)}):
+    for given in (
+        {"noise": BufferedToeplitzNoise.made(32, 8, 4)},
+        {"sampling": "turns", "noise": BandedToeplitzNoise.made(32, 4)},
+    ):
         method = qg.DPSGD(**{"steps": 32, "batch_size": 15, **BANDS, **given})
         certificate = certify_run(qg.minimize(objective(), (X, y), method, budget=BUDGET, n_public=300), None)
         assert certificate.releases[0].amplification == "none"
@@ -446,7 +455,7 @@ def test_words_say_what_is_one_release() -> None:
 
 
 def test_json_round_trip_and_hostile_coefficients() -> None:
-    mechanism = Banded.made(64, 4)
+    mechanism = BandedToeplitzNoise.made(64, 4)
     wire = json.loads(json.dumps(mechanism.to_json()))
     assert from_json(wire) == mechanism
     bad = (
@@ -467,7 +476,7 @@ def test_json_round_trip_and_hostile_coefficients() -> None:
         with pytest.raises(ValueError):
             from_json({**wire, **change})
     slot = json.loads(json.dumps(band_plan().schedule.slots[0].to_json()))
-    assert Slot.from_json(slot).mechanism == Banded.made(32, 4)
+    assert Slot.from_json(slot).mechanism == BandedToeplitzNoise.made(32, 4)
     for change in ({"releases": 31}, {"column": [1.0, 0.5, 0.4, 0.3, 0.2]}):
         with pytest.raises(ValueError, match="as many bands as cohorts"):
             Slot.from_json({**slot, "mechanism": {**slot["mechanism"], **change}})
@@ -478,10 +487,10 @@ def test_json_round_trip_and_hostile_coefficients() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"sampling": "poisson", "noise": Banded.made(32, 4), "cohorts": None}, "poisson-turns"),
-        ({"sampling": "full", "noise": Banded.made(32, 4), "cohorts": None}, "poisson-turns"),
-        ({"noise": Banded.made(31, 4)}, "as many bands as cohorts"),
-        ({"noise": Banded.made(32, 5)}, "as many bands as cohorts"),
+        ({"sampling": "poisson", "noise": BandedToeplitzNoise.made(32, 4), "cohorts": None}, "poisson-turns"),
+        ({"sampling": "full", "noise": BandedToeplitzNoise.made(32, 4), "cohorts": None}, "poisson-turns"),
+        ({"noise": BandedToeplitzNoise.made(31, 4)}, "as many bands as cohorts"),
+        ({"noise": BandedToeplitzNoise.made(32, 5)}, "as many bands as cohorts"),
         ({"cohorts": None}, "name the cohorts"),
         ({"cohorts": 1}, "must be"),
         ({"cohorts": 0}, "whole number"),
@@ -496,23 +505,23 @@ def test_refusals(settings: dict[str, Any], sentence: str) -> None:
 
 
 def test_bands_stand_alone_and_without_coins_cost_every_turn() -> None:
-    slot = Slot("a", PoissonTurns(4, 0.2), 32, mechanism=Banded.made(32, 4))
+    slot = Slot("a", CyclicPoisson(4, 0.2), 32, mechanism=BandedToeplitzNoise.made(32, 4))
     for others in ((Slot("b", FullBatch(), 3),), (replace(slot, name="b"),)):
         with pytest.raises(ValueError, match="one slot of a run"):
             Schedule((slot, *others))
     with pytest.raises(ValueError, match="one slot of a run"):
         Schedule((slot,), "filter")
-    turns = Slot("a", Turns(8), 32, mechanism=Banded.made(32, 4))
+    turns = Slot("a", CyclicCohorts(8), 32, mechanism=BandedToeplitzNoise.made(32, 4))
     assert turns.event(2.0, ADD) == events.Repeated(events.Gaussian(2.0), 4)
-    once = Slot("a", SinglePass(320, 10), 32, mechanism=Banded.made(32, 4))
+    once = Slot("a", SinglePass(320, 10), 32, mechanism=BandedToeplitzNoise.made(32, 4))
     assert once.event(2.0, ADD) == events.Parallel((events.Gaussian(2.0),))
     with pytest.raises(ValueError, match="bands"):
-        Slot("a", Poisson(0.1), 32, mechanism=Banded.made(32, 4))
+        Slot("a", Poisson(0.1), 32, mechanism=BandedToeplitzNoise.made(32, 4))
     # Buffers hear every turn at once: certain participation prices them, and coins are worth nothing to them.
-    buffers = Slot("a", PoissonTurns(4, 0.2), 32, mechanism=Correlated.made(32, 8, 4))
+    buffers = Slot("a", CyclicPoisson(4, 0.2), 32, mechanism=BufferedToeplitzNoise.made(32, 8, 4))
     assert buffers.event(2.0, ADD) == events.Gaussian(2.0)
     with pytest.raises(ValueError, match="2 to"):
-        Banded.made(10, 1)
+        BandedToeplitzNoise.made(10, 1)
 
 
 def test_parties_do_not_take_it() -> None:
@@ -523,7 +532,7 @@ def test_parties_do_not_take_it() -> None:
         algorithm = qg.DPSGD(steps=8, batch_size=15, **{**BANDS, "noise": noise})
         with pytest.raises(ValueError, match="one curator"):
             simulate(algorithm, Logistic(), parties, budget=BUDGET)
-    banded = qg.DPSGD(steps=8, sampling="turns", cohorts=4, noise=Banded.made(8, 4))
+    banded = qg.DPSGD(steps=8, sampling="turns", cohorts=4, noise=BandedToeplitzNoise.made(8, 4))
     with pytest.raises(ValueError, match="one curator"):
         simulate(banded, Logistic(), parties, budget=BUDGET)
 
@@ -536,12 +545,12 @@ def test_coins_are_thrown_for_each_release(monkeypatch: pytest.MonkeyPatch) -> N
         first, later = (set(np.asarray(sampler.batch(i)).tolist()) for i in (1, 5))
         return len(first & later) / len(first)
 
-    sampling = PoissonTurns(4, 0.2, ADD)
+    sampling = CyclicPoisson(4, 0.2, ADD)
     assert repeats(sampling.sampler(n, stream)) < 0.5
 
-    def broken(self: CoinSampler, i: int) -> npt.NDArray[np.int64]:
+    def broken(self: BernoulliSubsampler, i: int) -> npt.NDArray[np.int64]:
         return real(self, i % 4)
 
-    real = CoinSampler.batch
-    monkeypatch.setattr(CoinSampler, "batch", broken)
+    real = BernoulliSubsampler.batch
+    monkeypatch.setattr(BernoulliSubsampler, "batch", broken)
     assert repeats(sampling.sampler(n, stream)) == 1.0

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.privacy import calibration as disk
 from quietgrad.privacy import calibration as module
-from quietgrad.privacy.accounting import account, bound
+from quietgrad.privacy.accounting import account, prove_or_infinite
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.calibration import calibrate, calibrate_batch_size, calibrate_event, calibrate_steps
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
@@ -27,15 +27,15 @@ from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
-    FixedSize,
+    FixedSizeSampled,
     Gaussian,
     Laplace,
-    Poisson,
+    PoissonSampled,
     Pure,
-    RandomRound,
+    RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
-    Slack,
+    TotalVariationSlack,
     fixed_size_gaussian,
     gaussian,
     poisson_gaussian,
@@ -56,7 +56,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
     def counted(event: Event, delta: float, relation: Relation) -> Any:
         asked.append(event)
-        return bound(event, delta, relation)
+        return prove_or_infinite(event, delta, relation)
 
     monkeypatch.setattr(module, "bound", counted)
     return asked
@@ -89,9 +89,9 @@ def test_lands_on_the_safe_side_within_a_thousandth(budget: Budget, steps: int, 
     def event(z: float) -> Event:
         one: Event = Gaussian(z)
         if sampling == "fixed-size" and budget.relation is Relation.REPLACE_ONE:
-            one = FixedSize(500, max(1, round(500 * rate)), one)
+            one = FixedSizeSampled(500, max(1, round(500 * rate)), one)
         elif sampling == "poisson":
-            one = Poisson(rate, one)
+            one = PoissonSampled(rate, one)
         return Repeated(one, steps)
 
     z = calibrate_event(event, budget=budget, cache=False)
@@ -102,12 +102,12 @@ def test_lands_on_the_safe_side_within_a_thousandth(budget: Budget, steps: int, 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda z: Composed((Poisson(0.04, Gaussian(2 * z)), poisson_gaussian(0.01, z, 300))),
+        lambda z: Composed((PoissonSampled(0.04, Gaussian(2 * z)), poisson_gaussian(0.01, z, 300))),
         lambda z: Composed((Gaussian(z), Laplace(3 * z))),
-        lambda z: RandomRound(Poisson(0.02, Gaussian(z)), ((50, 0.5), (100, 0.5))),
+        lambda z: RandomNumberOfReleases(PoissonSampled(0.02, Gaussian(z)), ((50, 0.5), (100, 0.5))),
         lambda z: RepeatAndSelect(gaussian(z, 5), mean=4.0),
         lambda z: ZCDP(1 / z**2, Relation.ADD_REMOVE),
-        lambda z: Composed((gaussian(z, 9), Slack(1e-8))),
+        lambda z: Composed((gaussian(z, 9), TotalVariationSlack(1e-8))),
         lambda z: Composed((gaussian(z, 9), Pure(1.0, Relation.ADD_REMOVE))),
     ],
 )
@@ -298,8 +298,8 @@ def test_the_default_directory_is_below_home(monkeypatch: pytest.MonkeyPatch, tm
 def test_parallel_writers_leave_one_intact_entry() -> None:
     question = {"ask": "test"}
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: disk.remember(question, 1.25), range(200)))
-        answers = set(pool.map(lambda _: disk.recall(question), range(200)))
+        list(pool.map(lambda _: disk.store_calibration(question, 1.25), range(200)))
+        answers = set(pool.map(lambda _: disk.load_calibration(question), range(200)))
     assert answers == {1.25}
     assert len(entries()) == 1
 

@@ -30,8 +30,8 @@ from quietgrad.objectives.base import Gradient
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.correlated import Correlated
-from quietgrad.training.result import ADVERSARY, Result, statement
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
+from quietgrad.training.result import ADVERSARY, Result, privacy_statement
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 
@@ -416,9 +416,14 @@ def test_a_public_key_is_a_file_its_text_or_digits(
         (events.Laplace(3.0), REPLACE),
         (events.Composed((events.Laplace(9.0), events.Gaussian(3.0))), REPLACE),
         (events.Repeated(events.Pure(0.05, REPLACE), 40), REPLACE),
-        (events.RandomRound(events.Gaussian(20.0), ((10, 0.5), (20, 0.5))), ADD),
-        (events.PerParty((events.gaussian(9.0, 3), events.gaussian(8.0, 2))), ADD),
-        (events.Composed((events.gaussian(5.0, 10), events.Slack(1e-9), events.Failure(1e-7))), ADD),
+        (events.RandomNumberOfReleases(events.Gaussian(20.0), ((10, 0.5), (20, 0.5))), ADD),
+        (events.MaxOverParties((events.gaussian(9.0, 3), events.gaussian(8.0, 2))), ADD),
+        (
+            events.Composed(
+                (events.gaussian(5.0, 10), events.TotalVariationSlack(1e-9), events.FailureProbability(1e-7))
+            ),
+            ADD,
+        ),
         (events.RepeatAndSelect(events.gaussian(20.0), 10.0), ADD),
     ],
 )
@@ -433,13 +438,13 @@ def test_the_second_accountant_agrees(event: events.Event, relation: Relation) -
 @pytest.mark.parametrize(
     ("event", "relation", "why"),
     [
-        (events.Poisson(0.1, events.Composed((events.Gaussian(2.0), events.Laplace(2.0)))), ADD, "no rule"),
-        (events.Poisson(0.1, events.Laplace(2.0)), REPLACE, "no rule"),
+        (events.PoissonSampled(0.1, events.Composed((events.Gaussian(2.0), events.Laplace(2.0)))), ADD, "no rule"),
+        (events.PoissonSampled(0.1, events.Laplace(2.0)), REPLACE, "no rule"),
         (events.Pure(0.1, REPLACE), ADD, "proved under replace-one"),
         (events.gaussian(0.01), ADD, "so small"),
         (events.Gaussian(1e-18), ADD, ""),
         (events.Repeated(events.poisson_gaussian(1e-9, 1.0), 10**15), ADD, "releases"),
-        (events.Composed((events.Gaussian(2.0), events.Failure(0.5))), ADD, "use up δ"),
+        (events.Composed((events.Gaussian(2.0), events.FailureProbability(0.5))), ADD, "use up δ"),
     ],
 )
 def test_the_second_accountant_refuses_rather_than_guesses(
@@ -482,7 +487,7 @@ def test_correlated_noise_is_proved_twice_and_filters_and_bands_once(tmp_path: P
         assert (found.ok, found.accountants) == (True, accountants), found
         if accountants == 2:  # noise whose sensitivity is understated is not called proved twice
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Correlated, "factor", property(lambda self: 0.9 * self.sensitivity()))
+                patch.setattr(BufferedToeplitzNoise, "factor", property(lambda self: 0.9 * self.sensitivity()))
                 assert check(issue(tmp_path / str(k))).accountants < 2
 
 
@@ -672,7 +677,7 @@ def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
     session = curator.open(plan)
     for _ in range(6):
         session.release("stretch-0", Gradient(np.zeros(1), 1.0))
-    privacy = statement(session, session.close("steps"), "default", ())
+    privacy = privacy_statement(session, session.close("steps"), "default", ())
     assert str(privacy).endswith(f"proved by pld-poisson, {APART}")
     assert APART in plan.explain()
     details = {"run": "loop", "slots": plan.to_json()["slots"]}

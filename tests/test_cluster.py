@@ -162,7 +162,7 @@ def test_people_are_those_of_this_machine_and_lie_in_one_partition(client: Any, 
     import dask.dataframe as dd
     import pandas as pd
 
-    from quietgrad.objectives.people import of_people
+    from quietgrad.objectives.privacy_units import with_privacy_unit
 
     rng = np.random.default_rng(2)
     ids, X = np.sort(rng.integers(0, 90, 400)), rng.standard_normal((400, 2))
@@ -172,7 +172,7 @@ def test_people_are_those_of_this_machine_and_lie_in_one_partition(client: Any, 
     assert ids[99] == ids[100]
 
     def summed(table: Any, key: bytes = b"k" * 32) -> Any:
-        objective, data = of_people(qg.objectives.Logistic(), table, None, "mean", 2)
+        objective, data = with_privacy_unit(qg.objectives.Logistic(), table, None, "mean", 2)
         records = objective.prepare(data)
         out = np.zeros(2)
         records.answer(Gradient(np.ones(2), 0.5), Batch(records, None, key), out)

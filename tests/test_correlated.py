@@ -25,12 +25,12 @@ from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
-from quietgrad.privacy.correlated import BufferRows, Correlated
-from quietgrad.privacy.mechanisms import GaussianNoise, NoisyChoice, UnitNoise, from_json
+from quietgrad.privacy.correlated import BufferedToeplitzNoise, BufferedToeplitzRecurrence
+from quietgrad.privacy.mechanisms import ExponentialMechanism, GaussianNoise, StandardNormals, from_json
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.report.certificate import certify_run
-from quietgrad.sampling import FullBatch, SinglePass, Turns
+from quietgrad.sampling import CyclicCohorts, FullBatch, SinglePass
 from quietgrad.sampling.samplers import CohortSampler
 from tests.common import interrupted, objective, problem, resumed, spent_after
 
@@ -45,7 +45,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
 
 
-def matrix(mechanism: Correlated, count: int | None = None) -> Floats:
+def matrix(mechanism: BufferedToeplitzNoise, count: int | None = None) -> Floats:
     """S, entry by entry from the definition."""
     T = mechanism.releases if count is None else count
     S = np.eye(T)
@@ -93,7 +93,7 @@ def leaked(S: Floats, turns: list[int], sigma: float, move: Move, epsilon: float
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_no_adaptive_record_gets_more_than_one_gaussian(name: str) -> None:
     """Four turns of eight releases, contributions chosen by what was released: δ stays at or below the claim."""
-    mechanism, turns, z = Correlated.made(8, 4, 2), [0, 2, 4, 6], 1.2
+    mechanism, turns, z = BufferedToeplitzNoise.made(8, 4, 2), [0, 2, 4, 6], 1.2
     S = matrix(mechanism)
     for epsilon in (0.3, 1.0, 2.0):
         claim = gaussian_delta(1.0 / z, epsilon)
@@ -126,14 +126,14 @@ TURNS = [(1, 10), (2, 3), (3, 3), (4, 2), (2, 9)]
 
 @pytest.mark.parametrize(("k", "b"), TURNS)
 def test_the_sensitivity_is_what_enumeration_finds(k: int, b: int) -> None:
-    mechanism = Correlated.made(10, k, b)
+    mechanism = BufferedToeplitzNoise.made(10, k, b)
     most = attained(matrix(mechanism), k, b)
     assert most <= mechanism.sensitivity() * (1 + 1e-9)
     assert most >= mechanism.sensitivity() * (1 - 1e-9)
 
 
 def test_wrong_formulas_for_the_sensitivity_are_below_what_is_attained() -> None:
-    mechanism = Correlated.made(10, 3, 3)
+    mechanism = BufferedToeplitzNoise.made(10, 3, 3)
     most = attained(matrix(mechanism), 3, 3)
     norm = float(np.linalg.norm(mechanism.coefficients()))
     assert math.sqrt(3) * norm < 0.95 * most  # as if columns were orthogonal
@@ -148,7 +148,7 @@ def test_wrong_formulas_for_the_sensitivity_are_below_what_is_attained() -> None
 
 def test_contributions_of_any_direction_stay_within_the_sensitivity() -> None:
     rng = np.random.default_rng(0)
-    mechanism = Correlated.made(24, 4, 6)
+    mechanism = BufferedToeplitzNoise.made(24, 4, 6)
     S = matrix(mechanism)
     for _ in range(300):
         turns = rng.integers(0, 6) + 6 * np.arange(4)
@@ -160,7 +160,7 @@ def test_contributions_of_any_direction_stay_within_the_sensitivity() -> None:
 
 
 def test_a_stopped_run_is_priced_by_its_own_rows_and_columns() -> None:
-    mechanism = Correlated.made(32, 4, 8)
+    mechanism = BufferedToeplitzNoise.made(32, 4, 8)
     for j in (1, 7, 9, 31):
         S = matrix(mechanism, j)
         columns = S[:, ::8][:, :4].sum(axis=1)
@@ -195,12 +195,12 @@ def _same(event: events.Event) -> events.Event:
 T_LAW, WIDTH = 12, 6000
 
 
-class Independent(BufferRows):
+class Independent(BufferedToeplitzRecurrence):
     def row(self, release: int, dim: int) -> Floats:
         return self._units.row(release, dim)
 
 
-class UpdatedFirst(BufferRows):
+class UpdatedFirst(BufferedToeplitzRecurrence):
     def row(self, release: int, dim: int) -> Floats:
         if self._buffers is None:
             self._buffers = np.zeros((len(self._alpha), dim))
@@ -209,7 +209,7 @@ class UpdatedFirst(BufferRows):
         return np.asarray(u - self._alpha @ self._buffers)
 
 
-class FedInnovations(BufferRows):
+class FedInnovations(BufferedToeplitzRecurrence):
     def row(self, release: int, dim: int) -> Floats:
         if self._buffers is None:
             self._buffers = np.zeros((len(self._alpha), dim))
@@ -219,19 +219,19 @@ class FedInnovations(BufferRows):
         return np.asarray(w)
 
 
-class Swapped(BufferRows):
-    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+class Swapped(BufferedToeplitzRecurrence):
+    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
         super().__init__(mechanism, key, label)
         self._alpha, self._lam = self._lam.ravel(), self._alpha[:, None]
 
 
-class WrongSign(BufferRows):
-    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+class WrongSign(BufferedToeplitzRecurrence):
+    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
         super().__init__(mechanism, key, label)
         self._alpha = -self._alpha
 
 
-class ResetPerBlock(BufferRows):
+class ResetPerBlock(BufferedToeplitzRecurrence):
     """Forgets its buffers where a new block of normals begins."""
 
     def row(self, release: int, dim: int) -> Floats:
@@ -242,7 +242,10 @@ class ResetPerBlock(BufferRows):
 
 
 def heard(
-    mechanism: Correlated, rows: type[BufferRows] = BufferRows, dim: int = WIDTH, factor: float = 1.0
+    mechanism: BufferedToeplitzNoise,
+    rows: type[BufferedToeplitzRecurrence] = BufferedToeplitzRecurrence,
+    dim: int = WIDTH,
+    factor: float = 1.0,
 ) -> Floats:
     """Releases of zeros by the real source, its rows of another kind if given."""
     source: Any = mechanism.source(KEY, "law", mechanism.releases)
@@ -253,7 +256,7 @@ def heard(
     return out
 
 
-def innovations(mechanism: Correlated, released: Floats) -> Floats:
+def innovations(mechanism: BufferedToeplitzNoise, released: Floats) -> Floats:
     """What must be independent standard normals: S·released ÷ (z·C·s)."""
     found: Floats = matrix(mechanism, len(released)) @ released / (2.0 * 0.5 * mechanism.sensitivity())
     return found
@@ -271,7 +274,7 @@ def white(z: Floats) -> bool:
 
 @pytest.mark.parametrize(("k", "b"), [(1, 12), (3, 4)])
 def test_the_innovations_are_white_and_the_releases_are_not(k: int, b: int) -> None:
-    mechanism = Correlated.made(T_LAW, k, b)
+    mechanism = BufferedToeplitzNoise.made(T_LAW, k, b)
     released = heard(mechanism)
     assert white(innovations(mechanism, released))
     raw = released / (2.0 * 0.5 * mechanism.sensitivity())
@@ -283,13 +286,13 @@ def test_the_innovations_are_white_and_the_releases_are_not(k: int, b: int) -> N
 
 
 @pytest.mark.parametrize("rows", [Independent, UpdatedFirst, FedInnovations, Swapped, WrongSign])
-def test_another_recursion_is_not_white(rows: type[BufferRows]) -> None:
-    mechanism = Correlated.made(T_LAW, 3, 4)
+def test_another_recursion_is_not_white(rows: type[BufferedToeplitzRecurrence]) -> None:
+    mechanism = BufferedToeplitzNoise.made(T_LAW, 3, 4)
     assert not white(innovations(mechanism, heard(mechanism, rows)))
 
 
 def test_noise_without_the_sensitivity_is_not_enough() -> None:
-    mechanism = Correlated.made(T_LAW, 3, 4)
+    mechanism = BufferedToeplitzNoise.made(T_LAW, 3, 4)
     quiet = heard(mechanism, factor=1.0 / mechanism.sensitivity())
     assert not white(innovations(mechanism, quiet))
 
@@ -299,7 +302,7 @@ def prefix_error(released: Floats) -> float:
 
 
 def test_sums_of_releases_have_the_promised_gain() -> None:
-    mechanism = Correlated.made(256)
+    mechanism = BufferedToeplitzNoise.made(256)
     assert mechanism.gain() == pytest.approx(4.30, abs=0.01)
     independent = prefix_error(heard(replace(mechanism, alpha=(1e-12,) * 4), dim=2000))
     assert independent / prefix_error(heard(mechanism, dim=2000)) == pytest.approx(4.30, rel=0.03)
@@ -311,7 +314,7 @@ def test_sums_of_releases_have_the_promised_gain() -> None:
     ("T", "k", "b", "gain"), [(64, 4, 16, 2.19), (256, 4, 64, 3.73), (256, 16, 16, 2.73), (1024, 16, 64, 4.94)]
 )
 def test_turns_have_the_measured_gain(T: int, k: int, b: int, gain: float) -> None:
-    assert Correlated.made(T, k, b).gain() == pytest.approx(gain, abs=0.01)
+    assert BufferedToeplitzNoise.made(T, k, b).gain() == pytest.approx(gain, abs=0.01)
 
 
 # --- what a record can do through the session -----------------------------------------------------------------
@@ -337,7 +340,7 @@ def transcript(plan: Plan, X: Any, y: Any) -> Floats:
 def shift(plan: Plan, X: Any, y: Any, X2: Any, y2: Any) -> float:
     """μ between neighbours: noise of the same key cancels, and what is left is whitened."""
     mechanism = plan.schedule.slots[0].mechanism
-    assert isinstance(mechanism, Correlated)
+    assert isinstance(mechanism, BufferedToeplitzNoise)
     moved = transcript(plan, X, y) - transcript(plan, X2, y2)
     return float(np.linalg.norm(matrix(mechanism) @ moved)) / (plan.noise_multiplier * mechanism.sensitivity())
 
@@ -391,10 +394,10 @@ def test_cohorts_by_list_position_are_caught() -> None:
 
 @pytest.fixture
 def positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sampler(self: Turns, n_records: int, stream: SecureStream) -> CohortSampler:
+    def sampler(self: CyclicCohorts, n_records: int, stream: SecureStream) -> CohortSampler:
         return CohortSampler(np.arange(n_records) % self.cohorts, self.cohorts)
 
-    monkeypatch.setattr(Turns, "sampler", sampler)
+    monkeypatch.setattr(CyclicCohorts, "sampler", sampler)
 
 
 def test_a_record_that_is_used_twice_in_a_pass_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,16 +416,16 @@ def test_a_record_that_is_used_twice_in_a_pass_is_caught(monkeypatch: pytest.Mon
 
 def test_cohorts_are_whole_and_of_public_expected_size() -> None:
     stream = SecureStream(KEY, "cohorts")
-    by_place, by_hash = (Turns(7, relation).sampler(100, stream) for relation in (REPLACE, ADD))
+    by_place, by_hash = (CyclicCohorts(7, relation).sampler(100, stream) for relation in (REPLACE, ADD))
     for sampler in (by_place, by_hash):
         members = [sampler.batch(i) for i in range(7)]
         assert sorted(np.concatenate([m for m in members if m is not None]).tolist()) == list(range(100))
         assert np.array_equal(np.asarray(sampler.batch(3)), np.asarray(sampler.batch(10)))
     assert {len(by_place.batch(i)) for i in range(7)} == {14, 15}  # type: ignore[arg-type]
     assert len({len(by_hash.batch(i)) for i in range(7)}) > 2  # type: ignore[arg-type]
-    assert Turns(7).expected_batch(100) == 100 / 7
-    whole = Turns(7, ADD).by_id([5, 6, 7, 8], stream)
-    parts = [Turns(7, ADD).by_id(ids, stream) for ids in ([5, 6], [7, 8])]
+    assert CyclicCohorts(7).expected_batch(100) == 100 / 7
+    whole = CyclicCohorts(7, ADD).by_id([5, 6, 7, 8], stream)
+    parts = [CyclicCohorts(7, ADD).by_id(ids, stream) for ids in ([5, 6], [7, 8])]
     for i in range(7):
         split = [*parts[0].batch(i), *(np.asarray(parts[1].batch(i)) + 2)]  # type: ignore[misc]
         assert whole.batch(i).tolist() == split  # type: ignore[union-attr]
@@ -440,7 +443,7 @@ def test_independent_noise_in_turns_pays_for_each_turn() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 37, 63])
 def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
-    mechanism = Correlated.made(64, 4, 16)
+    mechanism = BufferedToeplitzNoise.made(64, 4, 16)
     on = mechanism.rows(KEY, "r")
     kept = [on.row(i, 5) for i in range(64)]
     again = mechanism.rows(KEY, "r")
@@ -448,7 +451,7 @@ def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
     assert not np.array_equal(mechanism.rows(seed_key(12), "r").row(k, 5), kept[k])
     assert np.array_equal(on.row(k, 5), kept[k])  # and back
     if k:
-        u = UnitNoise(KEY, "unit/r", 64)
+        u = StandardNormals(KEY, "unit/r", 64)
         assert not np.array_equal(u.row(k, 5), kept[k])  # empty buffers after a resume
         assert not np.array_equal(mechanism.rows(KEY, "r").row(k - 1, 5), kept[k])  # one row off
 
@@ -501,7 +504,7 @@ def test_a_release_of_bound_zero_advances_the_recursion() -> None:
 
 
 def test_releases_lie_on_the_grid_of_the_data() -> None:
-    mechanism = Correlated.made(16, 2, 8)
+    mechanism = BufferedToeplitzNoise.made(16, 2, 8)
     released = heard(mechanism, dim=50)
     _, step = sigma_for(2.0 * mechanism.sensitivity(), 0.5, 50)
     assert np.array_equal(released, np.rint(released / step) * step)
@@ -511,7 +514,7 @@ def test_releases_lie_on_the_grid_of_the_data() -> None:
 
 def test_integer_noise_combined_with_fractions_would_bare_a_residue() -> None:
     rng = np.random.default_rng(0)
-    mechanism = Correlated.made(8)
+    mechanism = BufferedToeplitzNoise.made(8)
     x0 = rng.integers(-100, 100, 500)
     z0, z1 = (np.rint(rng.standard_normal((2, 500)) * 2**20)).astype(np.int64)
     first, second = x0 + z0, 0 - 3 * z0 + 4 * z1  # w₁ = z₁ − ¾z₀ in quarters, published beside x₀ + z₀
@@ -535,7 +538,7 @@ def test_integer_noise_combined_with_fractions_would_bare_a_residue() -> None:
 
 
 def test_json_round_trip_and_hostile_coefficients() -> None:
-    mechanism = Correlated.made(64, 4, 16)
+    mechanism = BufferedToeplitzNoise.made(64, 4, 16)
     wire = json.loads(json.dumps(mechanism.to_json()))
     assert from_json(wire) == mechanism
     assert "sensitivity" not in wire  # whoever reads a plan computes it
@@ -595,7 +598,7 @@ def test_words_say_one_gaussian_and_name_the_turns() -> None:
         ({"sampling": "poisson", "cohorts": 4}, "name the cohorts"),
         ({"sampling": "turns", "cohorts": 8, "returns": "random"}, "random number of releases"),
         ({"sampling": "single-pass", "batch_size": 100}, "every record is used once"),
-        ({"sampling": "turns", "cohorts": 8, "noise": Correlated.made(31, 4, 8)}, "Make it for"),
+        ({"sampling": "turns", "cohorts": 8, "noise": BufferedToeplitzNoise.made(31, 4, 8)}, "Make it for"),
         ({"sampling": "turns", "cohorts": 8, "noise": "pink"}, "must be"),
         ({"sampling": "turns", "cohorts": 301}, "at most n"),
     ],
@@ -606,7 +609,7 @@ def test_refusals(settings: dict[str, Any], sentence: str) -> None:
 
 
 def test_refusals_of_schedules_and_lengths() -> None:
-    correlated = Slot("a", Turns(8), 32, mechanism=Correlated.made(32, 4, 8))
+    correlated = Slot("a", CyclicCohorts(8), 32, mechanism=BufferedToeplitzNoise.made(32, 4, 8))
     with pytest.raises(ValueError, match="one slot of a run"):
         Schedule((correlated, Slot("b", FullBatch(), 3)))
     with pytest.raises(ValueError, match="one slot of a run"):
@@ -616,8 +619,8 @@ def test_refusals_of_schedules_and_lengths() -> None:
     look = Slot("labels", FullBatch(), 1, fixed=3.0)
     assert Schedule((look, correlated)).releases == 33
     with pytest.raises(ValueError, match="must be certain"):
-        Slot("a", FullBatch(), 3, mechanism=Correlated.made(3))
-    rows = Correlated.made(4).rows(KEY, "dims")
+        Slot("a", FullBatch(), 3, mechanism=BufferedToeplitzNoise.made(3))
+    rows = BufferedToeplitzNoise.made(4).rows(KEY, "dims")
     rows.row(0, 3)
     with pytest.raises(BudgetError, match="one length"):
         rows.row(1, 4)
@@ -629,7 +632,7 @@ def test_refusals_of_schedules_and_lengths() -> None:
             n=300,
             budget=BUDGET,
         )
-    assert isinstance(Slot("c", FullBatch(), mechanism=NoisyChoice()).mechanism, NoisyChoice)
+    assert isinstance(Slot("c", FullBatch(), mechanism=ExponentialMechanism()).mechanism, ExponentialMechanism)
     assert isinstance(Slot("d", SinglePass(10), 10).mechanism, GaussianNoise)
 
 
@@ -656,10 +659,10 @@ def test_every_first_order_method_takes_it(algorithm: Any) -> None:
 
 
 def test_adam_knows_how_loud_one_release_is() -> None:
-    from quietgrad.oracles.base import noise_multiplier, preview
+    from quietgrad.oracles.base import noise_multiplier, plan_preview
 
     plan = turns_plan()
     mechanism = plan.schedule.slots[0].mechanism
     inverse = np.linalg.inv(matrix(mechanism))  # type: ignore[arg-type]
     loud = plan.noise_multiplier * mechanism.sensitivity() * float(np.linalg.norm(inverse[-1]))  # type: ignore[attr-defined]
-    assert noise_multiplier(preview(objective(), plan)) == pytest.approx(loud, rel=1e-6)
+    assert noise_multiplier(plan_preview(objective(), plan)) == pytest.approx(loud, rel=1e-6)

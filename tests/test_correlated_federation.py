@@ -1,4 +1,4 @@
-"""Correlated noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may ask."""
+"""BufferedToeplitzNoise noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may ask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
 from quietgrad.privacy import events
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.secure.faults import DropoutError
 from quietgrad.secure.noise_share import NoiseShare
@@ -56,7 +56,7 @@ def worst(K: Floats, s: float, turns: list[list[int]]) -> float:
 
 
 T, HONEST, PARTIES = 8, 3, 5
-CORRELATED = Correlated.made(T, 2, 4)
+CORRELATED = BufferedToeplitzNoise.made(T, 2, 4)
 EVERY_TURN = [[j, j + 4] for j in range(4)]
 
 
@@ -142,7 +142,7 @@ def test_a_share_belongs_to_the_run_and_a_round_draws_once() -> None:
 def test_rounding_every_share_is_charged_and_negligible() -> None:
     assert terms("servers").slack() == 0.0
     assert terms().slack() < 1e-15
-    many = Terms("masks", 9000, 10, 1.0, 1.0, honest=8999, correlated=Correlated.made(4096))
+    many = Terms("masks", 9000, 10, 1.0, 1.0, honest=8999, correlated=BufferedToeplitzNoise.made(4096))
     assert 0.0 < many.slack() < 1e-20  # thousands of rounded shares are not free
     with pytest.raises(ValueError, match="mpc"):
         Terms("mpc", 3, 10, 1.0, 1.0, correlated=CORRELATED)
@@ -167,7 +167,7 @@ def test_a_federation_has_the_planned_noise(trust: Any, secure: Any, factor: flo
         TURNS, Logistic(), silent(), budget=BUDGET, trust=trust, secure=secure, spare=1,
         callback=lambda progress: heard.append(np.array(progress.estimate)),
     )  # fmt: skip
-    mechanism = Correlated.made(25, 5, 6)  # a spare round may be the fifth turn of a cohort
+    mechanism = BufferedToeplitzNoise.made(25, 5, 6)  # a spare round may be the fifth turn of a cohort
     sums = np.stack(heard[1:]) * (24 / 6)  # the estimate is the sum ÷ (n ÷ cohorts)
     unit = result.privacy.noise_multiplier * mechanism.sensitivity() * math.sqrt(factor)
     assert white(matrix(mechanism, 24) @ sums / unit)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import special
 
 from quietgrad.privacy.mechanisms import GaussianNoise
-from quietgrad.privacy.noise import release_gaussian, sigma_for
+from quietgrad.privacy.noise import add_discretized_gaussian, sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
 
 torch = pytest.importorskip("torch")
@@ -108,7 +108,7 @@ def test_the_grid_is_that_of_the_cpu() -> None:
     total[0], total[1] = 1e300, -1e300
     unit = torch.randn(1000, dtype=torch.float64)
     wanted = total.numpy().copy()
-    release_gaussian(wanted, unit.numpy(), sigma, step)
+    add_discretized_gaussian(wanted, unit.numpy(), sigma, step)
     noise.add_gaussian(total, unit, sigma, step)
     assert np.array_equal(total.numpy(), wanted)
 

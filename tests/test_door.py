@@ -154,9 +154,9 @@ def test_closing_is_idempotent_and_names_are_not_reused_for_more(tmp_path: Path)
     [
         mechanisms.GaussianNoise(),
         mechanisms.L2LaplaceNoise(),
-        mechanisms.NoisyChoice(),
+        mechanisms.ExponentialMechanism(),
         mechanisms.AboveThreshold(),
-        mechanisms.FrequentLabels(1e-9),
+        mechanisms.GaussianPartitionSelection(1e-9),
     ],
 )
 def test_a_mechanism_is_read_back_and_prices_itself(mechanism: mechanisms.Mechanism) -> None:

@@ -89,7 +89,7 @@ def test_secure_plan_pays_for_discrete_noise() -> None:
     _, plain = open_session(qg.DPGD(steps=4), trust="curator", noise_multiplier=None, budget=budget)
     _, secure = open_session(qg.DPGD(steps=4), trust="secure", secure="masks", noise_multiplier=None, budget=budget)
     assert isinstance(secure.event, events.Composed)
-    assert secure.event.parts[-1] == events.Slack(secure.slack)
+    assert secure.event.parts[-1] == events.TotalVariationSlack(secure.slack)
     assert secure.slack == pytest.approx(4 * secure.terms(D).slack())
     assert secure.noise_multiplier >= plain.noise_multiplier
     assert secure.epsilon() <= 1.0
@@ -100,13 +100,13 @@ def test_spare_rounds_are_paid_beforehand() -> None:
     assert plan.event == events.gaussian(1.7, 6)
     assert plan.event_of({"gradient": 5}) == events.gaussian(1.7, 5)
     _, random = open_session(qg.DPGD(steps=4, returns="random"), spare=2)
-    assert isinstance(random.event, events.RandomRound)
+    assert isinstance(random.event, events.RandomNumberOfReleases)
     assert [rounds for rounds, _ in random.event.law] == [2, 3, 4, 5]
 
 
 def test_local_noise_is_per_party() -> None:
     _, plan = open_session(qg.DPGD(steps=4), trust="local")
-    assert plan.event == events.PerParty((events.gaussian(1.7, 4),) * 3)
+    assert plan.event == events.MaxOverParties((events.gaussian(1.7, 4),) * 3)
 
 
 def test_fixed_batches_cost_what_the_most_sampled_party_pays() -> None:
@@ -116,7 +116,7 @@ def test_fixed_batches_cost_what_the_most_sampled_party_pays() -> None:
     session, plan = open_session(algorithm, sizes=(30, 20, 4), budget=budget)
     assert plan.batch_sizes(2) == (1, 1, 0)
     once = [events.fixed_size_gaussian(n, 1, 1.7, ROUNDS) for n in (30, 20)]
-    assert plan.event == events.PerParty(tuple(once))
+    assert plan.event == events.MaxOverParties(tuple(once))
     assert plan.epsilon() == pytest.approx(
         max(qg.account(event, delta=1e-5, relation="replace-one") for event in once), rel=1e-6
     )
@@ -149,5 +149,5 @@ def test_choice_under_secure_sums_is_noisy_and_charged() -> None:
         assert run.privacy.epsilon is not None
         assert 0.0 < run.privacy.epsilon <= 1.0
     assert isinstance(result["curator"].events, events.ZCDP)
-    assert isinstance(result["local"].events, events.PerParty)
+    assert isinstance(result["local"].events, events.MaxOverParties)
     assert isinstance(result["secure"].events, events.Composed)

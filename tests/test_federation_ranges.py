@@ -17,7 +17,7 @@ from quietgrad.federation.planning import federate
 from quietgrad.federation.queries import pack
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.base import LARGEST_CLIP, SMALLEST_CLIP, Gradient, Query, Rule, following_clip
+from quietgrad.objectives.base import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, Gradient, Query, following_clip
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.features import FeatureMean
@@ -36,7 +36,7 @@ def whitened(clip: float) -> WhitenedGradient:
 
 
 @pytest.mark.parametrize("clip", [SUBNORMAL, 1e-300, SMALLEST_CLIP / 2, LARGEST_CLIP * 2, -1.0, float("nan")])
-@pytest.mark.parametrize("make", [Rule.gradient, whitened, FeatureMean, SecondMomentMatrix])
+@pytest.mark.parametrize("make", [ClippingRule.gradient, whitened, FeatureMean, SecondMomentMatrix])
 def test_no_query_has_a_clip_that_rounding_would_stretch(make: Any, clip: float) -> None:
     """The same constructor on every path: one table, local noise, secure sums."""
     with pytest.raises(ValueError, match="clip"):

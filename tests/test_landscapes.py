@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import quietgrad as qg
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, Gradient, GradientDifference, JointMomentum, RecursiveMomentum
-from quietgrad.objectives.landscapes.base import Landscape, Sample, landscape, landscape_names
+from quietgrad.objectives.landscapes.base import Landscape, SyntheticRecords, landscape, landscape_names
 
 Floats = npt.NDArray[np.float64]
 
@@ -211,7 +211,7 @@ def test_a_thousand_dimensions_are_cheap_in_memory() -> None:
         (lambda: landscape("two-layer", label_noise=math.inf), ValueError, "label_noise=inf"),
         (lambda: ALL["two-layer"].prepare(0), DataError, "data 0: a landscape samples its own records"),
         (lambda: ALL["two-layer"].prepare("a9a"), DataError, "data 'a9a'"),
-        (lambda: ALL["two-layer"].prepare(Sample({"x": np.zeros(3)}, 99)), DataError, "99 parameters"),
+        (lambda: ALL["two-layer"].prepare(SyntheticRecords({"x": np.zeros(3)}, 99)), DataError, "99 parameters"),
         (lambda: ALL["two-layer"].check_domain(np.full(8, 9.0)), DataError, "outside the domain of two-layer"),
         (lambda: ALL["two-layer"].check_domain(np.zeros(3)), DataError, r"shape \(3,\)"),
     ],

@@ -22,23 +22,23 @@ from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
-    FixedSize,
+    FixedSizeSampled,
     Gaussian,
     Laplace,
+    MaxOverParties,
     Parallel,
-    PerParty,
-    Poisson,
+    PoissonSampled,
     Pure,
     Repeated,
-    Slack,
+    TotalVariationSlack,
 )
 from quietgrad.privacy.ledger import Ledger, Reservation, fingerprint
-from quietgrad.privacy.ledger_state import is_part, may_give_back, total
+from quietgrad.privacy.ledger_state import compose_events, is_part, may_give_back
 
 DELTA = 1e-5
 PROMISE: dict[str, Any] = {"delta": DELTA, "relation": "add-remove"}
-STEP = Poisson(0.01, Gaussian(1.1))
-FIRST = Poisson(0.04, Gaussian(1.1))
+STEP = PoissonSampled(0.01, Gaussian(1.1))
+FIRST = PoissonSampled(0.04, Gaussian(1.1))
 
 
 @pytest.fixture
@@ -152,7 +152,9 @@ def test_a_zcdp_filter_gives_back_under_any_stopping_rule(ledger: Ledger) -> Non
     assert spent(ledger) == epsilon(less)
 
 
-@pytest.mark.parametrize("other", [Gaussian(50.0), Repeated(STEP, 101), Repeated(Poisson(0.001, Gaussian(1.1)), 5)])
+@pytest.mark.parametrize(
+    "other", [Gaussian(50.0), Repeated(STEP, 101), Repeated(PoissonSampled(0.001, Gaussian(1.1)), 5)]
+)
 def test_what_was_not_reserved_cannot_be_the_charge(ledger: Ledger, other: Event) -> None:
     plan = Repeated(STEP, 100)
     paid = ledger.reserve("people", plan, run="a", **PROMISE)
@@ -224,21 +226,23 @@ def test_closing_again_otherwise_is_refused_in_both_directions(ledger: Ledger) -
 
 
 def test_parts() -> None:
-    plan = Composed((FIRST, Repeated(STEP, 100), Slack(1e-9)))
+    plan = Composed((FIRST, Repeated(STEP, 100), TotalVariationSlack(1e-9)))
     assert is_part(plan, plan)
-    assert is_part(Composed((FIRST, Repeated(STEP, 3), Slack(1e-9))), plan)
-    assert is_part(Composed((FIRST, STEP, Slack(1e-9))), plan)
-    assert is_part(Composed((Composed((FIRST, STEP)), Slack(1e-9))), plan)
+    assert is_part(Composed((FIRST, Repeated(STEP, 3), TotalVariationSlack(1e-9))), plan)
+    assert is_part(Composed((FIRST, STEP, TotalVariationSlack(1e-9))), plan)
+    assert is_part(Composed((Composed((FIRST, STEP)), TotalVariationSlack(1e-9))), plan)
     assert not is_part(Composed((FIRST, Repeated(STEP, 3))), plan)  # slack may not be dropped
-    assert not is_part(Composed((Repeated(STEP, 3), FIRST, Slack(1e-9))), plan)
+    assert not is_part(Composed((Repeated(STEP, 3), FIRST, TotalVariationSlack(1e-9))), plan)
     assert is_part(Repeated(STEP, 40), Repeated(Repeated(STEP, 50), 3))
     assert is_part(FIRST, Composed((FIRST, STEP)))
-    assert is_part(PerParty((STEP, Repeated(STEP, 2))), PerParty((Repeated(STEP, 4), Repeated(STEP, 4))))
-    assert not is_part(PerParty((STEP,)), PerParty((STEP, STEP)))
+    assert is_part(
+        MaxOverParties((STEP, Repeated(STEP, 2))), MaxOverParties((Repeated(STEP, 4), Repeated(STEP, 4)))
+    )
+    assert not is_part(MaxOverParties((STEP,)), MaxOverParties((STEP, STEP)))
     assert is_part(Parallel((STEP, STEP)), Parallel((STEP, Repeated(STEP, 2))))
     assert is_part(STEP, Parallel((FIRST, Repeated(STEP, 2))))
     assert not is_part(Parallel((FIRST, FIRST)), Parallel((FIRST, STEP)))
-    assert not is_part(PerParty((STEP, STEP)), Parallel((STEP, Repeated(STEP, 2))))
+    assert not is_part(MaxOverParties((STEP, STEP)), Parallel((STEP, Repeated(STEP, 2))))
     assert is_part(ZCDP(0.1, Relation.ADD_REMOVE), ZCDP(0.2, Relation.ADD_REMOVE))
     assert not is_part(ZCDP(0.3, Relation.ADD_REMOVE), ZCDP(0.2, Relation.ADD_REMOVE))
     assert not is_part(ZCDP(0.1, Relation.REPLACE_ONE), ZCDP(0.2, Relation.ADD_REMOVE))
@@ -266,7 +270,7 @@ def test_a_part_never_costs_more(spent_event: Event, reserved: Event) -> None:
 
 @given(st.lists(plans, min_size=1, max_size=5))
 def test_the_total_costs_what_its_parts_cost(parts: list[Event]) -> None:
-    together = total(parts)
+    together = compose_events(parts)
     assert together is not None
     assert _mu_squared(together) == pytest.approx(sum(map(_mu_squared, parts)), rel=1e-12)
 
@@ -281,14 +285,14 @@ def _mu_squared(event: Event) -> float:
 
 
 def test_nothing_adds_up_to_nothing() -> None:
-    assert total([]) is None
+    assert compose_events([]) is None
 
 
 def test_slack_of_all_entries_counts(ledger: Ledger) -> None:
-    plan = Composed((Gaussian(5.0), Slack(1e-7)))
+    plan = Composed((Gaussian(5.0), TotalVariationSlack(1e-7)))
     for _ in range(3):
         ledger.reserve("people", plan, run="r", **PROMISE)
-    assert spent(ledger) == epsilon(Composed((Repeated(Gaussian(5.0), 3), Slack(3e-7))))
+    assert spent(ledger) == epsilon(Composed((Repeated(Gaussian(5.0), 3), TotalVariationSlack(3e-7))))
     assert spent(ledger) > epsilon(Repeated(Gaussian(5.0), 3))
 
 
@@ -356,7 +360,7 @@ def test_entries_are_accounted_anew_under_the_caps_relation(ledger: Ledger) -> N
 
 
 def test_what_the_caps_relation_cannot_prove_is_refused(ledger: Ledger) -> None:
-    event = Repeated(FixedSize(1000, 10, Gaussian(5.0)), 10)
+    event = Repeated(FixedSizeSampled(1000, 10, Gaussian(5.0)), 10)
     with pytest.raises(BudgetError, match="meant under add-remove"):
         ledger.reserve("people", event, delta=DELTA, relation="replace-one", run="a", cap=Budget(9.0, DELTA))
     assert ledger.entries()[-1].kind == "open"

@@ -17,7 +17,7 @@ from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.chain import Chain
 from quietgrad.privacy.events import Gaussian, Repeated
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.ledger_state import LONGEST, checked, identity
+from quietgrad.privacy.ledger_state import LONGEST, canonical_account_name, check_account_name
 
 PROMISE: dict[str, Any] = {"delta": 1e-5, "relation": "add-remove"}
 SPELLINGS = ["patients", "patients ", "Patients", " PATIENTS\t", "\uff30atients", "patient\u017f"]
@@ -133,18 +133,18 @@ def test_names_that_cannot_be_told_apart_or_read_are_refused(ledger: Ledger, nam
 
 @given(st.text())
 def test_identity_is_the_same_again_and_ignores_case_and_spaces(name: str) -> None:
-    assert identity(identity(name)) == identity(name)
-    assert identity(f"  {name}\n") == identity(name)
-    assert identity(name.casefold()) == identity(name)
+    assert canonical_account_name(canonical_account_name(name)) == canonical_account_name(name)
+    assert canonical_account_name(f"  {name}\n") == canonical_account_name(name)
+    assert canonical_account_name(name.casefold()) == canonical_account_name(name)
 
 
 @given(st.text(min_size=1, max_size=LONGEST))
 def test_a_name_that_is_accepted_has_an_identity(name: str) -> None:
     try:
-        shown = checked(name)
+        shown = check_account_name(name)
     except ValueError:
         return
-    assert identity(shown) == identity(name) != ""
+    assert canonical_account_name(shown) == canonical_account_name(name) != ""
 
 
 def test_the_command_line_knows_accounts_by_any_spelling(ledger: Ledger) -> None:

@@ -13,7 +13,15 @@ from quietgrad.cli.ledger import app, in_words
 from quietgrad.errors import LedgerError
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.events import Composed, FixedSize, Gaussian, Parallel, Pure, RandomRound, Repeated
+from quietgrad.privacy.events import (
+    Composed,
+    FixedSizeSampled,
+    Gaussian,
+    Parallel,
+    Pure,
+    RandomNumberOfReleases,
+    Repeated,
+)
 from quietgrad.privacy.ledger import Ledger
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
@@ -62,7 +70,7 @@ def test_show_prints_tables_for_people(file: str) -> None:
 
 
 def test_show_says_what_cannot_be_proved(file: str) -> None:
-    event = FixedSize(100, 10, Gaussian(5.0))
+    event = FixedSizeSampled(100, 10, Gaussian(5.0))
     Ledger(file).reserve("mixed", event, delta=1e-5, relation="add-remove", run="x")
     assert shown(file, "--account", "mixed")["mixed"]["epsilon"] is None
     result = runner.invoke(app, ["show", file, "--account", "mixed"])
@@ -148,7 +156,7 @@ def test_events_in_words() -> None:
     assert in_words(Composed((Gaussian(2.0), Repeated(pure, 3)))) == (
         "gaussian(noise 2) + 3 × pure(epsilon 0.5, relation add-remove)"
     )
-    assert in_words(RandomRound(Gaussian(2.0), ((1, 0.5), (2, 0.5)))) == (
+    assert in_words(RandomNumberOfReleases(Gaussian(2.0), ((1, 0.5), (2, 0.5)))) == (
         "random-round(gaussian(noise 2), 1, 0.5, 2, 0.5)"
     )
     assert in_words(Parallel((Gaussian(2.0),) * 5)).endswith("… 5 in all)")

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from quietgrad.errors import LedgerError
 from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.chain import Chain, Entry, canonical
+from quietgrad.privacy.chain import Chain, ChainEntry, canonical
 from quietgrad.privacy.events import Gaussian
 from quietgrad.privacy.ledger import Ledger
 
@@ -169,7 +169,7 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_as_it_is(tmp_path: Path, c
 
 def test_a_chain_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.jsonl"
-    entry = Entry(1, "2024-01-01T00:00:00.000000Z", "open", {"format": "something else"}, "0" * 64)
+    entry = ChainEntry(1, "2024-01-01T00:00:00.000000Z", "open", {"format": "something else"}, "0" * 64)
     data = {**vars(entry), "hash": entry.digest()}
     file.write_bytes(canonical(data) + b"\n")
     refused(file, "line 1 does not open a quietgrad ledger")

@@ -21,7 +21,7 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.landscapes.base import Sample, landscape
+from quietgrad.objectives.landscapes.base import SyntheticRecords, landscape
 from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
 from quietgrad.oracles.base import Estimate
 from quietgrad.training.stationarity import certify_privately
@@ -191,7 +191,7 @@ def test_the_pipeline_finds_a_minimum_and_never_uses_a_record_twice(monkeypatch:
     hill: Any = landscape("strict-saddle", d=6)
     original = type(hill)._counts
 
-    def spying(self: Any, records: Sample, indices: Any) -> Any:
+    def spying(self: Any, records: SyntheticRecords, indices: Any) -> Any:
         if indices is not None and not any(indices is other for other in seen):
             seen.append(indices)
         return original(self, records, indices)
@@ -213,7 +213,7 @@ def test_nothing_passes_an_impossible_test() -> None:
 # --- parties -------------------------------------------------------------------------------------------------
 
 
-def parties(m: int, n: int) -> list[Sample]:
+def parties(m: int, n: int) -> list[SyntheticRecords]:
     return [dataclasses.replace(HILL, seed=j).prepare(n) for j in range(m)]
 
 
@@ -257,14 +257,14 @@ def test_perturbed_sgd_leaves_the_saddle_on_parties() -> None:
     assert result.privacy.epsilon == pytest.approx(4.0, rel=2e-3)
 
 
-def uneven(m: int, n: int) -> list[Sample]:
+def uneven(m: int, n: int) -> list[SyntheticRecords]:
     """Parties whose own risks differ: half see slopes tilted up, half down; their mean is the landscape's."""
     hill: Any = HILL
     samples = []
     for j, sample in enumerate(parties(m, n)):
         s, _, coordinate = np.unravel_index(sample["kind"], (2, 2, hill.d))
         tilted = np.ravel_multi_index((s, np.full(n, j % 2), coordinate), (2, 2, hill.d))
-        samples.append(Sample({"kind": tilted.astype(np.int32)}, hill.d))
+        samples.append(SyntheticRecords({"kind": tilted.astype(np.int32)}, hill.d))
     return samples
 
 

@@ -35,7 +35,7 @@ from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import RecursiveMomentum
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.secure.faults import ImpossibleSum
 from tests import broken
@@ -116,17 +116,17 @@ def moments(patched: bool) -> Findings:
 
 def blocks(patched: bool) -> Findings:
     """Normals are made in blocks; the bug makes the first block again."""
-    from quietgrad.privacy.mechanisms import UnitNoise
+    from quietgrad.privacy.mechanisms import StandardNormals
 
-    made = UnitNoise._block
+    made = StandardNormals._block
 
-    def again(self: UnitNoise, release: int, dim: int) -> Any:
+    def again(self: StandardNormals, release: int, dim: int) -> Any:
         first, rows = made(self, release, dim)
         return first, made(self, 0, dim)[1][: len(rows)]
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            patch.setattr(UnitNoise, "_block", again)
+            patch.setattr(StandardNormals, "_block", again)
         return noise()
 
 
@@ -155,9 +155,9 @@ def one_turn(patched: bool) -> Findings:
     """The bug: a record that takes part again and again counts as if it did once."""
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            once = Correlated.made(RELEASES).sensitivity()
-            patch.setattr(Correlated, "sensitivity", lambda self, releases=None: once)
-        return noise(mechanism=Correlated.made(RELEASES, 4, RELEASES // 4))
+            once = BufferedToeplitzNoise.made(RELEASES).sensitivity()
+            patch.setattr(BufferedToeplitzNoise, "sensitivity", lambda self, releases=None: once)
+        return noise(mechanism=BufferedToeplitzNoise.made(RELEASES, 4, RELEASES // 4))
 
 
 def realised(curator: CuratorFactory) -> Findings:

@@ -18,12 +18,12 @@ from scipy import special
 
 from quietgrad.privacy.noise import (
     NoiseStream,
+    add_discretized_gaussian,
     grid_bound,
     grid_step,
     l2_laplace,
     l2_laplace_for,
     noisy_argmax,
-    release_gaussian,
     release_l2_laplace,
     sigma_for,
 )
@@ -104,7 +104,7 @@ def test_release_is_exact_and_on_the_grid_for_any_sum(total: Floats, z: float, b
     kept = unit.copy()
     released = total.copy()
     with np.errstate(over="ignore"):  # a sum of 1e308 in tiny units: far outside any bound, still clamped
-        release_gaussian(released, unit, sigma, step)
+        add_discretized_gaussian(released, unit, sigma, step)
     np.testing.assert_array_equal(unit, kept)
     for before, after, u in zip(total.tolist(), released.tolist(), unit.tolist(), strict=True):
         units = max(-(2**52), min(2**52, round(Fraction(before) / Fraction(step))))
@@ -122,7 +122,7 @@ def test_last_bits_tell_nothing() -> None:
 
     def last_unit(shift: float) -> float:
         total = np.full(n, shift)
-        release_gaussian(total, unit, sigma, step)
+        add_discretized_gaussian(total, unit, sigma, step)
         assert not np.any(total % step)
         return float(np.mean((total / step) % 2 == 0))
 
@@ -136,7 +136,7 @@ def test_released_noise_passes_and_wrong_scales_fail() -> None:
     n = 200_000
     sigma, step = sigma_for(2.0, 1.5, n)
     total = np.zeros(n)
-    release_gaussian(total, stream().normal(1, n), sigma, step)
+    add_discretized_gaussian(total, stream().normal(1, n), sigma, step)
     assert not ks_rejects(total / sigma, special.ndtr)
     for wrong in (0.95, 1.05):
         assert ks_rejects(total / (wrong * sigma), special.ndtr)
@@ -145,7 +145,7 @@ def test_released_noise_passes_and_wrong_scales_fail() -> None:
 def test_a_query_that_is_zero_by_definition_gets_no_noise() -> None:
     sigma, step = sigma_for(1.0, 0.0, 5)
     total = np.full(5, 1e-300)
-    release_gaussian(total, np.ones(5), sigma, step)
+    add_discretized_gaussian(total, np.ones(5), sigma, step)
     assert total.tolist() == [0.0] * 5
 
 
@@ -154,8 +154,8 @@ def test_a_float32_sum_is_noised_in_float64() -> None:
     sigma, step = sigma_for(1.0, 1.0, 50)
     narrow = np.linspace(-3, 3, 50, dtype=np.float32)
     wide = narrow.astype(np.float64)
-    release_gaussian(narrow, unit, sigma, step)
-    release_gaussian(wide, unit, sigma, step)
+    add_discretized_gaussian(narrow, unit, sigma, step)
+    add_discretized_gaussian(wide, unit, sigma, step)
     np.testing.assert_array_equal(narrow, wide.astype(np.float32))
 
 
@@ -166,11 +166,11 @@ def test_torch_tensors_are_noised_in_place(dtype: str) -> None:
     array = tensor.detach().numpy().copy()
     unit = stream().normal(3, 50)
     sigma, step = sigma_for(1.0, 1.0, 50)
-    release_gaussian(tensor, unit, sigma, step)
-    release_gaussian(array, unit, sigma, step)
+    add_discretized_gaussian(tensor, unit, sigma, step)
+    add_discretized_gaussian(array, unit, sigma, step)
     np.testing.assert_array_equal(tensor.detach().numpy(), array)
     with pytest.raises(TypeError, match=r"total\.cpu"):
-        release_gaussian(torch.zeros(3, device="meta"), unit[:3], sigma, step)
+        add_discretized_gaussian(torch.zeros(3, device="meta"), unit[:3], sigma, step)
 
 
 def test_importing_the_noise_is_light() -> None:
@@ -205,7 +205,7 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
 
 def test_a_list_is_not_a_sum() -> None:
     with pytest.raises(TypeError, match="total is a list"):
-        release_gaussian([0.0], np.zeros(1), 1.0, grid_step(1.0))
+        add_discretized_gaussian([0.0], np.zeros(1), 1.0, grid_step(1.0))
 
 
 @pytest.mark.parametrize("dim", [1, 3, 200])

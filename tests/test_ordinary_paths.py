@@ -17,7 +17,7 @@ from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run
 from quietgrad.estimators.answers import _is_ours
-from quietgrad.objectives.person_ids import first_seen
+from quietgrad.objectives.person_ids import factorize_ids
 from quietgrad.privacy.ledger_state import run_of
 
 SECRET = "only-of-Ann"
@@ -96,8 +96,8 @@ def test_a_record_more_moves_no_other_to_the_held_out_side(monkeypatch: pytest.M
 def test_ids_that_spell_nothing_are_nobody() -> None:
     for word in ("NA", "nan", "None", "<NA>", "null"):
         with pytest.raises(DataError, match="no id"):
-            first_seen(["anna", word, word])
-    assert first_seen(["anna", "nan cy"])[1] == 2
+            factorize_ids(["anna", word, word])
+    assert factorize_ids(["anna", "nan cy"])[1] == 2
 
 
 def test_a_column_of_an_arrow_table_is_named_and_not_shown() -> None:

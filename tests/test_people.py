@@ -1,4 +1,4 @@
-"""People with several records: what one of them adds to any sum is bounded, whatever their records hold.
+"""UnitGrouping with several records: what one of them adds to any sum is bounded, whatever their records hold.
 
 The heart is brute force: two tables that differ in one whole person, of adversarial size and values, and the
 difference of the noise-free sums held against the query's bound.
@@ -17,9 +17,9 @@ from scipy import sparse
 
 from quietgrad.errors import DataError
 from quietgrad.objectives import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.base import Batch, Rule
-from quietgrad.objectives.people import OfPeople, OfRecords, People
-from quietgrad.objectives.person_ids import first_seen, hashed_ids, kind_of
+from quietgrad.objectives.base import Batch, ClippingRule
+from quietgrad.objectives.person_ids import factorize_ids, hashed_ids, kind_of
+from quietgrad.objectives.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.objectives.tables import person_grams
 from quietgrad.objectives.tables.classes import OneVsRestHinge
 from quietgrad.objectives.tables.table import Affine
@@ -27,10 +27,10 @@ from quietgrad.objectives.tables.table import Affine
 SIZES = (1, 7, 500, 1, 3, 2, 12, 90)
 SLACK = 1.0 + 1e-9
 RULES = {
-    "gradient": Rule.gradient(0.3),
-    "difference": Rule.difference(0.2),
-    "momentum": Rule.momentum(0.3, 0.4, 0.1),
-    "joint": Rule.joint(0.2, 0.3),
+    "gradient": ClippingRule.gradient(0.3),
+    "difference": ClippingRule.difference(0.2),
+    "momentum": ClippingRule.momentum(0.3, 0.4, 0.1),
+    "joint": ClippingRule.joint(0.2, 0.3),
 }
 
 
@@ -62,7 +62,9 @@ def targets(loss: Any, rng: np.random.Generator, n: int) -> Any:
     return rng.integers(0, max(loss.outputs, 2), n)
 
 
-def reference(loss: Any, X: Any, y: Any, people: People, points: list[Any], rule: Rule, who: Any) -> Any:
+def reference(
+    loss: Any, X: Any, y: Any, people: UnitGrouping, points: list[Any], rule: ClippingRule, who: Any
+) -> Any:
     """The same sum, one record and one person after the other."""
     table = loss.prepare((X, y))
     rows = X if loss.transform is None else (X - loss.transform.shift) @ np.diag(loss.transform.scale)
@@ -103,15 +105,15 @@ def test_sums_are_those_of_combined_records(name: str, combine: Any, layout: str
     loss, rng = losses()[name], np.random.default_rng(3)
     X, ids, _ = crowd(rng)
     y = targets(loss, rng, len(X))
-    asked = OfPeople(loss, combine)
-    records = asked.prepare(OfRecords((X if layout == "dense" else sparse.csr_array(X), y), ids))
+    asked = UserLevelObjective(loss, combine)
+    records = asked.prepare(RecordsWithIds((X if layout == "dense" else sparse.csr_array(X), y), ids))
     points = [rng.normal(size=records.dim) for _ in range(2)]
     for rule, who in itertools.product(RULES.values(), (None, np.array([2, 0, 5]), np.array([], np.int64))):
         out = np.zeros(records.dim)
         given = points if rule.beta else points[:1]
         asked.add(Batch(records, who), given, rule, out)
         everyone = range(len(records)) if who is None else who
-        expected = reference(loss, X, y, People.of(ids, combine=combine), given, rule, everyone)
+        expected = reference(loss, X, y, UnitGrouping.of(ids, combine=combine), given, rule, everyone)
         np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -131,10 +133,10 @@ def test_full_batches_under_a_matrix_and_in_many_blocks(
     scale = scale @ scale.T
     y = targets(loss, rng, len(X))
     mixed = replace(loss, transform=Affine(np.ones(5), scale))
-    asked = OfPeople(mixed)
-    records = asked.prepare(OfRecords((X if layout == "dense" else sparse.csr_array(X), y), ids))
+    asked = UserLevelObjective(mixed)
+    records = asked.prepare(RecordsWithIds((X if layout == "dense" else sparse.csr_array(X), y), ids))
     # The same rows, transformed by hand
-    by_hand = OfPeople(loss).prepare(OfRecords(((X - 1.0) @ scale, y), ids))
+    by_hand = UserLevelObjective(loss).prepare(RecordsWithIds(((X - 1.0) @ scale, y), ids))
     points = [rng.normal(size=records.dim) for _ in range(2)]
     for size in (1 << 18, 64):
         monkeypatch.setattr(table, "_BLOCK", size)
@@ -143,7 +145,7 @@ def test_full_batches_under_a_matrix_and_in_many_blocks(
             out, expected = np.zeros(records.dim), np.zeros(records.dim)
             given = points if rule.beta else points[:1]
             asked.add(Batch(records, None), given, rule, out)
-            OfPeople(loss).add(Batch(by_hand, None), given, rule, expected)
+            UserLevelObjective(loss).add(Batch(by_hand, None), given, rule, expected)
             np.testing.assert_allclose(out, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -157,20 +159,20 @@ def test_products_are_of_these_rows_seen_in_this_way(monkeypatch: pytest.MonkeyP
     X, ids, _ = crowd(rng)
     loss = losses()["multinomial"]
     y = targets(loss, rng, len(X))
-    asked = OfPeople(loss)
-    records = asked.prepare(OfRecords((X, y), ids))
-    point, rule = rng.normal(size=records.dim), Rule.gradient(0.3)
+    asked = UserLevelObjective(loss)
+    records = asked.prepare(RecordsWithIds((X, y), ids))
+    point, rule = rng.normal(size=records.dim), ClippingRule.gradient(0.3)
     rows: Any = records.rows
     first = person_grams.grams_of(rows, records.people.groups(None))
     assert first is not None
     assert person_grams.grams_of(rows, records.people.groups(None)) is first
-    moved = OfPeople(replace(loss, transform=Affine(np.ones(5), np.full(5, 2.0))))
+    moved = UserLevelObjective(replace(loss, transform=Affine(np.ones(5), np.full(5, 2.0))))
     seen = moved.prepare(records)
     rows = seen.rows
     assert person_grams.grams_of(rows, seen.people.groups(None)) is not first
     out = np.zeros(records.dim)
     asked.add(Batch(records, None), [point], rule, out)
-    expected = reference(loss, X, y, People.of(ids), [point], rule, range(len(records)))
+    expected = reference(loss, X, y, UnitGrouping.of(ids), [point], rule, range(len(records)))
     np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -199,7 +201,7 @@ def test_one_person_moves_a_gradient_by_no_more_than_the_bound(name: str, layout
     loss, rng = losses()[name], np.random.default_rng(5)
     X, ids, _ = crowd(rng, (1, 7, 2, 30, 1))
     y = targets(loss, rng, len(X))
-    asked = OfPeople(loss, combine)
+    asked = UserLevelObjective(loss, combine)
     points = None
     for size, kind in itertools.product((1, 7, 500), ("plain", "aligned", "huge", "mixed", "cancelling", "zero")):
         sums = []
@@ -210,7 +212,7 @@ def test_one_person_moves_a_gradient_by_no_more_than_the_bound(name: str, layout
             who = np.concatenate([ids, np.full(len(extra), 99)])
             layed = sparse.csr_array(there[0]) if layout == "csr" else there[0]
             people = _unchecked(who, combine)
-            records = asked.prepare(OfRecords((layed, there[1]), people))
+            records = asked.prepare(RecordsWithIds((layed, there[1]), people))
             points = [rng.normal(size=records.dim) for _ in range(2)] if points is None else points
             for rule, everyone in itertools.product(RULES.values(), (True, False)):
                 out = np.zeros(records.dim)
@@ -225,15 +227,15 @@ def test_one_person_moves_a_gradient_by_no_more_than_the_bound(name: str, layout
             assert np.linalg.norm(one - other) <= 2 * rule.bound * SLACK + 1e-12 * np.linalg.norm(nobody)
 
 
-def _unchecked(ids: Any, combine: Any = "mean", most: int | None = None) -> People:
-    """People without the check that nobody has nearly all records: tests are about one who does."""
+def _unchecked(ids: Any, combine: Any = "mean", most: int | None = None) -> UnitGrouping:
+    """UnitGrouping without the check that nobody has nearly all records: tests are about one who does."""
     codes = np.unique(ids, return_inverse=True)[1]
     starts = np.concatenate([[0], np.cumsum(np.bincount(codes))]).astype(np.int64)
-    return People(np.argsort(codes, kind="stable"), starts, combine, most)
+    return UnitGrouping(np.argsort(codes, kind="stable"), starts, combine, most)
 
 
 def test_records_are_chosen_evenly_and_by_the_key_alone() -> None:
-    people = People.of(np.repeat(np.arange(20), 13), records_per_person=4)
+    people = UnitGrouping.of(np.repeat(np.arange(20), 13), records_per_person=4)
     counts = np.zeros(260)
     for k in range(400):
         rows, starts = people.groups(np.arange(20), bytes([k % 256] * 31 + [k // 256])).flat()
@@ -255,7 +257,7 @@ def test_records_are_chosen_evenly_and_by_the_key_alone() -> None:
 ])  # fmt: skip
 def test_ids_that_cannot_be_trusted_are_refused_without_being_shown(ids: Any) -> None:
     with pytest.raises(DataError) as error:
-        People.of(ids, records=3)
+        UnitGrouping.of(ids, records=3)
     message = str(error.value)
     assert message.startswith("person: ")
     assert not any(secret in message for secret in ("é", "NaT", "1.5", "1152921504606846976"))
@@ -274,7 +276,7 @@ def test_slots_do_not_know_the_numbers_of_people() -> None:
 
 
 def test_whose_nearly_all_records_are_is_not_told_by_a_refusal() -> None:
-    assert len(People.of([7] * 9 + [1])) == 2
+    assert len(UnitGrouping.of([7] * 9 + [1])) == 2
 
 
 def test_kinds_of_ids() -> None:
@@ -283,10 +285,10 @@ def test_kinds_of_ids() -> None:
                 pandas.Series(["b", "a", "b"], dtype="string"), pandas.Series(["b", "a", "b"]).astype("category"),
                 pandas.to_datetime(["2020-01-02", "2020-01-01", "2020-01-02"]),
                 pandas.Series([5, 1, 5], dtype="Int64")):  # fmt: skip
-        people = People.of(ids)
+        people = UnitGrouping.of(ids)
         assert people.order.tolist() == [0, 2, 1]
     with pytest.raises(DataError, match="has no id"):
-        People.of(pandas.Series([1, None, 2], dtype="Int64"))
+        UnitGrouping.of(pandas.Series([1, None, 2], dtype="Int64"))
 
 
 def test_an_id_is_known_again_however_it_is_held() -> None:
@@ -310,4 +312,4 @@ def test_an_id_is_known_again_however_it_is_held() -> None:
         [noon.replace(tzinfo=None)], key
     )
     with pytest.raises(DataError, match="all whole numbers"):
-        first_seen(np.array([1, 2], "m8[s]"))
+        factorize_ids(np.array([1, 2], "m8[s]"))

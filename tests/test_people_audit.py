@@ -13,74 +13,74 @@ import quietgrad as qg
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.people import attack_person, probe_drawn_people, probe_ids, probe_people
 from quietgrad.objectives import Logistic, registry
-from quietgrad.objectives.base import Batch, Rule
-from quietgrad.objectives.people import OfPeople, OfRecords, People, PeopleRecords
+from quietgrad.objectives.base import Batch, ClippingRule
+from quietgrad.objectives.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective, UserLevelRecords
 from quietgrad.objectives.tables import full_batch, table
 from quietgrad.privacy.budget import Relation
 
 LOSSES = {"logistic": Logistic(intercept=True)}
 
 
-class ClipsRecords(OfPeople):
+class ClipsRecords(UserLevelObjective):
     """Clips every record on its own and adds them up."""
 
-    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
-        records: PeopleRecords = batch.records
+    def add(self, batch: Batch, points: Sequence[Any], rule: ClippingRule, out: Any) -> None:
+        records: UserLevelRecords = batch.records
         rows = records.people.groups(batch.indices, batch.key).flat()[0]
         self.loss.add(Batch(records.rows, rows), points, rule, out)
 
 
-class DrawsRecords(OfPeople):
+class DrawsRecords(UserLevelObjective):
     """Takes every record for a person of its own, so that records are drawn."""
 
-    def prepare(self, data: Any) -> PeopleRecords:
+    def prepare(self, data: Any) -> UserLevelRecords:
         held = super().prepare(data)
         n = len(held.people.order)
-        return PeopleRecords(held.rows, People(np.arange(n), np.arange(n + 1)))
+        return UserLevelRecords(held.rows, UnitGrouping(np.arange(n), np.arange(n + 1)))
 
 
-class ClipsHalves(OfPeople):
+class ClipsHalves(UserLevelObjective):
     """Splits a person over two micro-batches, each clipped as if it were a person."""
 
-    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
-        records: PeopleRecords = batch.records
+    def add(self, batch: Batch, points: Sequence[Any], rule: ClippingRule, out: Any) -> None:
+        records: UserLevelRecords = batch.records
         rows, starts = records.people.groups(batch.indices, batch.key).flat()
         cuts = np.unique(np.concatenate([starts, (starts[:-1] + starts[1:]) // 2]))
-        halves = People(rows, cuts, records.people.combine)
-        super().add(Batch(PeopleRecords(records.rows, halves), None), points, rule, out)
+        halves = UnitGrouping(rows, cuts, records.people.combine)
+        super().add(Batch(UserLevelRecords(records.rows, halves), None), points, rule, out)
 
 
-class CountsTwice(OfPeople):
+class CountsTwice(UserLevelObjective):
     """Counts whoever has two records or more in two micro-batches, once in each."""
 
-    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+    def add(self, batch: Batch, points: Sequence[Any], rule: ClippingRule, out: Any) -> None:
         super().add(batch, points, rule, out)
         people = batch.records.people
         who = np.arange(len(people)) if batch.indices is None else batch.indices
         super().add(batch._replace(indices=who[people.sizes[who] > 1]), points, rule, out)
 
 
-def by_hash(ids: Any) -> People:
+def by_hash(ids: Any) -> UnitGrouping:
     """Groups by a hash of the id, of a few bits."""
-    return People.of([hash(str(i)) % 64 for i in ids])
+    return UnitGrouping.of([hash(str(i)) % 64 for i in ids])
 
 
-def as_texts(ids: Any) -> People:
+def as_texts(ids: Any) -> UnitGrouping:
     """Makes texts of whatever is given."""
-    return People.of([str(i) for i in ids])
+    return UnitGrouping.of([str(i) for i in ids])
 
 
-def exactly(ids: Any) -> People:
+def exactly(ids: Any) -> UnitGrouping:
     """Groups by equality and asks nothing: None is somebody, é is two people."""
     known: dict[Any, int] = {}
-    return People.of([known.setdefault(repr(i), len(known)) for i in ids])
+    return UnitGrouping.of([known.setdefault(repr(i), len(known)) for i in ids])
 
 
-def sensitivity(asking: Any = OfPeople) -> list[Finding]:
+def sensitivity(asking: Any = UserLevelObjective) -> list[Finding]:
     return list(probe_people(asking, LOSSES))
 
 
-def told_apart(asking: Any = OfPeople) -> list[Finding]:
+def told_apart(asking: Any = UserLevelObjective) -> list[Finding]:
     return [attack_person(7, 2000, asking, relation=relation) for relation in Relation]
 
 
@@ -91,10 +91,10 @@ TABLE: list[tuple[str, Callable[..., list[Finding]], Any, str]] = [
     ("clips halves", sensitivity, ClipsHalves, "L0 sensitivity"),
     ("counts twice", sensitivity, CountsTwice, "L0 sensitivity"),
     ("counts twice", told_apart, CountsTwice, "L2"),
-    ("draws records", lambda how=OfPeople: [probe_drawn_people(how)], DrawsRecords, "L0 sampling"),
-    ("hashes collide", lambda how=People.of: [probe_ids(how)], by_hash, "L0 ids"),
-    ("1 is '1'", lambda how=People.of: [probe_ids(how)], as_texts, "L0 ids"),
-    ("nothing is asked of ids", lambda how=People.of: [probe_ids(how)], exactly, "L0 ids"),
+    ("draws records", lambda how=UserLevelObjective: [probe_drawn_people(how)], DrawsRecords, "L0 sampling"),
+    ("hashes collide", lambda how=UnitGrouping.of: [probe_ids(how)], by_hash, "L0 ids"),
+    ("1 is '1'", lambda how=UnitGrouping.of: [probe_ids(how)], as_texts, "L0 ids"),
+    ("nothing is asked of ids", lambda how=UnitGrouping.of: [probe_ids(how)], exactly, "L0 ids"),
 ]
 
 
@@ -130,11 +130,13 @@ def test_a_block_that_ends_within_a_person_is_noticed(monkeypatch: pytest.Monkey
 def test_colliding_people_are_more_than_one_under_add_remove() -> None:
     """Why ids are never hashed to group them: of two people taken for one, each moves the sum by up to 2C."""
     loss = Logistic()
-    asked, point, rule = OfPeople(loss), np.zeros(2), Rule.gradient(1.0)
+    asked, point, rule = UserLevelObjective(loss), np.zeros(2), ClippingRule.gradient(1.0)
     sums = []
     for rows in (2, 1):
         X = np.array([[1e3, 0.0], [-3e3, 0.0]])[:rows]
-        records = asked.prepare(OfRecords((X, np.zeros(rows)), People(np.arange(rows), np.array([0, rows]))))
+        records = asked.prepare(
+            RecordsWithIds((X, np.zeros(rows)), UnitGrouping(np.arange(rows), np.array([0, rows])))
+        )
         out = np.zeros(2)
         asked.add(Batch(records, None), (point,), rule, out)
         sums.append(out)

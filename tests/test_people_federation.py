@@ -1,4 +1,4 @@
-"""People in federations: known to one party, or to several and priced so."""
+"""UnitGrouping in federations: known to one party, or to several and priced so."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quietgrad.federation.parties import check_people
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble
-from quietgrad.objectives.base import Batch, Gradient, Rule
-from quietgrad.objectives.people import OfPeople, OfRecords
+from quietgrad.objectives.base import Batch, ClippingRule, Gradient
+from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 
@@ -86,15 +86,15 @@ def test_noise_is_as_loud_as_a_person_known_to_several_parties(trust: Any) -> No
     assert (one.reach, three.reach) == (1.0, 3.0)
     assert one.noise_multiplier == pytest.approx(three.noise_multiplier)  # a multiple of what a person contributes
     # Brute force: somebody in three parties moves their sum by three bounds and no more.
-    rule, point = Rule.gradient(1.0), np.array([0.3, -0.2])
-    total, asked = np.zeros(2), OfPeople(LOSS)
+    rule, point = ClippingRule.gradient(1.0), np.array([0.3, -0.2])
+    total, asked = np.zeros(2), UserLevelObjective(LOSS)
     for seed in range(3):
         X, y, ids = visits(20, 100, seed)
         there = np.vstack([X, np.tile([1e3, 0.0], (500, 1))]), np.concatenate([y, np.zeros(500)])
         whose = np.concatenate([ids, np.full(500, 7)])
         for sign, data, who in ((1.0, there, whose), (-1.0, (X, y), ids)):
             out = np.zeros(2)
-            asked.add(Batch(asked.prepare(OfRecords(data, _people(who))), None), (point,), rule, out)
+            asked.add(Batch(asked.prepare(RecordsWithIds(data, _people(who))), None), (point,), rule, out)
             total += sign * out
     assert 2.9 * rule.bound < np.linalg.norm(total) <= three.reach * rule.bound * (1 + 1e-9)
 
@@ -119,11 +119,11 @@ def test_the_noise_that_is_heard_is_for_as_many_parties(trust: Any) -> None:
 
 
 def _people(ids: Any) -> Any:
-    from quietgrad.objectives.people import People
+    from quietgrad.objectives.privacy_units import UnitGrouping
 
     codes = np.unique(ids, return_inverse=True)[1]
     starts = np.concatenate([[0], np.cumsum(np.bincount(codes))]).astype(np.int64)
-    return People(np.argsort(codes, kind="stable"), starts)
+    return UnitGrouping(np.argsort(codes, kind="stable"), starts)
 
 
 def test_own_noise_of_several_parties_is_paid_for_by_all_of_them() -> None:
@@ -142,7 +142,7 @@ def test_sampled_people_of_several_parties_are_drawn_more_often() -> None:
     q = slot.sampling.rate  # type: ignore[attr-defined]
     event = two.party_event(0, None)
     assert isinstance(event, events.Repeated)
-    assert isinstance(event.inner, events.Poisson)
+    assert isinstance(event.inner, events.PoissonSampled)
     assert event.inner.rate == pytest.approx(1.0 - (1.0 - q) ** 2)
     assert two.epsilon() <= 1.0
     assert two.noise_multiplier > one.noise_multiplier
@@ -189,7 +189,7 @@ def test_a_plan_on_people_reads_back_and_a_party_holds_people() -> None:
         PartyCurator("party-1", LOSS, (X, y), plan)
     rows, _ = assemble(qg.DPGD(steps=3), LOSS, [Party(X, y)], budget=Budget(1.0, 1e-5))
     with pytest.raises(DataError, match="leave out whose records"):
-        PartyCurator("party-1", LOSS, OfRecords((X, y), ids), rows)
+        PartyCurator("party-1", LOSS, RecordsWithIds((X, y), ids), rows)
     assert Gradient(np.zeros(2), 1.0).bound == 1.0
 
 

@@ -25,7 +25,7 @@ from quietgrad.federation.plan import MATCHED, FederatedPlan
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.federation.transport.in_process import Fault, InProcess
-from quietgrad.objectives.people import OfRecords
+from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import seed_key
 from tests.test_people_federation import TWO_CLINICS
@@ -135,7 +135,7 @@ def test_other_keys_lists_and_tables_are_refused_before_anything_is_spent(tmp_pa
         matching=matched(parties, KEY)[1],
     )  # fmt: skip
     a = parties[0]
-    held, ledger = OfRecords((a.X, a.y), a.person), tmp_path / "ledger.jsonl"
+    held, ledger = RecordsWithIds((a.X, a.y), a.person), tmp_path / "ledger.jsonl"
 
     def taking_part(matching: Any, data: Any = held) -> Any:
         return PartyCurator("party-1", LOSS, data, plan, ledger=ledger, matching=matching)
@@ -148,12 +148,12 @@ def test_other_keys_lists_and_tables_are_refused_before_anything_is_spent(tmp_pa
     fewer = [a, party(40, 59, 1), parties[2]]
     with pytest.raises(DataError, match="not those that the plan was agreed on"):
         taking_part(matched(fewer, KEY)[1])  # another list
-    somebody_new = OfRecords((np.vstack([a.X, a.X[:1]]), np.append(a.y, 1.0)), np.append(a.person, 777))
+    somebody_new = RecordsWithIds((np.vstack([a.X, a.X[:1]]), np.append(a.y, 1.0)), np.append(a.person, 777))
     with pytest.raises(DataError, match="not in the list of people") as error:
         taking_part(good, somebody_new)
     assert "777" not in str(error.value)
     gone = a.person != 45  # who left since is missed by nobody
-    kept = len(taking_part(good, OfRecords((a.X[gone], a.y[gone]), a.person[gone])).records)
+    kept = len(taking_part(good, RecordsWithIds((a.X[gone], a.y[gone]), a.person[gone])).records)
     assert kept in (len(taking_part(good).records) - 1, len(taking_part(good).records))
     assert not ledger.exists()
     plain, _ = assemble(qg.DPGD(steps=1), LOSS, [a], budget=Budget(1.0, 1e-5), unit="person", parties_per_person=1)

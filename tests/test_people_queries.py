@@ -21,7 +21,13 @@ import quietgrad.objectives
 from quietgrad.objectives import L2, Logistic, Squared
 from quietgrad.objectives import base as queries
 from quietgrad.objectives.base import Batch, Query
-from quietgrad.objectives.people import OfPeople, OfRecords, People, PersonRefused, rows_of
+from quietgrad.objectives.privacy_units import (
+    PersonRefused,
+    RecordsWithIds,
+    UnitGrouping,
+    UserLevelObjective,
+    rows_of,
+)
 from quietgrad.objectives.queries import second_order
 from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
@@ -87,10 +93,10 @@ def test_every_query_is_tried_here() -> None:
     assert found == {*TABLE, *SCORES, *ELSEWHERE}
 
 
-def people_of(ids: Any, combine: Any = "mean", most: int | None = None) -> People:
+def people_of(ids: Any, combine: Any = "mean", most: int | None = None) -> UnitGrouping:
     codes = np.unique(ids, return_inverse=True)[1]
     starts = np.concatenate([[0], np.cumsum(np.bincount(codes))]).astype(np.int64)
-    return People(np.argsort(codes, kind="stable"), starts, combine, most)
+    return UnitGrouping(np.argsort(codes, kind="stable"), starts, combine, most)
 
 
 def rows(rng: np.random.Generator, size: int, kind: str) -> Any:
@@ -149,9 +155,13 @@ def test_a_person_is_bounded_by_every_query_of_tables(kind: type, relation: Rela
 
         def make(seed: int, size: int = size, rough: str = rough, layout: str = layout) -> Any:
             X, y, ids = worlds(size, rough, seed)
-            asked = OfPeople(loss, combine, most)
+            asked = UserLevelObjective(loss, combine, most)
             table = X if layout == "dense" else sparse.csr_array(X)
-            return asked, asked.prepare(OfRecords((table, y), people_of(ids, combine, most))), TABLE[kind](relation)
+            return (
+                asked,
+                asked.prepare(RecordsWithIds((table, y), people_of(ids, combine, most))),
+                TABLE[kind](relation),
+            )
 
         if combine == "sum" and kind in curved:
             with pytest.raises(PersonRefused, match="not offered with person="):
@@ -169,7 +179,7 @@ def test_a_person_is_bounded_by_every_score(kind: type, relation: Relation, most
         def make(seed: int, size: int = size, rough: str = rough) -> Any:
             X, _, ids = worlds(size, rough, seed)
             rng = np.random.default_rng(seed + 5)
-            asked = OfPeople(Tabulation() if kind is CellSums else Scoring(), "mean", most)
+            asked = UserLevelObjective(Tabulation() if kind is CellSums else Scoring(), "mean", most)
             if kind is CellSums:
                 cells = np.stack([rng.integers(0, 3, len(X)), rng.integers(2, 8, len(X))], axis=1)
                 cells[:17], weights = 0, np.ones(cells.shape)
@@ -179,20 +189,20 @@ def test_a_person_is_bounded_by_every_score(kind: type, relation: Relation, most
             query: Any = SCORES[kind](relation)
             if kind is not CellSums:
                 query = type(query)(*[getattr(query, n) for n in list(vars(query))[:1]], np.arange(len(X)))
-            return asked, asked.prepare(OfRecords(data, people_of(ids, "mean", most))), query
+            return asked, asked.prepare(RecordsWithIds(data, people_of(ids, "mean", most))), query
 
         held(*answers(make), relation)
 
 
 def test_a_person_has_one_label_at_most() -> None:
     """Counts differ in one place by one, however many labels nobody else has."""
-    asked = OfPeople(LabelSet())
+    asked = UserLevelObjective(LabelSet())
     for size in (1, 7, 500):
         found = []
         for seed in (0, -1):
             X, _, ids = worlds(size, "plain", seed)
             labels = np.where(ids == 99, np.arange(len(ids)) + 1000, ids)
-            records = asked.prepare(OfRecords((X, labels), people_of(ids)))
+            records = asked.prepare(RecordsWithIds((X, labels), people_of(ids)))
             query = LabelCounts(Relation.ADD_REMOVE)
             found.append(
                 dict(zip(*(part.tolist() for part in query.count(Batch(records, None, KEY))), strict=True))
@@ -209,16 +219,16 @@ def test_a_fit_is_as_stable_as_people_are_many() -> None:
     fits = []
     for seed in (0, 1):
         X, y, ids = worlds(500, "aligned", seed)
-        asked = OfPeople(loss)
-        records, out = asked.prepare(OfRecords((X, y), people_of(ids))), np.zeros(D)
+        asked = UserLevelObjective(loss)
+        records, out = asked.prepare(RecordsWithIds((X, y), people_of(ids))), np.zeros(D)
         assert len(records) == 6
         query.sum_into(asked, Batch(records, None), out)
         fits.append(out)
     assert np.linalg.norm(fits[0] - fits[1]) <= query.sensitivity * SLACK
     for combine, most in (("sum", None), ("mean", 2)):
         other: Any = combine
-        refused = OfPeople(loss, other, most)
-        held_records = refused.prepare(OfRecords((X, y), people_of(ids, other, most)))
+        refused = UserLevelObjective(loss, other, most)
+        held_records = refused.prepare(RecordsWithIds((X, y), people_of(ids, other, most)))
         with pytest.raises(PersonRefused, match="not offered with person="):
             query.sum_into(refused, Batch(held_records, None, KEY), np.zeros(D))
 
@@ -237,8 +247,8 @@ class _OfRows:
 
 def test_a_query_that_does_not_know_people_is_shown_no_rows() -> None:
     X, y, ids = worlds(7, "plain", 0)
-    asked = OfPeople(Logistic())
-    records = asked.prepare(OfRecords((X, y), ids))
+    asked = UserLevelObjective(Logistic())
+    records = asked.prepare(RecordsWithIds((X, y), ids))
     with pytest.raises(PersonRefused, match="not offered with person="):
         _OfRows().sum_into(asked, Batch(records, None), np.zeros(1))
     shared = rows_of(Batch(records, np.array([1])))

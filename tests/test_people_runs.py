@@ -14,7 +14,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError, UnprovableError
-from quietgrad.objectives.people import OfPeople, OfRecords, People, PersonRefused
+from quietgrad.objectives.privacy_units import PersonRefused, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.training.stationarity import certify_privately
@@ -96,7 +96,7 @@ def test_older_entries_are_about_records(tmp_path: Path) -> None:
 
 def test_a_plan_for_records_does_not_open_on_people() -> None:
     X, y, ids = visits()
-    curator = CentralCurator(OfPeople(LOSS), OfRecords((X, y), ids))
+    curator = CentralCurator(UserLevelObjective(LOSS), RecordsWithIds((X, y), ids))
     with pytest.raises(DataError, match="the plan counts a record as one"):
         curator.open(qg.plan(qg.DPGD(steps=3), n=300, budget=BUDGET))
     plan = qg.plan(qg.DPGD(steps=3), n=300, budget=BUDGET, unit="person")
@@ -339,7 +339,7 @@ def test_ids_of_a_parquet_file_may_be_texts(kind: str, tmp_path: Path) -> None:
     frame.loc[1, "id"] = None
     frame.astype({"id": kind}).to_parquet(tmp_path / "gap.parquet")
     with pytest.raises(DataError, match="a record has no id"):
-        People.of(load(tmp_path / "gap.parquet", label="y", person="id").person)
+        UnitGrouping.of(load(tmp_path / "gap.parquet", label="y", person="id").person)
 
 
 def test_somebody_in_two_parts_of_a_model_is_refused_and_parts_count_alike() -> None:

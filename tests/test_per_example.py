@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordKeys
 from tests.autograd import KEY, clipped, gradients, grouped, one_at_a_time, ruled, start, summed
 
-RULES = [Rule.gradient(0.7), Rule.difference(0.02), Rule.momentum(0.3, 0.7, 0.02), Rule.joint(0.3, 0.7)]
+RULES = [
+    ClippingRule.gradient(0.7),
+    ClippingRule.difference(0.02),
+    ClippingRule.momentum(0.3, 0.7, 0.02),
+    ClippingRule.joint(0.3, 0.7),
+]
 BUDGETS = [512e6, 0.0]  # vectors are written out where that is cheaper, or nothing is and factors are kept
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.contributions import Combination, Workspace
 from quietgrad.objectives.networks.engine import _SLACK, PerExampleEngine
 from quietgrad.objectives.networks.gradients import Collector
@@ -28,7 +28,7 @@ WAYS: dict[str, Callable[..., PerExampleEngine]] = {
     "from factors": lambda module, loss, groups: PerExampleEngine(module, loss, memory_budget=0.0),
     "one at a time": one_at_a_time,
 }
-UNCLIPPED = Rule.gradient(math.inf)
+UNCLIPPED = ClippingRule.gradient(math.inf)
 cross_entropy = nn.CrossEntropyLoss()
 
 
@@ -73,14 +73,17 @@ def test_no_contribution_exceeds_the_bound_in_float32(name: str, way: str) -> No
     theta = start(engine)
     for relative in (1e-1, 1e-5):
         previous = theta + relative * theta.norm() * F.normalize(torch.randn(engine.dim), dim=0)
-        norms = summed(engine, (theta, previous), grouped(x, y), Rule.momentum(0.5, 1.0, 1.0))[1]
+        norms = summed(engine, (theta, previous), grouped(x, y), ClippingRule.momentum(0.5, 1.0, 1.0))[1]
         gradient, change = (0.5 * float(each.min()) for each in norms.unbind(1))
         for i in range(len(x)):
             one = grouped(x[i : i + 1], y[i : i + 1])
-            for rule, bound in ((Rule.difference(change), change), (Rule.gradient(gradient), gradient)):
+            for rule, bound in (
+                (ClippingRule.difference(change), change),
+                (ClippingRule.gradient(gradient), gradient),
+            ):
                 length = float(summed(engine, (theta, previous), one, rule)[0].norm())
                 assert bound * (1 - 1e-4) < length <= bound
-            both, _ = summed(engine, (theta, previous), one, Rule.momentum(0.5, gradient, change))
+            both, _ = summed(engine, (theta, previous), one, ClippingRule.momentum(0.5, gradient, change))
             assert float(both.norm()) <= 0.5 * (change + gradient)
 
 
@@ -95,7 +98,7 @@ def test_norms_of_small_differences(name: str, way: str) -> None:
     mix = Combination(gradient=False, change=True, scale=1.0)
     for relative in (1e-1, 1e-3, 1e-5):
         previous = theta + relative * theta.norm() * F.normalize(torch.randn(engine.dim), dim=0)
-        found = summed(engine, (theta, previous), groups, Rule.difference(1.0))[1][:, 0]
+        found = summed(engine, (theta, previous), groups, ClippingRule.difference(1.0))[1][:, 0]
         space = Workspace(math.inf, torch.empty(0, dtype=torch.float64))
         exact = Collector(mix, space, list(engine.slices.values()), len(x))
         for point in (previous, theta):
@@ -106,7 +109,7 @@ def test_norms_of_small_differences(name: str, way: str) -> None:
         torch.testing.assert_close(found, exact.gradients().norms(), rtol=1e-4, atol=0.0)
         if relative == 1e-5:
             break
-        both = summed(engine, (theta, previous), groups, Rule.momentum(0.1, 1.0, 1.0))[1]
+        both = summed(engine, (theta, previous), groups, ClippingRule.momentum(0.1, 1.0, 1.0))[1]
         torch.testing.assert_close(both[:, 1], found, rtol=1e-4, atol=0.0)
 
 
@@ -117,7 +120,7 @@ def test_a_record_without_a_finite_norm_counts_as_zero(poison: float, way: str) 
     engine = WAYS[way](module, cross_entropy, grouped(x, y))
     rest = torch.tensor([0, 1, 3, 4])
     points = start(engine, 0.01)
-    for rule in (Rule.gradient(1.0), Rule.momentum(0.3, 1.0, 0.1)):
+    for rule in (ClippingRule.gradient(1.0), ClippingRule.momentum(0.3, 1.0, 0.1)):
         expected, _ = summed(engine, points, grouped(x[rest], y[rest]), rule)
         broken = x.clone()
         broken[2, 0, 3, 3] = poison
@@ -178,7 +181,8 @@ def test_rounding_by_the_number_of_rows_is_within_the_slack(name: str, dtype: to
     ):
         for count in (1, 2, 3, 15, 64, 255, 511, 1024, 4095):
             fewer, more = (
-                summed(engine, (theta,), grouped(x[:n], y[:n]), Rule.gradient(clip))[0] for n in (count, count + 1)
+                summed(engine, (theta,), grouped(x[:n], y[:n]), ClippingRule.gradient(clip))[0]
+                for n in (count, count + 1)
             )
             moved = float((more - fewer).norm()) / clip * (1 + _SLACK[dtype])
             assert 1 - 1e-6 < moved <= 1 + 0.01 * _SLACK[dtype] + 1e-12 * (dtype == torch.float64)
@@ -214,8 +218,8 @@ def test_a_float32_module_may_have_float64_targets_or_layers() -> None:
     x, y = torch.randn(6, 30), torch.randn(6, dtype=torch.float64)
     for model in (nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 1)), Mixed()):
         engine = PerExampleEngine(model, lambda out, y: (out.squeeze(1) - y).square())
-        found, norms = summed(engine, (start(engine),), grouped(x, y), Rule.gradient(0.5))
-        expected = ruled(Rule.gradient(0.5), gradients(engine, start(engine), x, y))
+        found, norms = summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(0.5))
+        expected = ruled(ClippingRule.gradient(0.5), gradients(engine, start(engine), x, y))
         torch.testing.assert_close((found, norms), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -304,7 +308,7 @@ def test_wrong_arguments_are_refused() -> None:
         clipped_gradient_sum(module, cross_entropy, (batch[0], batch[1][:2]), 1.0)
     engine = PerExampleEngine(module, cross_entropy)
     with pytest.raises(ValueError, match="flat vector of 10 parameters"):
-        summed(engine, (torch.zeros(9),), grouped(*batch), Rule.gradient(1.0))
+        summed(engine, (torch.zeros(9),), grouped(*batch), ClippingRule.gradient(1.0))
     with pytest.raises(ValueError, match="micro_batch=0"):
         PerExampleEngine(module, cross_entropy, micro_batch=0)
 
@@ -334,7 +338,7 @@ def longest(engine: PerExampleEngine, *parts: Tensor) -> float:
     lengths = [
         summed(engine, (theta, 0.999 * theta), grouped(*(part[i : i + 1] for part in parts)), rule)[0].norm()
         for i in range(len(parts[0]))
-        for rule in (Rule.gradient(1.0), Rule.difference(1.0))
+        for rule in (ClippingRule.gradient(1.0), ClippingRule.difference(1.0))
     ]
     return float(torch.stack(lengths).max())
 
@@ -390,7 +394,7 @@ def test_factors_whose_squares_vanish_still_have_a_norm(dtype: torch.dtype, way:
         x[:, : shape[0] // 2] *= 3
         y = torch.full((1, layer.out_features), 1e-2 / small, dtype=dtype)
         engine = WAYS[way](module, inner_product, grouped(x, y))
-        out, _ = summed(engine, (torch.zeros(engine.dim, dtype=dtype),), grouped(x, y), Rule.gradient(1e-4))
+        out, _ = summed(engine, (torch.zeros(engine.dim, dtype=dtype),), grouped(x, y), ClippingRule.gradient(1e-4))
         assert 0.99e-4 < float(out.norm()) <= 1e-4
 
 
@@ -405,7 +409,7 @@ def test_long_vectors_are_measured_in_float64() -> None:
 
     engine = PerExampleEngine(Wide(), lambda output, y: output[:, 0])
     x, y = torch.full((1, 1), 1.9195979833602905), torch.zeros(1)
-    out, _ = summed(engine, (torch.zeros(engine.dim),), grouped(x, y), Rule.gradient(1.0))
+    out, _ = summed(engine, (torch.zeros(engine.dim),), grouped(x, y), ClippingRule.gradient(1.0))
     assert 1 - 1e-4 < float(out.norm()) <= 1.0
 
 
@@ -420,6 +424,6 @@ def test_a_penalty_in_the_loss_has_its_gradient(way: str) -> None:
         return value
 
     engine = WAYS[way](module, penalised, grouped(x, y))
-    found = summed(engine, (start(engine),), grouped(x, y), Rule.gradient(0.4))
-    expected = ruled(Rule.gradient(0.4), gradients(engine, start(engine), x, y))
+    found = summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(0.4))
+    expected = ruled(ClippingRule.gradient(0.4), gradients(engine, start(engine), x, y))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)

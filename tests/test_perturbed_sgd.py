@@ -16,7 +16,7 @@ from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import State
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import Constants
+from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.oracles.gradient_estimators import MiniBatch, RecursiveMomentum
 from quietgrad.training import checkpoint
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 BUDGET = qg.Budget(4.0, 1e-6, qg.Relation.REPLACE_ONE)
 HILL = qg.objectives.landscape("strict-saddle", d=10)
-UNIT = Constants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
+UNIT = LossConstants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ def test_theory_mode_runs_until_its_samples_are_used() -> None:
     assert algorithm.config()["oracle"]["name"] == "AdaptiveSpider"
 
 
-def theory(constants: Constants = UNIT, **settings: Any) -> object:
+def theory(constants: LossConstants = UNIT, **settings: Any) -> object:
     defaults: dict[str, Any] = {"n": 10**14, "dim": 5, "budget": BUDGET, "risk_bound": 1.0}
     return qg.PerturbedSGD.theory(constants, **{**defaults, **settings})
 
@@ -364,9 +364,9 @@ def theory(constants: Constants = UNIT, **settings: Any) -> object:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: theory(Constants(1.0, None, 1.0, 1.0, 1.0, 0.0, 1.0)), r"theory mode needs a finite G"),
-        (lambda: theory(Constants(1.0, 1.0, 1.0, None, 1.0, 0.0, 1.0)), r"theory mode needs a finite M"),
-        (lambda: theory(Constants(1.0, 1.0, 1.0, 1.0, None, 0.0, 1.0)), r"theory mode needs a finite ρ"),
+        (lambda: theory(LossConstants(1.0, None, 1.0, 1.0, 1.0, 0.0, 1.0)), r"theory mode needs a finite G"),
+        (lambda: theory(LossConstants(1.0, 1.0, 1.0, None, 1.0, 0.0, 1.0)), r"theory mode needs a finite M"),
+        (lambda: theory(LossConstants(1.0, 1.0, 1.0, 1.0, None, 0.0, 1.0)), r"theory mode needs a finite ρ"),
         (lambda: theory(n=10**6), r"n=1000000: too small for the paper's settings"),
         (lambda: theory(risk_bound=0.0), "risk_bound=0.0"),
         (lambda: theory(failure=1.0), "failure=1.0"),

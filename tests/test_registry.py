@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import quietgrad as qg
-from quietgrad.algorithms.rates import StepDecay
+from quietgrad.algorithms.learning_rates import StepDecay
 from quietgrad.algorithms.registry import ALGORITHMS, entry
 from quietgrad.audit.neighbours import labels
 from quietgrad.cli.runs import objective_from

@@ -30,7 +30,7 @@ from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import calibration
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import FrequentLabels
+from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.privacy.noise import NoiseStream, grid_step, l2_laplace_for, release_l2_laplace, sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.sampling import FullBatch
@@ -219,7 +219,7 @@ def test_an_altered_calibration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_found_labels_do_not_tell_how_long_the_others_are() -> None:
     labels = np.array(["no"] * 2000 + ["yes"] * 2000 + ["a name that nobody else has"])
-    slot = Slot("labels", FullBatch(), mechanism=FrequentLabels(1e-9), fixed=10.0)
+    slot = Slot("labels", FullBatch(), mechanism=GaussianPartitionSelection(1e-9), fixed=10.0)
     plan = Plan("look", {}, Schedule((slot,)), len(labels), Budget(1.0, 1e-5, Relation.REPLACE_ONE), 1.0)
     door = CentralCurator(LabelSet(), (np.zeros((len(labels), 1)), labels)).open(plan)
     found = door.discover("labels", LabelCounts(Relation.REPLACE_ONE))
@@ -230,7 +230,7 @@ def test_found_labels_do_not_tell_how_long_the_others_are() -> None:
 @pytest.mark.parametrize("noise_multiplier", [1.0, 1500.0, 1e6])
 @pytest.mark.parametrize("relation", list(Relation))
 def test_a_label_of_one_record_passes_as_rarely_as_promised(noise_multiplier: float, relation: Relation) -> None:
-    look, bound = FrequentLabels(1e-8), LabelCounts(relation).bound
+    look, bound = GaussianPartitionSelection(1e-8), LabelCounts(relation).bound
     sigma, step = look.counts_noise(noise_multiplier, bound)
     assert sigma >= sigma_for(noise_multiplier, bound, 1)[0]
     threshold = look.threshold(noise_multiplier, bound)

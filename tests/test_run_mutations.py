@@ -27,11 +27,11 @@ from quietgrad.federation.journal import Journal
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.queries.scores import MeanScore
-from quietgrad.privacy.correlated import Correlated, Rows
+from quietgrad.privacy.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import seed_key
 from quietgrad.training import checkpoint
-from quietgrad.training.streaming import KeptMet
+from quietgrad.training.streaming import PersistentSeenIds
 from tests.kept_runs import BUDGET, SampledRun, TableRun, World, rows
 
 Patch = pytest.MonkeyPatch
@@ -242,7 +242,7 @@ def a_closed_entry(home: Path) -> None:
 
 def correlated_rows_after_a_restart(home: Path) -> None:
     """Row 150 of correlated noise depends on all before it, however it is come to."""
-    on, again = (Correlated.made(200).rows(seed_key(3), "noise") for _ in range(2))
+    on, again = (BufferedToeplitzNoise.made(200).rows(seed_key(3), "noise") for _ in range(2))
     kept = [on.row(k, 4) for k in range(151)]
     assert np.array_equal(again.row(150, 4), kept[150])
 
@@ -284,10 +284,10 @@ def a_party_after_lost_rounds(home: Path) -> None:
 
 
 def a_stream_remembers_everybody(home: Path) -> None:
-    met = KeptMet(home / "people", bytes(32))
+    met = PersistentSeenIds(home / "people", bytes(32))
     for step, person in enumerate(("ann", "bob", "cem")):
         met.add(met.newcomers([person]), step)
-    again = KeptMet(home / "people", bytes(32), 3)
+    again = PersistentSeenIds(home / "people", bytes(32), 3)
     for person in ("ann", "bob", "cem"):
         with pytest.raises(DataError):
             again.newcomers([person])
@@ -412,14 +412,14 @@ def closed_entries_pay_again(patch: Patch) -> None:
 
 
 def rows_from_the_last_64(patch: Patch) -> None:
-    row = Rows.row
+    row = NoiseRecurrence.row
 
-    def short(self: Rows, release: int, dim: int) -> Any:
+    def short(self: NoiseRecurrence, release: int, dim: int) -> Any:
         if self._buffers is None and release > 64:
             self._buffers, self._next = np.zeros((self._kept, dim)), release - 64
         return row(self, release, dim)
 
-    patch.setattr(Rows, "row", short)
+    patch.setattr(NoiseRecurrence, "row", short)
 
 
 def who_scores_trained_too(patch: Patch) -> None:
@@ -447,13 +447,13 @@ def a_filter_of_a_party_is_full_again(patch: Patch) -> None:
 
 
 def only_the_last_batch_is_remembered(patch: Patch) -> None:
-    read = KeptMet._read
+    read = PersistentSeenIds._read
 
-    def last(met: KeptMet, step: int) -> None:
+    def last(met: PersistentSeenIds, step: int) -> None:
         read(met, step)
         met._known = set(list(met._known)[-1:])
 
-    patch.setattr(KeptMet, "_read", last)
+    patch.setattr(PersistentSeenIds, "_read", last)
 
 
 @dataclass(frozen=True)

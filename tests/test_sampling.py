@@ -289,9 +289,9 @@ GAUSSIAN = events.Gaussian(2.0)
     ("sampling", "event", "divisor"),
     [
         (FullBatch(), events.Repeated(GAUSSIAN, 9), 1000.0),
-        (Poisson(0.25), events.Repeated(events.Poisson(0.25, GAUSSIAN), 9), 250.0),
+        (Poisson(0.25), events.Repeated(events.PoissonSampled(0.25, GAUSSIAN), 9), 250.0),
         (Poisson(1.0), events.Repeated(GAUSSIAN, 9), 1000.0),
-        (FixedSize(1000, 20), events.Repeated(events.FixedSize(1000, 20, GAUSSIAN), 9), 20.0),
+        (FixedSize(1000, 20), events.Repeated(events.FixedSizeSampled(1000, 20, GAUSSIAN), 9), 20.0),
         (FixedSize(1000, 1000), events.Repeated(GAUSSIAN, 9), 1000.0),
         (SinglePass(1000, 50), events.Parallel((GAUSSIAN,)), 50.0),
         (SinglePass(1000, 50, Relation.ADD_REMOVE), events.Parallel((GAUSSIAN,)), 50.0),

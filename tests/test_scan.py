@@ -27,7 +27,7 @@ from quietgrad.estimators import (
 from quietgrad.objectives.base import Batch, Gradient, GradientDifference, Loss, RecursiveMomentum
 from quietgrad.objectives.queries.second_order import GradientNorm, PackedHessian
 from quietgrad.objectives.tables.scanned import is_additive, merged
-from quietgrad.sampling import FixedSize, Poisson, PoissonTurns, SinglePass, Turns
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, Poisson, SinglePass
 
 pytestmark = pytest.mark.filterwarnings("ignore:random_state=5")
 pa = pytest.importorskip("pyarrow")
@@ -221,8 +221,8 @@ def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -
         FixedSize(N, 300),
         SinglePass(N, 600),
         SinglePass(N, 600, qg.Relation.ADD_REMOVE),
-        Turns(10),
-        PoissonTurns(4, 0.2),
+        CyclicCohorts(10),
+        CyclicPoisson(4, 0.2),
     ],
 )
 def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> None:
@@ -235,7 +235,7 @@ def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> No
     expected = sampling.expected_batch(N)
     assert all(abs(len(batch) - expected) < 6.0 * np.sqrt(expected) for batch in batches)
     together = np.concatenate(batches)
-    if isinstance(sampling, SinglePass | Turns):
+    if isinstance(sampling, SinglePass | CyclicCohorts):
         assert sorted(together.tolist()) == list(range(N))  # everybody once
     else:
         assert np.bincount(together, minlength=N).max() > 1

@@ -20,7 +20,7 @@ from quietgrad.cli import main
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.objectives.base import Batch, Gradient, Loss
-from quietgrad.objectives.people import of_people
+from quietgrad.objectives.privacy_units import with_privacy_unit
 from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
 from quietgrad.objectives.tables.features import FeatureMean
 from quietgrad.privacy.budget import Relation
@@ -71,8 +71,8 @@ def test_a_scan_sums_people_as_the_table_in_memory(
     ids, X, y = table
     people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=threads)
     people = replace(people, rows_at_once=90)
-    there, scanned = of_people(LOSS, people, None, combine, most)
-    here, held = of_people(LOSS, (X, y), ids, combine, most)
+    there, scanned = with_privacy_unit(LOSS, people, None, combine, most)
+    here, held = with_privacy_unit(LOSS, (X, y), ids, combine, most)
     scanned, held = there.prepare(scanned), here.prepare(held)
     assert len(scanned) == len(held) == len(np.unique(ids))
     queries: list[Any] = [Gradient(np.full(4, 0.3), 0.5), Loss(np.full(4, 0.3), 1.0)]
@@ -98,8 +98,8 @@ def test_whole_runs_and_labels_are_those_in_memory(tmp_path: Path, table: Any, s
     held = qg.minimize(LOSS, (X, y), method, budget=None, seed=3, person=ids)
     np.testing.assert_allclose(scanned.params, held.params, rtol=1e-9)
     query = LabelCounts(Relation.ADD_REMOVE)
-    there, labelled = of_people(LabelSet(), people, None)
-    here, in_memory = of_people(LabelSet(), (X, y), ids)
+    there, labelled = with_privacy_unit(LabelSet(), people, None)
+    here, in_memory = with_privacy_unit(LabelSet(), (X, y), ids)
     labelled, in_memory = there.prepare(labelled), here.prepare(in_memory)
     found = query.count(Batch(labelled, None, KEY))
     wanted = query.count(Batch(in_memory, None, KEY))
@@ -119,7 +119,7 @@ def test_one_person_moves_a_sum_by_no_more_than_the_clip(tmp_path: Path, table: 
     )
     query, sums = Gradient(np.zeros(4), 0.5), []
     for scan in (people, others):
-        objective, data = of_people(LOSS, scan, None, "sum")
+        objective, data = with_privacy_unit(LOSS, scan, None, "sum")
         records = objective.prepare(data)
         out = np.zeros(4)
         records.answer(query, Batch(records, None, KEY), out)
@@ -173,7 +173,7 @@ def test_ids_in_another_order_within_a_run_stop_it(tmp_path: Path, table: Any, m
     """The order is looked at in every pass, also where a file looks as it did."""
     ids, X, y = table
     people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=1)
-    objective, data = of_people(LOSS, people, None)
+    objective, data = with_privacy_unit(LOSS, people, None)
     records = objective.prepare(data)
     monkeypatch.setattr("quietgrad.data.scan_units.FileUnit.check", lambda unit: None)
     monkeypatch.setattr("quietgrad.data.scan_units._FOOTERS", {})

@@ -32,11 +32,11 @@ from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.glm import Logistic
-from quietgrad.privacy.mechanisms import UnitNoise
+from quietgrad.privacy.mechanisms import StandardNormals
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import Poisson
-from quietgrad.sampling.samplers import KeyedSampler
+from quietgrad.sampling.samplers import KeyedPoissonSampler
 from quietgrad.secure.noise_share import NoiseShare
 from quietgrad.secure.sums import SecureSession
 from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP
@@ -168,7 +168,7 @@ def whole(values: Floats, unit: float) -> Integers:
 def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the central curator sample by record id, as parties with a shared key do."""
 
-    def poisson(self: Poisson, n_records: int, stream: SecureStream) -> KeyedSampler:
+    def poisson(self: Poisson, n_records: int, stream: SecureStream) -> KeyedPoissonSampler:
         return self.keyed_sampler(np.arange(n_records), stream)
 
     monkeypatch.setattr(Poisson, "sampler", poisson)
@@ -233,7 +233,7 @@ def test_trusted_curator_gives_the_central_model_with_the_same_noise(run: Any, t
     """The coordinator rounds the sum and σ times its seeded normals to one grid."""
     federation = run(table, "curator")
     units = {
-        slot.name: UnitNoise(seed_key(SEED), f"unit/{slot.name}", federation.plan.limit(slot.name))
+        slot.name: StandardNormals(seed_key(SEED), f"unit/{slot.name}", federation.plan.limit(slot.name))
         for slot in federation.plan.schedule.slots
     }
     d = federation.start.size

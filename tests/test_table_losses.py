@@ -17,13 +17,13 @@ from scipy import sparse
 
 from quietgrad.objectives.base import (
     Batch,
+    ClippingRule,
     Gradient,
     GradientDifference,
     JointMomentum,
     Loss,
     Query,
     RecursiveMomentum,
-    Rule,
 )
 from quietgrad.objectives.landscapes.base import landscape
 from quietgrad.objectives.queries.second_order import PackedHessian
@@ -253,7 +253,7 @@ def test_rules_refuse_what_would_make_their_bound_false() -> None:
             np.zeros(1), np.zeros(1), 2.0, 1.0, 1.0
         ),  # (1−γ)C2 + γC1 would be below the truth
         lambda: JointMomentum(np.zeros(1), np.zeros(1), -1.0, 1.0),
-        lambda: Rule(1.0, 0.0, 1.0, math.nan, 1.0),
+        lambda: ClippingRule(1.0, 0.0, 1.0, math.nan, 1.0),
     ):
         with pytest.raises(ValueError, match="must be"):
             wrong()

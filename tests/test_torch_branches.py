@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.persons import Persons
 from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, start, summed
 
-RULES = [Rule.gradient(0.7), Rule.momentum(0.3, 0.7, 0.2)]
+RULES = [ClippingRule.gradient(0.7), ClippingRule.momentum(0.3, 0.7, 0.2)]
 N = 16
 
 
@@ -120,7 +120,7 @@ def test_one_record_moves_a_sum_by_its_own_part(program: Any) -> None:
     sums = []
     for rows in (range(N), [row for row in range(N) if row != 5]):
         sums.append(torch.zeros_like(theta, dtype=torch.float64))
-        objective.add(Batch(records, np.array(rows), KEY), (theta,), Rule.gradient(1.0), sums[-1])
+        objective.add(Batch(records, np.array(rows), KEY), (theta,), ClippingRule.gradient(1.0), sums[-1])
     assert float((sums[0] - sums[1]).norm()) <= 1.0
 
 

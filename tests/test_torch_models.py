@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks import gradients as gathering
 from quietgrad.objectives.networks import taps
 from quietgrad.objectives.networks.engine import PerExampleEngine
@@ -38,7 +38,7 @@ def clipped_sum(model: nn.Module, rows: Any, loss: Any = CE) -> Tensor:
     records = objective.prepare(data())
     theta = objective.initial(records)
     out = torch.zeros_like(theta, dtype=torch.float64)
-    objective.add(Batch(records, np.asarray(rows), KEY), (theta,), Rule.gradient(0.3), out)
+    objective.add(Batch(records, np.asarray(rows), KEY), (theta,), ClippingRule.gradient(0.3), out)
     return out
 
 
@@ -107,10 +107,10 @@ def test_what_fails_on_a_record_says_nothing_of_it() -> None:
 
     x, y = data()
     engine = PerExampleEngine(Choosy(6, 2), CE)
-    summed(engine, (start(engine),), grouped(x, y), Rule.gradient(1.0))
+    summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(1.0))
     x[3, 2] = 7.25
     with pytest.raises(DataError, match=r"batch of one record \(RuntimeError\)") as told:
-        summed(engine, (start(engine),), grouped(x, y), Rule.gradient(1.0))
+        summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(1.0))
     assert "7.25" not in str(told.value)
     assert told.value.__cause__ is None
 
@@ -236,12 +236,12 @@ def test_modes_of_layers_are_each_their_own_program() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2)).eval()
     engine = PerExampleEngine(model, CE)
     groups, theta = grouped(*data()), start(engine)
-    still, _ = summed(engine, (theta,), groups, Rule.gradient(1.0))
+    still, _ = summed(engine, (theta,), groups, ClippingRule.gradient(1.0))
     model.train()
-    moved, _ = summed(engine, (theta,), groups, Rule.gradient(1.0))
+    moved, _ = summed(engine, (theta,), groups, ClippingRule.gradient(1.0))
     assert not torch.allclose(still, moved, rtol=1e-2)
     model.eval()
-    assert torch.equal(still, summed(engine, (theta,), groups, Rule.gradient(1.0))[0])
+    assert torch.equal(still, summed(engine, (theta,), groups, ClippingRule.gradient(1.0))[0])
     assert len(engine.programs) == 2
 
 
@@ -322,8 +322,8 @@ def test_a_wrong_kernel_is_caught_before_it_is_used(wrong: Any, monkeypatch: pyt
     assert "does not agree with autograd" in str(engine.program_of(grouped(x, y)[0].record).alone)
     assert "one record at a time" in engine.fallbacks[0]
     monkeypatch.undo()
-    found, _ = summed(engine, (start(engine),), grouped(x, y), Rule.gradient(0.3))
-    expected, _ = ruled(Rule.gradient(0.3), gradients(engine, start(engine), x, y))
+    found, _ = summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(0.3))
+    expected, _ = ruled(ClippingRule.gradient(0.3), gradients(engine, start(engine), x, y))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -335,9 +335,9 @@ def test_functions_and_hooks_of_one_s_own_are_run_one_by_one() -> None:
         if "hook" in why:
             hooked(model)
         engine = PerExampleEngine(model, CE)
-        found, _ = summed(engine, (start(engine),), grouped(x, y), Rule.gradient(0.3))
+        found, _ = summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(0.3))
         assert why in str(engine.program_of(grouped(x, y)[0].record).alone)
-        expected, _ = ruled(Rule.gradient(0.3), gradients(engine, start(engine), x, y))
+        expected, _ = ruled(ClippingRule.gradient(0.3), gradients(engine, start(engine), x, y))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

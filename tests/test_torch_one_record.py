@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import QuietgradError
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
 from tests.one_record.cases import (
     CLASSES,
@@ -168,7 +168,9 @@ def test_differences_of_two_points_are_bounded_too(name: str) -> None:
 
     def difference(rows: list[int]) -> Tensor:
         out = torch.zeros(len(now), dtype=torch.float64)
-        objective.add(Batch(examples, torch.tensor(rows).numpy(), KEY), (now, before), Rule.difference(0.1), out)
+        objective.add(
+            Batch(examples, torch.tensor(rows).numpy(), KEY), (now, before), ClippingRule.difference(0.1), out
+        )
         return out
 
     everyone = list(range(len(data)))

@@ -15,14 +15,19 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.people import OfPeople, OfRecords, PersonRefused
+from quietgrad.objectives.privacy_units import PersonRefused, RecordsWithIds, UserLevelObjective
 from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, summed
 
-RULES = [Rule.gradient(0.3), Rule.difference(0.1), Rule.momentum(0.3, 0.3, 0.1), Rule.joint(0.3, 0.2)]
+RULES = [
+    ClippingRule.gradient(0.3),
+    ClippingRule.difference(0.1),
+    ClippingRule.momentum(0.3, 0.3, 0.1),
+    ClippingRule.joint(0.3, 0.2),
+]
 LOSS = nn.CrossEntropyLoss(reduction="none")
 SIZES = [1, 2, 9, 3, 11, 4]
 
@@ -116,14 +121,16 @@ def scattered(sizes: list[int], seed: int = 0) -> Any:
     return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
 
 
-def combined(rule: Rule, rows: Any, ids: Any, mean: bool) -> Tensor:
+def combined(rule: ClippingRule, rows: Any, ids: Any, mean: bool) -> Tensor:
     """Records' gradients at two points, added up by person, clipped, summed."""
     sizes = torch.tensor([int((ids == person).sum()) for person in np.unique(ids)])[:, None] if mean else 1
     people = [torch.stack([each[ids == person].sum(0) for person in np.unique(ids)]) / sizes for each in rows]
     return ruled(rule, people[0], people[1] if rule.beta else None)[0]
 
 
-def by_hand(model: nn.Module, points: Any, x: Tensor, y: Tensor, rule: Rule, ids: Any, mean: bool) -> Tensor:
+def by_hand(
+    model: nn.Module, points: Any, x: Tensor, y: Tensor, rule: ClippingRule, ids: Any, mean: bool
+) -> Tensor:
     """One record at a time by autograd."""
     engine = PerExampleEngine(model, LOSS)
     return combined(rule, [gradients(engine, point, x, y) for point in points], ids, mean)
@@ -180,8 +187,8 @@ def test_people_with_records_of_several_shapes(combine: Any, micro_batch: int | 
     """Whose records are in groups of their own is clipped once, as a whole."""
     model, ids = Lengths().double(), scattered(SIZES)
     records = Visited(len(ids))
-    asked = OfPeople(ModuleObjective(model, LOSS, micro_batch=micro_batch), combine)
-    prepared = asked.prepare(OfRecords(records, ids))
+    asked = UserLevelObjective(ModuleObjective(model, LOSS, micro_batch=micro_batch), combine)
+    prepared = asked.prepare(RecordsWithIds(records, ids))
     theta: Any = asked.initial(prepared)
     points = theta, theta + 0.1 * torch.randn_like(theta)
     engine = PerExampleEngine(model, LOSS)
@@ -243,13 +250,13 @@ def test_a_person_with_a_record_that_is_not_finite_counts_as_zero_and_nobody_els
             torch.testing.assert_close(out, rest, rtol=1e-4, atol=1e-6)
 
 
-def objective(dropout: float = 0.5, **settings: Any) -> OfPeople:
+def objective(dropout: float = 0.5, **settings: Any) -> UserLevelObjective:
     micro_batch = settings.pop("micro_batch", None)
     model = perceptron(dropout)
-    return OfPeople(ModuleObjective(model, LOSS, micro_batch=micro_batch), **settings)
+    return UserLevelObjective(ModuleObjective(model, LOSS, micro_batch=micro_batch), **settings)
 
 
-def asked_sum(asked: OfPeople, records: Any, people: Any, key: bytes = KEY) -> Tensor:
+def asked_sum(asked: UserLevelObjective, records: Any, people: Any, key: bytes = KEY) -> Tensor:
     theta: Any = asked.initial(records)
     out = torch.zeros_like(theta, dtype=torch.float64)
     asked.add(Batch(records, people, key), (theta, theta - 0.1), RULES[2], out)
@@ -262,7 +269,7 @@ def test_what_a_person_contributes_depends_on_nobody_else() -> None:
     x, y = torch.randn(len(ids), 5), torch.randint(0, 3, (len(ids),))
     for most in (None, 3):
         asked = objective(records_per_person=most, combine="sum")
-        records = asked.prepare(OfRecords((x, y), ids))
+        records = asked.prepare(RecordsWithIds((x, y), ids))
         whole = asked_sum(asked, records, None)
         each = [asked_sum(asked, records, np.array([person])) for person in range(5)]
         torch.testing.assert_close(torch.stack(each).sum(0), whole, rtol=1e-5, atol=1e-6)
@@ -277,7 +284,7 @@ def test_losses_and_risks_of_people() -> None:
     ids = scattered([1, 7, 4])
     x, y = torch.randn(12, 5), torch.randint(0, 3, (12,))
     asked = objective(dropout=0.0, micro_batch=5)
-    records = asked.prepare(OfRecords((x, y), ids))
+    records = asked.prepare(RecordsWithIds((x, y), ids))
     theta: Any = asked.initial(records)
     losses = LOSS(asked.loss.module(x), y).detach().double().numpy()
     means = [losses[ids == person].mean() for person in range(3)]

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import CompensatedSum, ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordDraws, RecordKeys
 
@@ -141,7 +141,7 @@ def objective_of(layer: nn.Module, n: int = 30, **more: Any) -> tuple[ModuleObje
 
 
 def ask(
-    objective: ModuleObjective, records: Any, theta: Tensor, indices: Any, rule: Rule, key: bytes = KEY
+    objective: ModuleObjective, records: Any, theta: Tensor, indices: Any, rule: ClippingRule, key: bytes = KEY
 ) -> Tensor:
     out = torch.zeros_like(theta, dtype=torch.float64)
     points = (theta, theta - 0.01)
@@ -156,7 +156,7 @@ def test_what_a_record_contributes_depends_on_that_record_alone(name: str) -> No
     objective, records, theta = objective_of(layer(), n=12)
     (known,) = objective.engine.programs.values()
     assert (known.program.alone is not None) == alone, known.program.alone
-    for rule in (Rule.gradient(1.0), Rule.momentum(0.3, 1.0, 0.05)):
+    for rule in (ClippingRule.gradient(1.0), ClippingRule.momentum(0.3, 1.0, 0.05)):
         apart = [ask(objective, records, theta, [i], rule) for i in range(12)]
         assert max(float(v.norm()) for v in apart) <= rule.bound
         for indices, micro_batch in ((None, 1024), (range(11, -1, -1), 5), ([4, 7, 1], 1024), (range(1, 12), 5)):
@@ -171,10 +171,10 @@ def test_what_a_record_contributes_depends_on_that_record_alone(name: str) -> No
 def test_a_record_that_overflows_leaves_the_others_their_masks() -> None:
     """Replace-one: a huge record makes the sum be formed again; it may take away its own part and no more."""
     objective, records, theta = objective_of(nn.Dropout(0.5))
-    before = ask(objective, records, theta, None, Rule.gradient(1.0))
+    before = ask(objective, records, theta, None, ClippingRule.gradient(1.0))
     x, y = (part[:, 0].clone() for part in records.read(RecordKeys(KEY, np.arange(30)))[0].record)
     x[11] = 1e308
-    after = ask(objective, objective.prepare((x, y)), theta, None, Rule.gradient(1.0))
+    after = ask(objective, objective.prepare((x, y)), theta, None, ClippingRule.gradient(1.0))
     assert float((before - after).norm()) <= 1.0
 
 
@@ -188,7 +188,7 @@ def test_masks_are_secret_and_fresh_in_every_release() -> None:
         assert key is not None
         seen.append(key)
     assert len(set(seen)) == 3
-    sums = [ask(objective, records, theta, None, Rule.gradient(1.0), key) for key in seen]
+    sums = [ask(objective, records, theta, None, ClippingRule.gradient(1.0), key) for key in seen]
     assert float((sums[0] - sums[1]).norm()) > 0.1
 
 
@@ -232,10 +232,10 @@ def test_augmentation_is_each_records_own() -> None:
     records = objective.prepare(Augmented(torch.randn(20, 6)))
     theta = objective.initial(records)
     state = torch.get_rng_state(), random.getstate()
-    whole = ask(objective, records, theta, None, Rule.gradient(1.0))
-    apart = sum(ask(objective, records, theta, [i], Rule.gradient(1.0)) for i in range(20))
+    whole = ask(objective, records, theta, None, ClippingRule.gradient(1.0))
+    apart = sum(ask(objective, records, theta, [i], ClippingRule.gradient(1.0)) for i in range(20))
     torch.testing.assert_close(whole, apart, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(whole, ask(objective, records, theta, None, Rule.gradient(1.0), bytes(32)))
+    assert not torch.allclose(whole, ask(objective, records, theta, None, ClippingRule.gradient(1.0), bytes(32)))
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
 
@@ -269,10 +269,10 @@ def test_a_draw_that_nobody_foresaw_is_still_each_records_own() -> None:
     x, y = torch.randn(30, 6, dtype=torch.float64), torch.arange(30) % 2
     records = objective.prepare((x, y))
     theta = objective.initial(records)
-    calm = ask(objective, records, theta, None, Rule.gradient(0.1))
+    calm = ask(objective, records, theta, None, ClippingRule.gradient(0.1))
     x = x.clone()
     x[5] = 7.25
-    wild = ask(objective, objective.prepare((x, y)), theta, None, Rule.gradient(0.1))
+    wild = ask(objective, objective.prepare((x, y)), theta, None, ClippingRule.gradient(0.1))
     assert 0.0 < float((wild - calm).norm()) <= 0.2
 
 
@@ -291,7 +291,7 @@ def test_dropout_with_a_checkpoint_draws_the_same_on_the_way_back() -> None:
     groups = records.read(key)
     step = 1e-6 * torch.randn(len(theta), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     losses = [objective.engine.losses(theta + s * step, groups, key) for s in (1, -1)]
-    slope = ask(objective, records, theta, None, Rule.gradient(float("inf"))) @ step * 2
+    slope = ask(objective, records, theta, None, ClippingRule.gradient(float("inf"))) @ step * 2
     assert float((losses[0] - losses[1]).sum()) == pytest.approx(float(slope), rel=1e-5)
 
 
@@ -327,10 +327,10 @@ def test_sums_over_many_passes_keep_the_bound() -> None:
     objective = ModuleObjective(model, lambda out, y: out[:, 0])
     records = objective.prepare((x, torch.zeros(n)))
     theta = objective.initial(records)
-    whole = ask(objective, records, theta, None, Rule.gradient(1.0))
+    whole = ask(objective, records, theta, None, ClippingRule.gradient(1.0))
     assert float(whole.norm()) > 0.9 * n
     for gone in (0, n - 1):
-        less = ask(objective, records, theta, np.delete(np.arange(n), gone), Rule.gradient(1.0))
+        less = ask(objective, records, theta, np.delete(np.arange(n), gone), ClippingRule.gradient(1.0))
         assert float((whole - less).norm()) <= 1.0
 
 

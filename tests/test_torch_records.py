@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 import quietgrad.torch as qt
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.records import examples_of
@@ -72,7 +72,7 @@ def clipped_sum(objective: ModuleObjective, data: Any, rows: Any, clip: float = 
     records = objective.prepare(data)
     theta = objective.initial(records)
     out = torch.zeros_like(theta, dtype=torch.float64)
-    objective.add(Batch(records, np.asarray(rows), KEY), (theta,), Rule.gradient(clip), out)
+    objective.add(Batch(records, np.asarray(rows), KEY), (theta,), ClippingRule.gradient(clip), out)
     return out
 
 

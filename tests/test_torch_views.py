@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
-from quietgrad.objectives.people import OfPeople, OfRecords
+from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 KEY = bytes(range(32))
@@ -51,7 +51,7 @@ def gradient(objective: ModuleObjective, data: Any, theta: Tensor, record: int, 
     """What one view of one record says, unclipped, from an engine that knows of no views."""
     keys = RecordKeys(KEY, np.array([record]), np.array([VIEWS * record + view]))
     out = torch.zeros_like(theta, dtype=torch.float64)
-    objective.engine.add((theta,), objective.prepare(data).read(keys), Rule.gradient(1e6), out, keys)
+    objective.engine.add((theta,), objective.prepare(data).read(keys), ClippingRule.gradient(1e6), out, keys)
     return out
 
 
@@ -59,7 +59,7 @@ def clipped(vector: Tensor, clip: float = CLIP) -> Tensor:
     return vector * min(1.0, clip / float(vector.norm()))
 
 
-def total(objective: Any, records: Any, indices: Any, points: tuple[Tensor, ...], rule: Rule) -> Tensor:
+def total(objective: Any, records: Any, indices: Any, points: tuple[Tensor, ...], rule: ClippingRule) -> Tensor:
     out = torch.zeros_like(points[0], dtype=torch.float64)
     objective.add(Batch(records, indices, KEY), points, rule, out)
     return out
@@ -79,11 +79,11 @@ def test_a_record_counts_with_the_clipped_mean_of_its_views(micro_batch: int | N
     assert any(g.mean(0).norm() > CLIP for g in each)
     assert any(g.mean(0).norm() < CLIP for g in each)
     expected = sum(clipped(g.mean(0)) for g in each)
-    found = total(objective, records, None, (theta,), Rule.gradient(CLIP))
+    found = total(objective, records, None, (theta,), ClippingRule.gradient(CLIP))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     # Someone else's absence changes nothing of the others.
     kept = np.array([0, 1, 3, 4, 5, 6])
-    without = total(objective, records, kept, (theta,), Rule.gradient(CLIP))
+    without = total(objective, records, kept, (theta,), ClippingRule.gradient(CLIP))
     torch.testing.assert_close(found - without, clipped(each[2].mean(0)), rtol=1e-4, atol=1e-5)
     assert float((found - without).norm()) <= CLIP + 1e-6
 
@@ -94,7 +94,7 @@ def test_two_points_see_the_same_views() -> None:
     records = objective.prepare(data)
     theta = objective.initial(records)
     before = theta + 0.1 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(1))
-    rule = Rule.momentum(0.3, CLIP, 0.2)
+    rule = ClippingRule.momentum(0.3, CLIP, 0.2)
     alpha, beta, first, gamma, second = rule.numbers
     expected = torch.zeros_like(theta, dtype=torch.float64)
     for i in range(len(data)):
@@ -111,8 +111,8 @@ def test_two_points_see_the_same_views() -> None:
 def test_views_of_people_s_records(combine: Any) -> None:
     data, model = made()
     plain, objective = ModuleObjective(model, LOSS), ModuleObjective(model, LOSS, views=VIEWS)
-    asked = OfPeople(objective, combine)
-    records = asked.prepare(OfRecords(data, [0, 0, 1, 2, 2, 2, 1]))
+    asked = UserLevelObjective(objective, combine)
+    records = asked.prepare(RecordsWithIds(data, [0, 0, 1, 2, 2, 2, 1]))
     rows: Any = records.rows
     theta = objective.initial(rows)
     expected = torch.zeros_like(theta, dtype=torch.float64)
@@ -120,7 +120,7 @@ def test_views_of_people_s_records(combine: Any) -> None:
         means = [torch.stack([gradient(plain, data, theta, i, j) for j in range(VIEWS)]).mean(0) for i in rows]
         whole = torch.stack(means)
         expected += clipped(whole.mean(0) if combine == "mean" else whole.sum(0))
-    found = total(asked, records, None, (theta,), Rule.gradient(CLIP))
+    found = total(asked, records, None, (theta,), ClippingRule.gradient(CLIP))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -131,7 +131,7 @@ def test_without_randomness_views_change_nothing() -> None:
         objective = ModuleObjective(model, LOSS, views=views)
         records = objective.prepare(data)
         theta = objective.initial(records)
-        sums.append(total(objective, records, np.array([0, 2, 5]), (theta,), Rule.gradient(CLIP)))
+        sums.append(total(objective, records, np.array([0, 2, 5]), (theta,), ClippingRule.gradient(CLIP)))
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-6)
 
 

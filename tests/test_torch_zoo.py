@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from benchmarks.memory_budget import measured
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.gradients import GRADIENT, Gradients
 from quietgrad.objectives.networks.joint import Joint
@@ -27,8 +27,8 @@ def check(case: Case) -> PerExampleEngine:
     """Norms and the clipped sum are those of records one at a time."""
     engine = PerExampleEngine(case.model, case.loss)
     theta, parts = start(engine), (*case.x, case.y)
-    found, norms = summed(engine, (theta,), grouped(*parts), Rule.gradient(CLIP))
-    expected, lengths = ruled(Rule.gradient(CLIP), gradients(engine, theta, *parts))
+    found, norms = summed(engine, (theta,), grouped(*parts), ClippingRule.gradient(CLIP))
+    expected, lengths = ruled(ClippingRule.gradient(CLIP), gradients(engine, theta, *parts))
     torch.testing.assert_close(norms, lengths, rtol=EXACT, atol=EXACT * float(lengths.max()))
     assert float((found - expected).norm()) <= 3 * EXACT * CLIP * len(case.y)
     (known,) = engine.programs.values()
@@ -95,8 +95,8 @@ def test_an_enormous_record_stays_within_its_bound(size: float) -> None:
     case.x[0][2] *= size
     engine = PerExampleEngine(case.model, case.loss)
     rest = [0, 1, 3, 4]
-    whole, _ = summed(engine, (start(engine),), grouped(*case.x, case.y), Rule.gradient(CLIP))
-    less, _ = summed(engine, (start(engine),), grouped(case.x[0][rest], case.y[rest]), Rule.gradient(CLIP))
+    whole, _ = summed(engine, (start(engine),), grouped(*case.x, case.y), ClippingRule.gradient(CLIP))
+    less, _ = summed(engine, (start(engine),), grouped(case.x[0][rest], case.y[rest]), ClippingRule.gradient(CLIP))
     assert float((whole - less).norm()) <= CLIP
 
 
@@ -104,7 +104,7 @@ def test_two_points_of_raw_parameters() -> None:
     case = patches()
     model, parts = case.model.double(), (case.x[0].double(), case.y)
     engine, slow = PerExampleEngine(model, case.loss), one_at_a_time(model, case.loss, grouped(*parts))
-    rule = Rule.momentum(0.3, CLIP, 0.02)
+    rule = ClippingRule.momentum(0.3, CLIP, 0.02)
     found, expected = (summed(each, start(engine, 0.01), grouped(*parts), rule) for each in (engine, slow))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
@@ -143,7 +143,7 @@ def test_tied_weights_without_writing_the_table_out(monkeypatch: pytest.MonkeyPa
     x[0], y[1] = 3, 3  # one token only
     engine = check(Case(model, (x,), y, continued))
     seen = watched(monkeypatch)
-    summed(engine, (start(engine),), grouped(x, y), Rule.gradient(CLIP))
+    summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(CLIP))
     (joint,) = [piece for piece in seen[-1] if isinstance(piece, Joint)]
     assert joint._tied() is not None
     assert joint.held() < 6 * 500 * 40 * 4  # less than an example's gradients written out
@@ -194,7 +194,7 @@ def test_memory_budget_holds_without_kernels(
     engine.try_out(grouped(torch.randn(1, 4, 40), torch.zeros(1))[0].record)
     seen = watched(monkeypatch)
     groups = grouped(torch.randn(count, 4, 40), torch.zeros(count))
-    summed(engine, (start(engine),), groups, Rule.gradient(1.0))
+    summed(engine, (start(engine),), groups, ClippingRule.gradient(1.0))
     assert len(seen) > 1
     assert max(sum(piece.held() for piece in pieces) for pieces in seen) <= budget
 
@@ -240,7 +240,7 @@ def test_few_positions_are_clipped_from_factors(apart: float) -> None:
         return (out.squeeze(1) - y).square()
 
     fast, slow = PerExampleEngine(model, loss, memory_budget=0.0), one_at_a_time(model, loss, grouped(x, y))
-    rule = Rule.momentum(0.3, 1.0, 0.1 * apart)
+    rule = ClippingRule.momentum(0.3, 1.0, 0.1 * apart)
     (found, norms), (wanted, lengths) = (
         summed(each, start(fast, apart), grouped(x, y), rule) for each in (fast, slow)
     )

@@ -187,7 +187,7 @@ def test_the_script_says_that_the_claim_is_false() -> None:
     _, told = printed_average(qg.WeightedAverage(steps=40), OBJECTIVE, tables, BUDGET)
     assert told.epsilons(BUDGET.delta)["epsilon_server"] > BUDGET.epsilon
     assert verdict(told, BUDGET.delta).startswith("NOT PRIVATE")
-    assert isinstance(told.server, events.PerParty)
+    assert isinstance(told.server, events.MaxOverParties)
 
 
 def test_averaged_noise_is_smaller_than_printed() -> None:

@@ -18,7 +18,7 @@ import task
 import quietgrad as qg
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression, PrivateScaler
 from quietgrad.objectives.regularizers import L2
-from quietgrad.privacy.accounting import account, bound
+from quietgrad.privacy.accounting import account, prove_or_infinite
 from quietgrad.privacy.calibration import calibrate
 from quietgrad.privacy.events import poisson_gaussian
 
@@ -27,14 +27,14 @@ def calibration() -> dict[str, Any]:
     """The noise of the run, the ε of the given noise, and what each takes, nothing remembered."""
 
     def noise() -> float:
-        bound.cache_clear()
+        prove_or_infinite.cache_clear()
         return calibrate(
             epsilon=task.RUN_EPSILON, delta=task.DELTA, n=task.RUN_N, batch_size=task.RUN_BATCH,
             steps=task.RUN_STEPS, cache=False,
         )  # fmt: skip
 
     def epsilon() -> float:
-        bound.cache_clear()
+        prove_or_infinite.cache_clear()
         return epsilon_of(task.GIVEN_NOISE)
 
     (z, z_seconds), (e, e_seconds) = task.cpu(noise, 7), task.cpu(epsilon, 7)

@@ -2,7 +2,7 @@
 
 A chart is a value: lines, bars or intervals, with words for its axes. Colours are CSS classes (``s0`` … ``s6``), so
 a drawing follows a page into dark mode and onto paper; by itself, in a file or a notebook, it carries its own.
-Everything here is public numbers and text that passes through :func:`quietgrad.shown.shown`.
+Everything here is public numbers and text that passes through :func:`quietgrad.sanitize.sanitize`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
@@ -144,7 +144,7 @@ class Bars:
             if bound is not None:
                 parts.append(_bar("track", y, wide * bound / most))
             parts.append(_bar("f1" if bound and value > bound else "f0", y, wide * value / most))
-            parts.append(_text("tick", _NAMES - 8, y + 12, "end", shown(name, most=22)))
+            parts.append(_text("tick", _NAMES - 8, y + 12, "end", sanitize(name, most=22)))
             end = _NAMES + wide * max(value, bound or 0.0) / most
             parts.append(_text("tick", end + 6, y + 12, "start", says))
             told.append(f"{name}: spent {says}")
@@ -182,7 +182,7 @@ class Intervals:
             y = 8 + k * _ROW + _ROW / 2
             parts.append(f'<line class="line s0" x1="{x_at(below):.1f}" x2="{x_at(above):.1f}" y1="{y}" y2="{y}"/>')
             parts.append(f'<circle class="f0" cx="{x_at(value):.1f}" cy="{y}" r="4"/>')
-            parts.append(_text("tick", _NAMES - 8, y + 4, "end", shown(name, most=22)))
+            parts.append(_text("tick", _NAMES - 8, y + 4, "end", sanitize(name, most=22)))
             told.append(f"{name}: {value:.3g} ({below:.3g} to {above:.3g})")
         parts.append(_text("axis-label", _WIDTH - 14, bottom + 34, "end", self.label))
         return _svg(f"{self.title}. {'; '.join(told)}.", bottom + 40, parts)
@@ -206,11 +206,11 @@ def in_a_file(chart: Chart) -> str:
     lines = chart.drawn if isinstance(chart, Lines) and len(chart.drawn) > 1 else []
     head = 26 + 20 * len(lines)
     height = float(drawing.partition('viewBox="0 0 ')[2].partition('"')[0].split()[1])
-    legend = [f'<text x="0" y="16" style="font-size:15px;font-weight:600">{escape(shown(chart.title))}</text>']
+    legend = [f'<text x="0" y="16" style="font-size:15px;font-weight:600">{escape(sanitize(chart.title))}</text>']
     for k, line in enumerate(lines):
         y = 36 + 20 * k
         legend.append(f'<line class="line s{k % len(_DASHES)}" x1="2" x2="34" y1="{y - 4}" y2="{y - 4}"/>')
-        legend.append(f'<text x="42" y="{y}">{escape(shown(line.name))}</text>')
+        legend.append(f'<text x="42" y="{y}">{escape(sanitize(line.name))}</text>')
     inside = drawing[drawing.index(">") + 1 : -len("</svg>")]
     label = drawing.partition('aria-label="')[2].partition('"')[0]
     return (
@@ -227,13 +227,13 @@ def in_a_notebook(title: str, rows: Sequence[tuple[str, object]], charts: Sequen
     1
     """
     cells = "".join(
-        f'<tr><th style="text-align:left">{escape(shown(name))}</th>'
-        f'<td style="text-align:left">{escape(shown(value))}</td></tr>'
+        f'<tr><th style="text-align:left">{escape(sanitize(name))}</th>'
+        f'<td style="text-align:left">{escape(sanitize(value))}</td></tr>'
         for name, value in rows
     )
     drawings = "".join(f'<div style="max-width:{_WIDTH}px">{chart.svg()}</div>' for chart in charts if chart.svg())
     style = f"<style>{STYLE}</style>" if drawings else ""
-    return f"<div><strong>{escape(shown(title))}</strong><table>{cells}</table>{style}{drawings}</div>"
+    return f"<div><strong>{escape(sanitize(title))}</strong><table>{cells}</table>{style}{drawings}</div>"
 
 
 def _bar(kind: str, y: float, width: float) -> str:
@@ -246,7 +246,7 @@ def _with_bars(line: Series) -> list[tuple[tuple[float, float], float]]:
 
 
 def _line(line: Series, colour: int, x_at: Scale, y_at: Scale) -> list[str]:
-    name = f"<title>{escape(shown(line.name))}</title>"
+    name = f"<title>{escape(sanitize(line.name))}</title>"
     if line.level:
         y = y_at(line.points[-1][1])
         ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
@@ -314,13 +314,13 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def _svg(label: str, height: float, parts: Sequence[str]) -> str:
     return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escape(shown(label))}" '
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escape(sanitize(label))}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )
 
 
 def _text(kind: str, x: float, y: float, anchor: str, words: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(shown(words))}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(sanitize(words))}</text>'
 
 
 def _number(value: float) -> str:

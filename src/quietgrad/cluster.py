@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from quietgrad.errors import ClusterError, DataError, QuietgradError
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 _FAN = 8  # sums merged at a time; a power of two, so that groups are whole branches of the tree
 _MOST_TOGETHER = 64
@@ -58,7 +58,7 @@ def connected(cluster: Any) -> DaskRunner:
         client = distributed.Client(cluster, timeout=_PATIENCE, set_as_default=False)
     except (OSError, ValueError, TimeoutError):
         raise ClusterError(
-            f"{shown(cluster)}: no Dask scheduler answers there. Start one, or check the address; nothing was "
+            f"{sanitize(cluster)}: no Dask scheduler answers there. Start one, or check the address; nothing was "
             "spent."
         ) from None
     atexit.register(client.close)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 
 class QuietgradError(Exception):
     r"""Base of every error that quietgrad raises on purpose.
 
-    Its text may quote a column, an account or another party, so it is shown as :func:`quietgrad.shown.shown` does.
+    Its text may quote a column, an account or another party, so it is shown as :func:`quietgrad.sanitize.sanitize` does.
 
     >>> print(QuietgradError("no column \x1b[2J"))
     no column \x1b[2J
     """
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return sanitize(super().__str__())
 
 
 class UnprovableError(QuietgradError, ValueError):

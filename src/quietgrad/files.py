@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 SMALL = 64 << 20  # bytes: the largest JSON or TOML file that is read
 _DEEPEST = 64  # levels: nothing of ours nests deeper than a dozen
 
 
-def reason(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """What the system said, with the number's name: people search for ENOSPC, not for its translation.
 
-    >>> reason(OSError(28, "No space left on device"))
+    >>> os_error_text(OSError(28, "No space left on device"))
     'No space left on device, ENOSPC'
     """
     words = error.strerror or type(error).__name__
@@ -146,7 +146,7 @@ def append_privately(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def close_to_others(folder: Path) -> None:
+def restrict_permissions(folder: Path) -> None:
     """Take all rights of others from everything below ``folder``, whatever wrote it."""
     for place, folders, files in os.walk(folder):
         os.chmod(place, 0o700)
@@ -182,7 +182,7 @@ def table_kind(path: str) -> str | None:
     return _TABLES.get(suffixes[-1]) if suffixes else None
 
 
-def are_many(source: str) -> bool:
+def is_multi_file(source: str) -> bool:
     """Whether a text names many files, or files elsewhere: a pattern, a folder of tables, or an address."""
     if Path(source).is_file():
         return False
@@ -228,8 +228,8 @@ def check_label(what: str, name: object) -> str:
     """
     if not isinstance(name, str) or not name.strip():
         raise DataError(f"{what}={name!r}: must be a name that is not empty.")
-    if len(name) > _MOST or shown(name) != name:
+    if len(name) > _MOST or sanitize(name) != name:
         raise DataError(
-            f"{what}={shown(repr(name), most=80)}: must be one line of visible characters, at most {_MOST}."
+            f"{what}={sanitize(repr(name), most=80)}: must be one line of visible characters, at most {_MOST}."
         )
     return name

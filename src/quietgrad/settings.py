@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quietgrad.shown import did_you_mean, shown
+from quietgrad.sanitize import did_you_mean, sanitize
 
 Readers = Mapping[Any, Callable[[Any], Any]]
 """For types that are themselves made from settings: what reads one from a text or a table."""
@@ -32,7 +32,7 @@ def fields_of(kind: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def build(
+def build_dataclass(
     name: str,
     kind: Any,
     settings: Mapping[str, Any],
@@ -46,7 +46,7 @@ def build(
     Fields that are ``ready`` have their values already; they and the ``hidden`` ones cannot be set by name.
 
     >>> from quietgrad.algorithms.dp_sgd import DPGD
-    >>> build("dp-gd", DPGD, {"steps": "1e2", "learning-rate": 4}) == DPGD(steps=100, learning_rate=4.0)
+    >>> build_dataclass("dp-gd", DPGD, {"steps": "1e2", "learning-rate": 4}) == DPGD(steps=100, learning_rate=4.0)
     True
     """
     ready = ready or {}
@@ -84,7 +84,7 @@ def read(key: str, given: Any, wanted: Any, readers: Readers | None = None) -> A
             return _of_text(given.strip(), option) if isinstance(given, str) else _of_value(given, option)
         except (ValueError, OverflowError):
             continue
-    raise ValueError(f"{key}={shown(repr(given), most=_SHOWN)}: must be {_describe(options)}.")
+    raise ValueError(f"{key}={sanitize(repr(given), most=_SHOWN)}: must be {_describe(options)}.")
 
 
 def _of_text(text: str, wanted: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
 
 KEY = bytes(range(32))
@@ -83,7 +83,7 @@ def clipped_sum(case: Case, data: Any, rows: Sequence[int], model: nn.Module | N
     examples: Any = objective.prepare(data)
     theta = objective.initial(examples)
     out = torch.zeros(len(theta), dtype=torch.float64)
-    objective.add(Batch(examples, np.asarray(rows), KEY), (theta,), Rule.gradient(CLIP), out)
+    objective.add(Batch(examples, np.asarray(rows), KEY), (theta,), ClippingRule.gradient(CLIP), out)
     return out
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
-from quietgrad.algorithms.rates import Rate, as_rate
+from quietgrad.algorithms.learning_rates import LearningRate, as_rate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.asked import Asked
@@ -49,7 +49,7 @@ class State:
     memo: dict[str, Any] = field(default_factory=dict)
 
 
-class Releases(Protocol):
+class HasSchedule(Protocol):
     """What a plan is made of: public settings and the releases they lead to."""
 
     name: ClassVar[str]
@@ -77,7 +77,7 @@ class Releases(Protocol):
         return None
 
 
-class Algorithm(Releases, Protocol):
+class Algorithm(HasSchedule, Protocol):
     """A method: its releases and three steps of arithmetic. Inherit from it: what is optional is here."""
 
     @property
@@ -153,7 +153,7 @@ class FirstOrder(Algorithm):
         """The oracle the settings describe."""
         raise NotImplementedError
 
-    def rate(self) -> Rate:
+    def rate(self) -> LearningRate:
         """The step-size schedule."""
         return as_rate(self.learning_rate)
 
@@ -227,7 +227,7 @@ class FirstOrder(Algorithm):
         object.__setattr__(self, "_rate", self.rate())
         object.__setattr__(self, "_oracle", self.oracle())
 
-    _rate: Rate
+    _rate: LearningRate
     _oracle: Oracle
 
     def _draw_round(self, door: Session) -> int | None:

@@ -17,7 +17,7 @@ from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, Loss
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.plans.schedule import Schedule, Slot
-from quietgrad.privacy.mechanisms import NoisyChoice
+from quietgrad.privacy.mechanisms import ExponentialMechanism
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy, norm
 
@@ -67,7 +67,7 @@ class DPAGD(Algorithm):
         return Schedule(
             (
                 Slot("gradient", everyone, 2 * self.max_steps),
-                Slot("length", everyone, 2 * self.max_steps, mechanism=NoisyChoice()),
+                Slot("length", everyone, 2 * self.max_steps, mechanism=ExponentialMechanism()),
             ),
             "filter",
         )

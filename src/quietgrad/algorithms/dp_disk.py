@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
-from quietgrad.algorithms.rates import Rate
+from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum
 from quietgrad.objectives.queries.asked import Asked
@@ -83,7 +83,7 @@ class DPDiSK(FirstOrder):
 
     steps: int = 1000
     batch_size: int = 256
-    learning_rate: float | str | Rate = 0.5
+    learning_rate: float | str | LearningRate = 0.5
     clip: float = 1.0
     kappa: float = 0.7
     lookahead: float = 0.4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
-from quietgrad.algorithms.rates import Rate
+from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
 from quietgrad.oracles.base import Noise, Oracle, SamplingName, noise_multiplier
 from quietgrad.oracles.gradient_estimators import MiniBatch
@@ -26,7 +26,7 @@ class DPSGD(FirstOrder):
     Args:
         steps: T, the number of updates (and releases).
         batch_size: expected records per step.
-        learning_rate: a number or a schedule of :mod:`quietgrad.algorithms.rates`.
+        learning_rate: a number or a schedule of :mod:`quietgrad.algorithms.learning_rates`.
         clip: C, the L2 bound on one record's gradient.
         sampling: ``"poisson"`` (default), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once),
             ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts), or
@@ -45,7 +45,7 @@ class DPSGD(FirstOrder):
 
     steps: int = 1000
     batch_size: int = 256
-    learning_rate: float | str | Rate = 0.5
+    learning_rate: float | str | LearningRate = 0.5
     clip: float = 1.0
     sampling: SamplingName = "poisson"
     momentum: float = 0.0
@@ -97,7 +97,7 @@ class DPGD(FirstOrder):
     """
 
     steps: int = 30
-    learning_rate: float | str | Rate = 2.0
+    learning_rate: float | str | LearningRate = 2.0
     clip: float = 1.0
     momentum: float = 0.0
     returns: Output = "last"
@@ -150,7 +150,7 @@ class DPAdam(FirstOrder):
 
     steps: int = 1000
     batch_size: int = 256
-    learning_rate: float | str | Rate = 0.01
+    learning_rate: float | str | LearningRate = 0.01
     clip: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.999

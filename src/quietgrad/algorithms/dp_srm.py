@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
-from quietgrad.algorithms.rates import Rate
-from quietgrad.objectives.base import Constants
+from quietgrad.algorithms.learning_rates import LearningRate
+from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Noise, Oracle, SamplingName
 from quietgrad.oracles.gradient_estimators import RecursiveMomentum
 from quietgrad.privacy.budget import Budget
@@ -47,7 +47,7 @@ class DPSRM(FirstOrder):
 
     steps: int = 1000
     batch_size: int = 256
-    learning_rate: float | str | Rate = 0.5
+    learning_rate: float | str | LearningRate = 0.5
     gamma: float = 0.1
     clip: float = 1.0
     difference_clip: float | None = None
@@ -80,7 +80,7 @@ class DPSRM(FirstOrder):
     @classmethod
     def theory(
         cls,
-        constants: Constants,
+        constants: LossConstants,
         *,
         n: int,
         dim: int,

@@ -30,7 +30,7 @@ from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Gradient, Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.second_order import Excess, PackedHessian
-from quietgrad.oracles.base import Estimate, constant_of, noise_multiplier, preview, total_smoothness
+from quietgrad.oracles.base import Estimate, constant_of, noise_multiplier, plan_preview, total_smoothness
 from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.mechanisms import AboveThreshold
@@ -95,7 +95,7 @@ class ModelSelection(Algorithm):
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse missing constants before anything is paid for."""
-        self._settle(preview(objective, plan), len(x0))
+        self._settle(plan_preview(objective, plan), len(x0))
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""

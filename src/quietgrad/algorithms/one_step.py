@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.algorithms.table_looks import noise_of
-from quietgrad.curators.base import Foresees, Session
+from quietgrad.curators.base import Session, SupportsPrefetch
 from quietgrad.objectives.base import Loss
 from quietgrad.objectives.tables.glm import Logistic, Squared
 from quietgrad.objectives.tables.information import WhitenedInformation
@@ -68,7 +68,7 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
     information = WhitenedInformation(start, (2.5 if squares else 0.625) * radius**2, whitening, relation)
     loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
     asked = seen(gradient), seen(information), seen(loss)
-    if isinstance(door, Foresees):
+    if isinstance(door, SupportsPrefetch):
         door.foresee(*asked[: 3 if squares else 2])
     slope = door.release("score", asked[0]) / n
     slope += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(start)))

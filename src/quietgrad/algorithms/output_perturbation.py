@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Constants, Gradient
+from quietgrad.objectives.base import Gradient, LossConstants
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
@@ -74,7 +74,7 @@ class OutputPerturbation(Algorithm):
     @classmethod
     def theory(
         cls,
-        constants: Constants,
+        constants: LossConstants,
         *,
         n: int,
         dim: int,
@@ -111,7 +111,9 @@ class OutputPerturbation(Algorithm):
         return cls(steps=max(1, round(scale * steps)), learning_rate=rate, mechanism=mechanism)
 
     @staticmethod
-    def regularization(constants: Constants, *, n: int, dim: int, budget: Budget, failure: float = 0.05) -> float:
+    def regularization(
+        constants: LossConstants, *, n: int, dim: int, budget: Budget, failure: float = 0.05
+    ) -> float:
         """μ = √(2L/(nεγ))·(βd)^¼, the L2 penalty with which the paper takes a convex risk to new records (3.1).
 
         Fit ``L2(μ)`` by :meth:`theory`, and :func:`quietgrad.algorithms.theorems.bounds` says what is left of it.
@@ -197,7 +199,7 @@ class WeightedAverage(Algorithm):
     @classmethod
     def theory(
         cls,
-        constants: Constants,
+        constants: LossConstants,
         *,
         n: int,
         dim: int,

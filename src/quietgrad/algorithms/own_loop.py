@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quietgrad.algorithms.base import Releases
+from quietgrad.algorithms.base import HasSchedule
 from quietgrad.plans.schedule import Schedule, Slot
-from quietgrad.sampling import FullBatch, Poisson, Sampling, Turns
+from quietgrad.sampling import CyclicCohorts, FullBatch, Poisson, Sampling
 
 
 @dataclass(frozen=True)
-class OwnLoop(Releases):
+class OwnLoop(HasSchedule):
     """The releases of a loop: for each stretch of equal settings its batches, expected batch size and noise.
 
     A "method" for :func:`quietgrad.plan`, whose update the user writes. ``condition`` says what ε rests on
@@ -45,7 +45,7 @@ class OwnLoop(Releases):
         if self.poisson:
             return Poisson(batch_size / n_public)
         cohorts = -(-n_public // batch_size)
-        return Turns(cohorts) if cohorts > 1 else FullBatch()
+        return CyclicCohorts(cohorts) if cohorts > 1 else FullBatch()
 
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""

@@ -26,9 +26,9 @@ from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Constants, Objective
+from quietgrad.objectives.base import LossConstants, Objective
 from quietgrad.objectives.queries.asked import Asked
-from quietgrad.oracles.base import Estimate, Oracle, constant_of, preview, total_smoothness
+from quietgrad.oracles.base import Estimate, Oracle, constant_of, plan_preview, total_smoothness
 from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget
@@ -119,7 +119,7 @@ class PerturbedSGD(Algorithm):
     @classmethod
     def theory(
         cls,
-        constants: Constants,
+        constants: LossConstants,
         *,
         n: int,
         dim: int,
@@ -171,7 +171,7 @@ class PerturbedSGD(Algorithm):
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse a start outside the domain, or settings that mean nothing, before anything is paid for."""
         objective.check_domain(x0)
-        self._settle(preview(objective, plan), len(x0))
+        self._settle(plan_preview(objective, plan), len(x0))
 
     def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
         """What the oracle asks."""

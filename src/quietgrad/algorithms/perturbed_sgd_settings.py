@@ -43,8 +43,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from quietgrad.objectives.base import Constants, Objective
-from quietgrad.oracles.base import Error
+from quietgrad.objectives.base import LossConstants, Objective
+from quietgrad.oracles.base import EstimateError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
 
@@ -52,7 +52,7 @@ STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is giv
 _PUSH = 0.32  # |N(0, 1)| exceeds it with probability 3/4
 
 
-class Numbers(NamedTuple):
+class EscapeParameters(NamedTuple):
     """χ, η, the curvature that a stop rules out, 𝒮, 𝒯 and Q."""
 
     chi: float
@@ -72,7 +72,7 @@ def derived(
     failure: float,
     eta: float | None,
     radius: float | None,
-) -> Numbers:
+) -> EscapeParameters:
     """The numbers that G, M and ρ imply; ``push`` is r."""
     alpha = 4.0 * chi
     eta = 1.0 / smoothness if eta is None else eta
@@ -81,12 +81,12 @@ def derived(
     late = -math.log1p(-0.5 * min(1.0, rho * radius / gamma))
     growth = math.log1p(gamma * radius / (_PUSH * push)) + late
     steps = math.ceil(growth / math.log1p(eta * gamma))
-    return Numbers(chi, eta, gamma, radius, steps, math.ceil(2.5 * math.log(1.0 / failure)))
+    return EscapeParameters(chi, eta, gamma, radius, steps, math.ceil(2.5 * math.log(1.0 / failure)))
 
 
 def practical(
     chi: float, push: float, *, eta: float, curvature: float | None, radius: float | None = None
-) -> Numbers:
+) -> EscapeParameters:
     """The numbers for leaving curvature −γ by steps of η.
 
     >>> practical(0.01, 2e-4, eta=0.5, curvature=None).escape_steps
@@ -99,7 +99,7 @@ def practical(
         steps, before = math.ceil(math.log1p(gamma * far / (_PUSH * push)) / math.log1p(eta * gamma)), steps
         if steps == before:
             break
-    return Numbers(chi, eta, gamma, far, steps, ATTEMPTS)
+    return EscapeParameters(chi, eta, gamma, far, steps, ATTEMPTS)
 
 
 def check_tolerance(
@@ -128,10 +128,10 @@ def check_tolerance(
     return gamma
 
 
-def estimate_error(error: Error, dim: int, steps: int, failure: float) -> float:
+def estimate_error(error: EstimateError, dim: int, steps: int, failure: float) -> float:
     """χ = r(√d + √(2 ln(4T/ω))) + σ: what ‖ĝ − ∇F‖ stays below, the noise in all T steps with probability 1 − ω/2.
 
-    >>> estimate_error(Error(sampling=0.1, noise=0.0), dim=5, steps=10, failure=0.1)
+    >>> estimate_error(EstimateError(sampling=0.1, noise=0.0), dim=5, steps=10, failure=0.1)
     0.1
     """
     tail = math.sqrt(dim) + math.sqrt(2.0 * math.log(4.0 * steps / failure))
@@ -141,7 +141,7 @@ def estimate_error(error: Error, dim: int, steps: int, failure: float) -> float:
 _RANGE = (1e-12, 1e12)  # where α is looked for
 
 
-class Settings(NamedTuple):
+class TheoremParameters(NamedTuple):
     """Everything equations (4), (5) and Theorem 2 set; ``steps`` is the bound T of (72)."""
 
     mu: float
@@ -159,7 +159,7 @@ class Settings(NamedTuple):
 
 
 def solve(
-    constants: Constants,
+    constants: LossConstants,
     *,
     n: int,
     dim: int,
@@ -168,7 +168,7 @@ def solve(
     failure: float = 0.05,
     scale: float = 1.0,
     constant: float = 1.0,
-) -> Settings:
+) -> TheoremParameters:
     """The settings of Theorem 2.
 
     Args:
@@ -177,7 +177,7 @@ def solve(
         failure: ω.
         scale: s. constant: C.
 
-    >>> hill = Constants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
+    >>> hill = LossConstants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
     >>> found = solve(hill, n=10**14, dim=10, budget=Budget(1.0, 1e-6), risk_bound=1.0)
     >>> found.alpha == 4 * found.chi, found.learning_rate <= 1.0
     (True, True)
@@ -284,7 +284,7 @@ class _Problem(NamedTuple):
             low, high = (low, middle) if self.excess(math.exp(middle)) <= 0.0 else (middle, high)
         return math.exp(high)
 
-    def settings(self, alpha: float) -> Settings:
+    def settings(self, alpha: float) -> TheoremParameters:
         mu = self.mu(alpha)
         eta, iota, gamma = self.rate(alpha, mu), self.s * mu, math.sqrt(self.rho * alpha)
         if gamma > self.m:
@@ -296,7 +296,7 @@ class _Problem(NamedTuple):
         b1, b2 = self.batches(alpha, eta)
         if b1 > self.n:
             raise ValueError(f"n={self.n}: too small for one full query of b₁={b1:.3g} records.")
-        return Settings(
+        return TheoremParameters(
             mu=mu,
             alpha=alpha,
             chi=alpha / 4.0,

@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from quietgrad import settings
-from quietgrad.shown import did_you_mean
+from quietgrad.sanitize import did_you_mean
 
 _REPLACE = "replace-one"
 
@@ -276,7 +276,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class AlgorithmSpec:
     """An algorithm by name: its class, settings for the common problem, and small ones that show a bug."""
 
     name: str
@@ -296,7 +296,7 @@ class Entry:
         >>> entry("perturbed-sgd").make({"steps": "50", "oracle": {"name": "spider", "period": 3}}).oracle.period
         3
         """
-        return settings.build(self.name, self.kind, given, _readers())
+        return settings.build_dataclass(self.name, self.kind, given, _readers())
 
 
 _HOMES = {
@@ -319,13 +319,13 @@ _HOMES = {
     "weighted-average": "weighted_average.WeightedAverage",
 }
 
-ALGORITHMS: dict[str, Entry] = {
-    name: Entry(name, home, EXAMPLES.get(name, ()), ATTACKED.get(name, ())) for name, home in _HOMES.items()
+ALGORITHMS: dict[str, AlgorithmSpec] = {
+    name: AlgorithmSpec(name, home, EXAMPLES.get(name, ()), ATTACKED.get(name, ())) for name, home in _HOMES.items()
 }
 """By the name on the command line and in plan files."""
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> AlgorithmSpec:
     """The algorithm called ``name``.
 
     >>> entry("dp-srm").kind.__name__
@@ -338,11 +338,11 @@ def entry(name: str) -> Entry:
 
 
 def _readers() -> settings.Readers:
-    from quietgrad.algorithms.rates import Rate, read_rate
+    from quietgrad.algorithms.learning_rates import LearningRate, read_rate
     from quietgrad.algorithms.table_looks import Look, read_look
     from quietgrad.oracles.base import Oracle, read_noise
     from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
-    from quietgrad.privacy.correlated import Cancelling
+    from quietgrad.privacy.correlated import CorrelatedNoise
 
     kinds = {kind: partial(make_oracle, kind=kind) for kind in map(oracle_class, ORACLES)}
-    return {Rate: read_rate, Oracle: make_oracle, Look: read_look, Cancelling: read_noise, **kinds}
+    return {LearningRate: read_rate, Oracle: make_oracle, Look: read_look, CorrelatedNoise: read_noise, **kinds}

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
-from quietgrad.algorithms.rates import Inverse, InverseSqrt, Rate
-from quietgrad.objectives.base import Constants
+from quietgrad.algorithms.learning_rates import Inverse, InverseSqrt, LearningRate
+from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Oracle, SamplingName
 from quietgrad.oracles.gradient_estimators import MiniBatch
 from quietgrad.privacy.budget import Budget
@@ -41,7 +41,7 @@ class RRPSGD(FirstOrder):
 
     steps: int = 400
     batch_size: int = 200
-    learning_rate: float | str | Rate = 0.5
+    learning_rate: float | str | LearningRate = 0.5
     clip: float = 1.0
     smoothness: float = 0.0
     sampling: SamplingName = "poisson"
@@ -67,7 +67,7 @@ class RRPSGD(FirstOrder):
     @classmethod
     def theory(
         cls,
-        constants: Constants,
+        constants: LossConstants,
         *,
         n: int,
         dim: int,
@@ -154,7 +154,7 @@ class BassilySGD(FirstOrder):
         """The settings for ``n`` records: (n/b)² steps."""
         return cls(steps=max(1, round((n / batch_size) ** 2)), batch_size=batch_size, **settings)  # type: ignore[arg-type]
 
-    def rate(self) -> Rate:
+    def rate(self) -> LearningRate:
         return Inverse(1.0 / self.strong_convexity) if self.strong_convexity else InverseSqrt(self.learning_rate)
 
     def oracle(self) -> Oracle:

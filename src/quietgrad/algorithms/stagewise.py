@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Constants, Gradient
+from quietgrad.objectives.base import Gradient, LossConstants
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Noise, SamplingName, sampling_of, slot_of
 from quietgrad.plans.schedule import Schedule, Slot
@@ -69,7 +69,7 @@ class StagewiseDPSGD(Algorithm):
     @classmethod
     def theory(
         cls,
-        constants: Constants,
+        constants: LossConstants,
         *,
         n: int,
         dim: int,

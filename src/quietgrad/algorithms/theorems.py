@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
 from quietgrad.algorithms.rrpsgd import RRPSGD
 from quietgrad.algorithms.stagewise import StagewiseDPSGD
-from quietgrad.objectives.base import Constants
+from quietgrad.objectives.base import LossConstants
 from quietgrad.objectives.queries.local_fit import stability
 from quietgrad.plans.schedule import Plan
 
@@ -52,7 +52,7 @@ class Bound(NamedTuple):
 class Known:
     """What is public about a run besides its plan."""
 
-    constants: Constants
+    constants: LossConstants
     plan: Plan
     dim: int
     initial_gap: float | None
@@ -74,7 +74,7 @@ class Known:
 
 def bounds(
     algorithm: Any,
-    constants: Constants,
+    constants: LossConstants,
     plan: Plan,
     *,
     dim: int,

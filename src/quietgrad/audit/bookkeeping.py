@@ -15,7 +15,7 @@ from quietgrad.audit.canaries import CanaryObjective, Cast, Floats
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Batch, Gradient, Rule
+from quietgrad.objectives.base import Batch, ClippingRule, Gradient
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
@@ -32,7 +32,7 @@ class _Register(CanaryObjective):
         super().__init__("constant")
         self.uses = np.zeros(records, np.int64)
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         taken = np.arange(len(self.uses)) if batch.indices is None else batch.indices
         np.add.at(self.uses, taken, 1)
 

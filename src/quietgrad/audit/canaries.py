@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, Indices, LossConstants, NoRegularizer
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]
@@ -109,9 +109,9 @@ class CanaryObjective(BaseObjective):
     def initial(self, records: Cast) -> Floats:
         return np.zeros(records.dim)
 
-    def constants(self, row_bound: float | None = None) -> Constants:
+    def constants(self, row_bound: float | None = None) -> LossConstants:
         """None that a proof may lean on: these gradients are adversarial."""
-        return Constants(1.0, None, None, None, None, 0.0, None)
+        return LossConstants(1.0, None, None, None, None, 0.0, None)
 
     def gradients(self, records: Cast, step: int) -> Floats:
         """One row per role."""
@@ -124,7 +124,7 @@ class CanaryObjective(BaseObjective):
                 row[-1] = _HUGE
         return rows
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         """Add the roles' gradients of this step and the last by the rule; the points are ignored."""
         now = self.gradients(batch.records, self.step)
         moved = now - rule.beta * self.gradients(batch.records, self.step - 1)

@@ -20,7 +20,7 @@ from quietgrad.audit.canaries import shorten
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.listener import as_numbers
 from quietgrad.audit.neighbours import labels
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.privacy.rng import seed_key
 from quietgrad.vectors import Vector, zeros_like
 
@@ -30,11 +30,11 @@ _FLOAT_SLACK = 1e-9
 _BENT = 1e-3  # of the bound: float32 kernels clip a little shorter than they may
 
 RULES = (
-    Rule.gradient(1.0),
-    Rule.gradient(0.05),
-    Rule.difference(0.2),
-    Rule.momentum(0.1, 1.0, 0.2),
-    Rule.joint(0.1, 0.3),
+    ClippingRule.gradient(1.0),
+    ClippingRule.gradient(0.05),
+    ClippingRule.difference(0.2),
+    ClippingRule.momentum(0.1, 1.0, 0.2),
+    ClippingRule.joint(0.1, 0.3),
 )
 
 
@@ -61,15 +61,15 @@ def probe_clip(
     return Finding("L0 clip", what, "C", 1.0, longest, "violation" if wrong else "pass", note=note)
 
 
-def contribution(objective: Any, records: Any, i: int, points: tuple[Any, Any], rule: Rule) -> Floats:
+def contribution(objective: Any, records: Any, i: int, points: tuple[Any, Any], rule: ClippingRule) -> Floats:
     """What record ``i`` contributes by the definition, from its two gradients without a clip."""
-    now, before = (_sum(objective, records, np.array([i]), (x, x), Rule.gradient(_FREE)) for x in points)
+    now, before = (_sum(objective, records, np.array([i]), (x, x), ClippingRule.gradient(_FREE)) for x in points)
     moved = shorten((now - rule.beta * before)[None], rule.clip)[0]
     wanted: Floats = rule.alpha * moved + rule.gamma * shorten(now[None], rule.second_clip)[0]
     return wanted
 
 
-def _sum(objective: Any, records: Any, indices: Any, points: tuple[Any, Any], rule: Rule) -> Floats:
+def _sum(objective: Any, records: Any, indices: Any, points: tuple[Any, Any], rule: ClippingRule) -> Floats:
     like: Vector = objective.initial(records)
     out = zeros_like(like)
     objective.add(Batch(records, indices, seed_key(0)), points if rule.beta else points[:1], rule, out)

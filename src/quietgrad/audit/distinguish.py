@@ -86,10 +86,10 @@ class Claim:
     @cached_property
     def mu(self) -> float | None:
         """μ if everything released is un-sampled Gaussian, else ``None``."""
-        from quietgrad.privacy.accounting import mu_of
+        from quietgrad.privacy.accounting import gdp_mu
 
         try:
-            return mu_of(self.plan.event, relation=self.relation)
+            return gdp_mu(self.plan.event, relation=self.relation)
         except UnprovableError:
             return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.base import Session, Spent
+from quietgrad.curators.base import Session, SessionCost
 from quietgrad.objectives.base import Query
 from quietgrad.vectors import Vector
 
@@ -101,7 +101,7 @@ class Listener:
     def epochs(self) -> int:
         return self._session.epochs
 
-    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
+    def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
         return self._session.close(reason, data_dependent=data_dependent)
 
     def _tick(self) -> None:

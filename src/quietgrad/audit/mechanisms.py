@@ -21,15 +21,15 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.banded import Banded
-from quietgrad.privacy.correlated import Cancelling, Correlated
+from quietgrad.privacy.banded import BandedToeplitzNoise
+from quietgrad.privacy.correlated import BufferedToeplitzNoise, CorrelatedNoise
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
-    FrequentLabels,
+    ExponentialMechanism,
     GaussianNoise,
+    GaussianPartitionSelection,
     L2LaplaceNoise,
     Mechanism,
-    NoisyChoice,
 )
 from quietgrad.vectors import Vector
 
@@ -118,7 +118,7 @@ def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan
 
 def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     """The innovations: S·releases ÷ (z·C·s), from the plan's coefficients; releases are not white."""
-    assert isinstance(slot.mechanism, Cancelling)
+    assert isinstance(slot.mechanism, CorrelatedNoise)
     column, louder = strategy(slot.mechanism)
     heard: list[Floats] = []
 
@@ -131,13 +131,13 @@ def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, pl
     return listen
 
 
-def strategy(mechanism: Cancelling) -> tuple[Floats, float]:
+def strategy(mechanism: CorrelatedNoise) -> tuple[Floats, float]:
     """The first column of S, and how far a record of bound 1 can move S·sums: in a window, if there are bands."""
     count = mechanism.releases
-    if isinstance(mechanism, Banded):
+    if isinstance(mechanism, BandedToeplitzNoise):
         column = np.array([*mechanism.column, *[0.0] * (count - mechanism.bands)])[:count]
         return column, math.hypot(*mechanism.column)
-    assert isinstance(mechanism, Correlated)
+    assert isinstance(mechanism, BufferedToeplitzNoise)
     lam, alpha = np.array(mechanism.lam), np.array(mechanism.alpha)
     column = np.array([1.0, *((alpha * lam**k).sum() for k in range(count - 1))])
     turns = range(0, count, mechanism.separation)[: mechanism.participations]
@@ -209,7 +209,7 @@ def _labels(slot: Slot, multiplier: float, width: int, rho: float | None, plan: 
     query = LabelCounts(plan.budget.relation)
     count = label_count(slot, plan)
     mechanism = slot.mechanism
-    assert isinstance(mechanism, FrequentLabels)
+    assert isinstance(mechanism, GaussianPartitionSelection)
     sigma = multiplier * query.bound
     passes = float(ndtr((count - label_threshold(mechanism, sigma)) / sigma))
 
@@ -221,7 +221,7 @@ def _labels(slot: Slot, multiplier: float, width: int, rho: float | None, plan: 
     return listen
 
 
-def label_threshold(mechanism: FrequentLabels, sigma: float) -> float:
+def label_threshold(mechanism: GaussianPartitionSelection, sigma: float) -> float:
     """The count that one record's label exceeds with probability ``failure``."""
     return 1.0 - sigma * float(ndtri(mechanism.failure))
 
@@ -229,7 +229,7 @@ def label_threshold(mechanism: FrequentLabels, sigma: float) -> float:
 def label_count(slot: Slot, plan: Plan) -> int:
     """How often a label must occur to pass the threshold of ``slot`` about two times of three."""
     assert plan.budget is not None
-    assert isinstance(slot.mechanism, FrequentLabels)
+    assert isinstance(slot.mechanism, GaussianPartitionSelection)
     sigma = slot.multiplier(plan.noise_multiplier) * LabelCounts(plan.budget.relation).bound
     # Half a deviation above it: less noise than claimed would let all of them pass.
     return math.ceil(label_threshold(slot.mechanism, sigma) + 0.5 * sigma)
@@ -253,14 +253,14 @@ def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floa
 
 LISTENERS: dict[type[Mechanism], Callable[[Slot, float, int, float | None, Plan], Listen]] = {
     GaussianNoise: _gaussian,
-    Correlated: _correlated,
-    Banded: _correlated,
+    BufferedToeplitzNoise: _correlated,
+    BandedToeplitzNoise: _correlated,
     L2LaplaceNoise: _laplace,
-    NoisyChoice: _choice,
+    ExponentialMechanism: _choice,
     AboveThreshold: _threshold,
-    FrequentLabels: _labels,
+    GaussianPartitionSelection: _labels,
 }
 """By mechanism; a new one needs a listener before anything with it can be released as audited."""
 
-SCALAR: tuple[type[Mechanism], ...] = (NoisyChoice, AboveThreshold)
+SCALAR: tuple[type[Mechanism], ...] = (ExponentialMechanism, AboveThreshold)
 """Mechanisms whose release is one choice: thousands of them tell what hundreds of vectors do."""

@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.zoo import MODELS, loss, table
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.people import Combine, OfPeople, OfRecords
+from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UserLevelObjective
 
 __all__ = ["people_probes", "probe_people", "probe_people_drawn"]
 
 _KEY = bytes(range(32))
 _SLACK = 1e-6
 _SIZES = (1, 7, 500, 90, 2, 3)
-_RULES = (Rule.gradient(1.0), Rule.momentum(0.3, 1.0, 0.1))
+_RULES = (ClippingRule.gradient(1.0), ClippingRule.momentum(0.3, 1.0, 0.1))
 
 
 def people_probes() -> Iterator[Finding]:
@@ -53,15 +53,17 @@ def probe_people(
     Passes of few records split people over several. Also whether the same query has the same sum again.
     """
     torch.manual_seed(0)
-    asked = OfPeople(ModuleObjective(MODELS[name](), loss, micro_batch=micro_batch), combine, records_per_person)
+    asked = UserLevelObjective(
+        ModuleObjective(MODELS[name](), loss, micro_batch=micro_batch), combine, records_per_person
+    )
     # Everybody's records lie scattered.
     ids = np.random.default_rng(0).permutation(np.repeat(np.arange(len(_SIZES)), _SIZES))
     # All alike: records' gradients point the same way, people's as well, and nothing cancels.
     x, y = table(len(ids))[0].abs(), torch.zeros(len(ids), dtype=torch.int64)
-    records = asked.prepare(OfRecords((x, y), ids))
+    records = asked.prepare(RecordsWithIds((x, y), ids))
     place = {int(ids[row]): person for person, row in enumerate(records.people.order[records.people.starts[:-1]])}
     theta: Any = asked.initial(records)
-    others = [asked.prepare(OfRecords((other, y), ids)) for other in _exchanged(x, ids)]
+    others = [asked.prepare(RecordsWithIds((other, y), ids)) for other in _exchanged(x, ids)]
     worst, again = 0.0, True
     for rule in _RULES:
         points = theta, theta - 0.05
@@ -91,7 +93,12 @@ def _exchanged(x: Tensor, ids: Any) -> Iterator[Tensor]:
 
 
 def _sum(
-    asked: OfPeople, records: Any, indices: Any, points: Sequence[Tensor], rule: Rule, processes: int
+    asked: UserLevelObjective,
+    records: Any,
+    indices: Any,
+    points: Sequence[Tensor],
+    rule: ClippingRule,
+    processes: int,
 ) -> Tensor:
     from quietgrad.torch.processes import share_of
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.network_people import people_probes
 from quietgrad.audit.zoo import MIXERS, MODELS, Augmented, Plain, loss, table
-from quietgrad.objectives.base import Batch, Rule
+from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine, clip_weights
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.one_record import stacked
@@ -33,7 +33,12 @@ __all__ = ["network_probes", "probe_agreement", "probe_gradients", "probe_long_s
 
 _KEY = bytes(range(32))
 _SLACK = 1e-6
-_RULES = (Rule.gradient(1.0), Rule.difference(0.2), Rule.momentum(0.3, 1.0, 0.1), Rule.joint(0.3, 0.5))
+_RULES = (
+    ClippingRule.gradient(1.0),
+    ClippingRule.difference(0.2),
+    ClippingRule.momentum(0.3, 1.0, 0.1),
+    ClippingRule.joint(0.3, 0.5),
+)
 
 
 def network_probes() -> Iterator[Finding]:
@@ -103,7 +108,12 @@ def _exchanged(x: Tensor) -> list[Tensor]:
 
 
 def _sum(
-    objective: ModuleObjective, records: Any, indices: Any, points: Sequence[Tensor], rule: Rule, processes: int
+    objective: ModuleObjective,
+    records: Any,
+    indices: Any,
+    points: Sequence[Tensor],
+    rule: ClippingRule,
+    processes: int,
 ) -> Tensor:
     out = torch.zeros_like(points[0], dtype=torch.float64)
     everyone = np.arange(len(records)) if indices is None else indices
@@ -146,7 +156,7 @@ def probe_gradients(name: str, tolerance: float = 1e-3) -> Finding:
     program = engine.program_of(group.record)
     leaves = {key: value.clone().requires_grad_() for key, value in engine.unflatten(theta).items()}
     wanted = vectors_by_autograd(program, engine.loss_of, leaves, group.record, keys, torch.float64).sum(0)
-    made = _sum(objective, records, None, (theta,), Rule.gradient(1e9), 1)
+    made = _sum(objective, records, None, (theta,), ClippingRule.gradient(1e9), 1)
     return _compared("L0 gradients", name, made, wanted, tolerance)
 
 

@@ -27,7 +27,7 @@ from quietgrad.audit.report import AuditReport
 from quietgrad.audit.zoo import MODELS, Augmented, loss, table
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import QuietgradError
-from quietgrad.objectives.base import Batch, Gradient, Rule
+from quietgrad.objectives.base import Batch, ClippingRule, Gradient
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
@@ -42,7 +42,7 @@ Floats = npt.NDArray[np.float64]
 _BUDGET = Budget(4.0, 1e-5)
 _ALPHA = 1e-6
 _N = 50
-_ONE = Rule.gradient(1.0)
+_ONE = ClippingRule.gradient(1.0)
 
 
 def audit_networks(runs: int) -> Iterator[AuditReport]:

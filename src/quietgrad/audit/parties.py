@@ -27,9 +27,9 @@ from quietgrad.audit.units import judge_units
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism
-from quietgrad.sampling import FullBatch, Turns
+from quietgrad.sampling import CyclicCohorts, FullBatch
 
 Floats = npt.NDArray[np.float64]
 ROUNDS, WIDTH, PARTIES, CHOICES = 200, 64, 3, 600
@@ -137,7 +137,9 @@ def _descent(steps: int, mechanism: Mechanism) -> Any:
     class Descent(DPGD):
         def schedule(self, n_public: int) -> Schedule:
             planned = super().schedule(n_public)
-            sampling = Turns(mechanism.separation) if isinstance(mechanism, Correlated) else FullBatch()
+            sampling = (
+                CyclicCohorts(mechanism.separation) if isinstance(mechanism, BufferedToeplitzNoise) else FullBatch()
+            )
             slots = (replace(slot, mechanism=mechanism, sampling=sampling) for slot in planned.slots)
             return replace(planned, slots=tuple(slots))
 
@@ -149,7 +151,7 @@ def _units(sums: Floats, mechanism: Mechanism, factor: float) -> Floats:
     scale = _MULTIPLIER * math.sqrt(factor)
     if isinstance(mechanism, L2LaplaceNoise):
         return np.stack([laplace_units(row, scale) for row in sums])
-    if isinstance(mechanism, Correlated):  # S times S⁻¹u
+    if isinstance(mechanism, BufferedToeplitzNoise):  # S times S⁻¹u
         column, louder = strategy(mechanism)
         numbers = range(len(sums))
         return np.stack([column[: t + 1][::-1] @ sums[: t + 1] for t in numbers]) / (scale * louder)
@@ -200,5 +202,5 @@ def probe_federations() -> Iterator[Finding]:
         if secure is None:
             yield from probe_federation(trust, mechanism=L2LaplaceNoise())
         if secure != "mpc":
-            yield from probe_federation(trust, secure, mechanism=Correlated.made(ROUNDS + 1, 4, 51))
+            yield from probe_federation(trust, secure, mechanism=BufferedToeplitzNoise.made(ROUNDS + 1, 4, 51))
     yield from probe_federated_choice()

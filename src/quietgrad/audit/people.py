@@ -1,4 +1,4 @@
-"""People of 1, 7 and 500 records under attack: exact probes of what one adds, of who is drawn, of whose ids are
+"""UnitGrouping of 1, 7 and 500 records under attack: exact probes of what one adds, of who is drawn, of whose ids are
 whose, and a distinguisher who sees every noisy sum.
 """
 
@@ -21,13 +21,13 @@ from quietgrad.audit.shared_people import shared_people_findings
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Gradient, Query
-from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
+from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.sampling import FullBatch, Poisson
 
 SIZES = (1, 7, 500)
-Grouping = Callable[[Any], People]
+Grouping = Callable[[Any], UnitGrouping]
 Asking = Callable[..., Any]
 
 _FEATURES = 3
@@ -37,7 +37,7 @@ _OTHERS = (1, 4, 9, 2, 20)  # records of everybody else
 
 def neighbouring_people(
     loss: Any, relation: Relation, *, combine: Combine = "mean", seed: int = 0
-) -> Iterator[tuple[OfRecords, OfRecords]]:
+) -> Iterator[tuple[RecordsWithIds, RecordsWithIds]]:
     """Pairs of tables that differ in one whole person: absent in the second, or another in their place.
 
     Their records are all in one direction and far beyond any clip, overflow, differ in scale by hundreds of
@@ -54,14 +54,14 @@ def neighbouring_people(
             rows = np.vstack([X, _rows(rng, count, kind)])[order]
             truth = np.concatenate([y, labels(loss, rng, count + 2)[:count]])[order]
             whose = np.concatenate([ids, np.full(count, len(_OTHERS))])[order]
-            # People of both worlds are numbered alike, as curators who go by first records would not.
-            worlds.append(OfRecords((rows, truth), _numbered(whose, combine)))
+            # UnitGrouping of both worlds are numbered alike, as curators who go by first records would not.
+            worlds.append(RecordsWithIds((rows, truth), _numbered(whose, combine)))
         yield worlds[0], worlds[1]
 
 
-def _numbered(whose: npt.NDArray[Any], combine: Combine) -> People:
+def _numbered(whose: npt.NDArray[Any], combine: Combine) -> UnitGrouping:
     starts = np.concatenate([[0], np.cumsum(np.bincount(whose))]).astype(np.int64)
-    return People(np.argsort(whose, kind="stable"), starts, combine)
+    return UnitGrouping(np.argsort(whose, kind="stable"), starts, combine)
 
 
 def _rows(rng: np.random.Generator, size: int, kind: str) -> npt.NDArray[np.float64]:
@@ -76,7 +76,9 @@ def _rows(rng: np.random.Generator, size: int, kind: str) -> npt.NDArray[np.floa
 
 
 def probe_people(
-    asking: Asking = OfPeople, losses: dict[str, Any] | None = None, relations: Iterable[Relation] = tuple(Relation)
+    asking: Asking = UserLevelObjective,
+    losses: dict[str, Any] | None = None,
+    relations: Iterable[Relation] = tuple(Relation),
 ) -> Iterator[Finding]:
     """Brute force over neighbours that differ in a person: every loss on tables, every query on sums of gradients.
 
@@ -100,7 +102,9 @@ def _asked(records: Any) -> Iterator[Query]:
     return itertools.islice(every_query(records), 7, 21, 2)
 
 
-def probe_drawn_people(asking: Asking = OfPeople, grouping: Grouping = People.of, *, releases: int = 64) -> Finding:
+def probe_drawn_people(
+    asking: Asking = UserLevelObjective, grouping: Grouping = UnitGrouping.of, *, releases: int = 64
+) -> Finding:
     """Whether a sample holds people with all their records or not at all, each at the rate that was planned.
 
     Everybody's records point along an axis of their own with a gradient of one bound: a coordinate of the sum is
@@ -111,9 +115,9 @@ def probe_drawn_people(asking: Asking = OfPeople, grouping: Grouping = People.of
     sizes = np.array([1, 7, 50, 3, 2, 7, 1, 20])
     ids, rate = np.repeat(np.arange(len(sizes)), sizes), 0.5
     X = np.eye(len(sizes))[ids]
-    curator = CentralCurator(asking(Squared()), OfRecords((X, -np.ones(len(ids))), grouping(ids)))
+    curator = CentralCurator(asking(Squared()), RecordsWithIds((X, -np.ones(len(ids))), grouping(ids)))
     slot = Slot("gradient", Poisson(rate), releases)
-    plan = Plan("probe", {}, Schedule((slot,)), len(sizes), None, 0.0, unit=Unit.PERSON)
+    plan = Plan("probe", {}, Schedule((slot,)), len(sizes), None, 0.0, unit=PrivacyUnit.PERSON)
     session = curator.open(plan)
     seen = np.stack([session.release("gradient", Gradient(np.zeros(len(sizes)), 1.0)) for _ in range(releases)])
     whole = np.abs(seen - np.round(seen)).max()
@@ -134,7 +138,7 @@ _DISTINCT: tuple[list[Any], ...] = (
 )  # fmt: skip
 
 
-def probe_ids(grouping: Grouping = People.of) -> Finding:
+def probe_ids(grouping: Grouping = UnitGrouping.of) -> Finding:
     """Whether ids that may be one person's under two names are refused, and different people are never one."""
     mistaken = 0
     for ids in _SUSPICIOUS:
@@ -152,7 +156,7 @@ def probe_ids(grouping: Grouping = People.of) -> Finding:
 def attack_person(
     size: int,
     runs: int,
-    asking: Asking = OfPeople,
+    asking: Asking = UserLevelObjective,
     *,
     relation: Relation,
     noise_multiplier: float = 0.8,
@@ -162,7 +166,7 @@ def attack_person(
     from quietgrad.objectives import Logistic
 
     slot, budget = Slot("gradient", FullBatch()), Budget(6.0, delta, relation)
-    once = Plan("people", {}, Schedule((slot,)), 4, budget, noise_multiplier, unit=Unit.PERSON)
+    once = Plan("people", {}, Schedule((slot,)), 4, budget, noise_multiplier, unit=PrivacyUnit.PERSON)
     rng, scores = np.random.default_rng(0), []
     for sign in (1.0, 0.0 if relation is Relation.ADD_REMOVE else -1.0):
         count = 0 if sign == 0.0 else size
@@ -170,7 +174,9 @@ def attack_person(
         X = rng.standard_normal((len(ids), 2)) * 1e-3
         X[:count] = [1e3 * sign, 0.0]
         people = _numbered(np.unique(ids, return_inverse=True)[1], "mean")
-        curator = CentralCurator(asking(Logistic()), OfRecords((X, np.zeros(len(ids))), people), account="audit")
+        curator = CentralCurator(
+            asking(Logistic()), RecordsWithIds((X, np.zeros(len(ids))), people), account="audit"
+        )
         many = replace(once, schedule=Schedule((replace(slot, count=runs),)), n_public=len(people))
         session = curator.open(many)
         query = Gradient(np.zeros(2), 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import BaseObjective, Batch, Constants, Records, Regularizer, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, LossConstants, Records, Regularizer
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -60,11 +60,11 @@ class PlantedObjective(BaseObjective):
     def initial(self, records: Planted) -> Vector:
         return _pad(self.inner.initial(records.inner), self.canaries)
 
-    def constants(self) -> Constants:
-        constants: Constants = self.inner.constants()
+    def constants(self) -> LossConstants:
+        constants: LossConstants = self.inner.constants()
         return constants
 
-    def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
+    def add(self, batch: Batch, points: Sequence[Vector], rule: ClippingRule, out: Vector) -> None:
         d = int(batch.records.inner.dim)
         own = self._split(batch, rule.bound, out[d:])
         self.inner.add(own, [point[:d] for point in points], rule, out[:d])

@@ -23,7 +23,7 @@ from quietgrad.audit.listener import as_numbers
 from quietgrad.audit.units import judge_noise
 from quietgrad.curators.base import Curator
 from quietgrad.errors import LedgerError
-from quietgrad.objectives.base import Batch, Gradient, Query, Rule
+from quietgrad.objectives.base import Batch, ClippingRule, Gradient, Query
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
@@ -120,7 +120,7 @@ class _Witness(CanaryObjective):
         self.ledger = ledger
         self.reserved = False
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         from quietgrad.privacy.ledger import Ledger
 
         try:

@@ -28,9 +28,9 @@ from quietgrad.audit.series import lengthened, probe_slots
 from quietgrad.audit.units import categories, judge_units
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.accounting import mu_of
+from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.mechanisms import FrequentLabels
+from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.sampling import FullBatch
 
@@ -64,10 +64,10 @@ def _hessians(runs: int) -> Iterator[AuditReport]:
 
 
 def _certificate(runs: int) -> Iterator[AuditReport]:
-    from quietgrad.training.stationarity import TwoScalars
+    from quietgrad.training.stationarity import StationarityRelease
 
     for relation in Relation:
-        yield _through_queries(TwoScalars(), relation, runs)
+        yield _through_queries(StationarityRelease(), relation, runs)
 
 
 def _through_queries(algorithm: Any, relation: Relation, runs: int) -> AuditReport:
@@ -96,7 +96,7 @@ def _labels(runs: int) -> Iterator[AuditReport]:
     others, sigma = 6, 0.8
     # The threshold lies halfway between the counts of the two worlds, where they differ most.
     failure = 0.5 * math.erfc((others - 0.5) / (sigma * math.sqrt(2.0)))
-    slot = Slot("labels", FullBatch(), mechanism=FrequentLabels(failure))
+    slot = Slot("labels", FullBatch(), mechanism=GaussianPartitionSelection(failure))
     once = Plan("labels", {}, Schedule((slot,)), _N, _BUDGET, sigma)
     many = replace(once, schedule=Schedule((replace(slot, count=runs),)))
     scores = []
@@ -150,14 +150,14 @@ def _search(runs: int) -> Iterator[AuditReport]:
     """The plan of a search: noise of its scores, and the law of the number of rounds."""
     from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
     from quietgrad.estimators.search import _rounds
-    from quietgrad.plans.schedule import price
+    from quietgrad.plans.schedule import calibrate_plan
     from quietgrad.privacy.rng import SecureStream
 
     started = time.perf_counter()
     budget = Budget(6.0, 1e-5, Relation.REPLACE_ONE)
     model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
     search = PrivateSearch(model, {"regularization": [0.0]}, mean_rounds=3.0)
-    plan = price(lambda z: search._plan(z, PublicCount(50), budget), budget)
+    plan = calibrate_plan(lambda z: search._plan(z, PublicCount(50), budget), budget)
     findings = probe_slots(lengthened(plan), what="scores")
     # K ≥ 1 is geometric: P(K > k) = (1 − 1/mean)^k.
     mean = float(search.mean_rounds)
@@ -173,7 +173,7 @@ def _search(runs: int) -> Iterator[AuditReport]:
     findings.append(attack_profile((best[0], best[1]), Claim(plan), "the best score", 5e-7))
     # A round is priced as one Gaussian release, and the theorem about their number does the rest.
     views = tuple(Views(r[:, None], np.zeros((len(r), 1)), ["round"], True) for r in rounds)
-    mu = mu_of(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
+    mu = gdp_mu(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
     inner = attack_dprime((views[0], views[1]), Claim(plan), "one round's score", 5e-7, mu=mu)
     findings.append(inner._replace(epsilon_lower=0.0))  # of a round, not of the search
     yield _report("private-search", plan, findings, runs, started)
@@ -266,7 +266,7 @@ RELEASES: dict[str, Release] = {
         ),
         Release("private-search", ("estimators.search",), _search, "sklearn"),
         Release("own-loop", ("algorithms.own_loop", "torch.loops"), _own_loop, "torch"),
-        Release("people", ("objectives.people",), people_reports),
+        Release("people", ("objectives.privacy_units",), people_reports),
     )
 }
 """By name; ``quietgrad audit --all`` attacks them all, ``quietgrad audit NAME`` one."""

@@ -1,7 +1,7 @@
 """Many independent runs as one: the real algorithm and the real curator on a block-diagonal problem.
 
 An audit needs thousands of runs. Put N copies of a small problem side by side: parameters of length N·d, N·k
-records, each of which touches only its own block. Sums, clips, white noise and Poisson samples of different blocks
+records, each of which touches only its own block. Sums, clips, white noise and PoissonSampled samples of different blocks
 are independent, and algorithms made of coordinate-wise arithmetic keep the blocks apart; so one pass of the
 production code through :class:`~quietgrad.curators.central.CentralSession` *is* N independent runs. Algorithms that
 mix coordinates (a norm, a random round) are noticed and run one by one.
@@ -22,10 +22,10 @@ from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
-from quietgrad.privacy.correlated import Cancelling
+from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import FullBatch, Poisson, PoissonTurns, Sampler, Sampling, SinglePass, Turns
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, Sampler, Sampling, SinglePass
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -55,7 +55,7 @@ class Replicated(Sampling, kind="replicated"):
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """The production sampler, read at a different number for every run."""
-        if self.runs == 1 or isinstance(self.inner, FullBatch | Poisson | Turns | PoissonTurns):
+        if self.runs == 1 or isinstance(self.inner, FullBatch | Poisson | CyclicCohorts | CyclicPoisson):
             return self.inner.sampler(n_records, stream)  # samples and cohorts of disjoint blocks are independent
         return _Strided(self.inner.sampler(n_records // self.runs, stream), self.runs, n_records // self.runs)
 
@@ -147,7 +147,7 @@ def collect(
     side by side where they can be, unless ``together`` is false.
     """
     try:
-        gaussian = all(isinstance(slot.mechanism, GaussianNoise | Cancelling) for slot in plan.schedule.slots)
+        gaussian = all(isinstance(slot.mechanism, GaussianNoise | CorrelatedNoise) for slot in plan.schedule.slots)
         if not together or not gaussian:
             raise NotSeparableError  # only Gaussian noise is independent from coordinate to coordinate
         views = collect_blocks(algorithm, plan, game, which, runs, curator=curator, seed=seed)
@@ -222,7 +222,7 @@ def _loop(
     """``runs`` runs one after the other, through one door with room for all their releases.
 
     Sharing the door saves setting up streams for each; noise is addressed by the number of the release, so every
-    run's is fresh. Turns and a single pass over the records cannot be shared: there each run gets its own door.
+    run's is fresh. CyclicCohorts and a single pass over the records cannot be shared: there each run gets its own door.
     """
     once = any(slot.sampling.participation(1) is not None for slot in plan.schedule.slots)
     views = []

@@ -23,7 +23,7 @@ from quietgrad.audit.replicas import CuratorFactory, Game, Views, collect, colle
 from quietgrad.audit.units import categories
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Law, Plan
-from quietgrad.privacy.accounting import mu_of
+from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.closed_form_accountants import gaussian_delta
 
 Floats = npt.NDArray[np.float64]
@@ -89,7 +89,7 @@ def _mu(plan: Plan, rounds: int) -> float:
     """μ of a run whose random round is ``rounds``."""
     assert plan.budget is not None
     counts = {slot.name: rounds if slot.law is not None else slot.count for slot in plan.schedule.slots}
-    return mu_of(plan.event_of(counts), relation=plan.budget.relation)
+    return gdp_mu(plan.event_of(counts), relation=plan.budget.relation)
 
 
 def _dprimes(

@@ -24,21 +24,21 @@ from quietgrad.audit.units import judge_units
 from quietgrad.objectives.queries.labels import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import account
-from quietgrad.privacy.banded import Banded
+from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.mechanisms import (
     AboveThreshold,
-    FrequentLabels,
+    ExponentialMechanism,
     GaussianNoise,
+    GaussianPartitionSelection,
     L2LaplaceNoise,
     Mechanism,
-    NoisyChoice,
 )
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, PoissonTurns, Sampling, SinglePass, Turns
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, FullBatch, Poisson, Sampling, SinglePass
 
 Floats = npt.NDArray[np.float64]
 RELEASES, WIDTH, WIDE = 256, 64, 512  # of vectors
@@ -46,12 +46,12 @@ CHOICES = 2048  # of mechanisms that only choose
 
 MECHANISMS: tuple[Mechanism, ...] = (
     GaussianNoise(),
-    Correlated.made(RELEASES, 4, RELEASES // 4),
-    Banded.made(RELEASES, 8),
+    BufferedToeplitzNoise.made(RELEASES, 4, RELEASES // 4),
+    BandedToeplitzNoise.made(RELEASES, 8),
     L2LaplaceNoise(),
-    NoisyChoice(),
+    ExponentialMechanism(),
     AboveThreshold(),
-    FrequentLabels(1e-9),
+    GaussianPartitionSelection(1e-9),
 )
 """One of every kind; a test compares them with those that exist."""
 
@@ -90,12 +90,12 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
     count = _count(mechanism)
     # Half of the samples of a vector are empty: noise must be there all the same.
     sampling: Sampling = Poisson(0.5) if isinstance(mechanism, GaussianNoise) else FullBatch()
-    if isinstance(mechanism, Correlated):
-        sampling = Turns(mechanism.separation)
-    elif isinstance(mechanism, Banded):
-        sampling = PoissonTurns(mechanism.bands, 0.5)
+    if isinstance(mechanism, BufferedToeplitzNoise):
+        sampling = CyclicCohorts(mechanism.separation)
+    elif isinstance(mechanism, BandedToeplitzNoise):
+        sampling = CyclicPoisson(mechanism.bands, 0.5)
     slot = Slot("probe", sampling, count, mechanism=mechanism)
-    schedule = Schedule((slot,), "filter" if isinstance(mechanism, NoisyChoice) else "sequential")
+    schedule = Schedule((slot,), "filter" if isinstance(mechanism, ExponentialMechanism) else "sequential")
     return Plan("probe", {}, schedule.under(relation), 1, Budget(1.0, 1e-5, relation), 2.0)
 
 
@@ -123,7 +123,11 @@ def lengthened(plan: Plan) -> Plan:
         for slot, count in zip(plan.schedule.slots, counts, strict=True)
         if isinstance(slot.sampling, SinglePass)
     ]
-    looks = [WIDTH * label_count(s, plan) for s in plan.schedule.slots if isinstance(s.mechanism, FrequentLabels)]
+    looks = [
+        WIDTH * label_count(s, plan)
+        for s in plan.schedule.slots
+        if isinstance(s.mechanism, GaussianPartitionSelection)
+    ]
     n = max(plan.n_public, sum(passes), *looks, 1)
     slots = []
     for slot, count in zip(plan.schedule.slots, counts, strict=True):
@@ -185,7 +189,7 @@ def _hear(
 
 
 def _holder(plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes, width: int) -> Any:
-    if isinstance(slot.mechanism, FrequentLabels):
+    if isinstance(slot.mechanism, GaussianPartitionSelection):
         return curator(_Labelled(), labels_of(slot, plan, width), key)
     return curator(Quiet(), Crowd(plan.n_public, width), key)
 
@@ -231,7 +235,7 @@ def _charged(curator: Any, mechanism: Mechanism, releases: int) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
         objective, data = Quiet(), Crowd(plan.n_public, WIDTH)
-        if isinstance(mechanism, FrequentLabels):
+        if isinstance(mechanism, GaussianPartitionSelection):
             objective, data = _Labelled(), labels_of(slot, plan, WIDTH)  # type: ignore[assignment]
         session = curator(objective, data, path).open(plan)
         heard = sum(1 for _ in range(releases) if listen(session, rng).size)

@@ -10,12 +10,12 @@ from quietgrad.errors import QuietgradError
 from quietgrad.plans.counting import COUNT, PublicCount
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.events import Composed, Event, PerParty, Slack, composed, repeated
+from quietgrad.privacy.events import Composed, Event, MaxOverParties, TotalVariationSlack, composed, repeated
 from quietgrad.privacy.ledger_state import is_part
 from quietgrad.training.result import ADVERSARY
 
 if TYPE_CHECKING:
-    from quietgrad.algorithms.base import Releases
+    from quietgrad.algorithms.base import HasSchedule
 
 _MOST_STEPS = 2 * 10**7  # a plan of a stranger is made here: its lists must fit
 _MOST_SLOTS = 256
@@ -88,7 +88,7 @@ def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[s
     from quietgrad.federation.plan import MATCHED
 
     if federation is None:
-        if isinstance(claim.event, PerParty):
+        if isinstance(claim.event, MaxOverParties):
             return ["events of parties are stated without a federation"]
         return [] if claim.privacy.adversary == ADVERSARY else ["the claim states another adversary"]
     if set(federation) != {"trust", "secure", "sizes", "parties_per_person", "matched", "plan_file"}:
@@ -96,9 +96,9 @@ def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[s
     found, sizes = [], federation["sizes"]
     if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != n_public:
         found.append("its parties have another number of records together")
-    if isinstance(claim.event, PerParty) and len(claim.event.parties) != len(sizes):
+    if isinstance(claim.event, MaxOverParties) and len(claim.event.parties) != len(sizes):
         found.append("the events are of another number of parties")
-    if federation["trust"] == "local" and not isinstance(claim.event, PerParty):
+    if federation["trust"] == "local" and not isinstance(claim.event, MaxOverParties):
         found.append("each party's own noise is stated, and events of all parties together")
     if federation["trust"] not in (*ADVERSARIES, "secure"):
         found.append("it states a trust that is not known here")
@@ -164,8 +164,8 @@ def _derived(schedule: Schedule, claim: Claim, federation: Any, count: PublicCou
 def _without_slack(event: Event) -> list[Event]:
     """What each party's records went through, apart from the distance of discrete noise to the stated one."""
     found = []
-    for part in event.parties if isinstance(event, PerParty) else (event,):
-        if isinstance(part, Composed) and isinstance(part.parts[-1], Slack):
+    for part in event.parties if isinstance(event, MaxOverParties) else (event,):
+        if isinstance(part, Composed) and isinstance(part.parts[-1], TotalVariationSlack):
             part = composed(part.parts[:-1])
         found.append(part)
     return found
@@ -198,7 +198,7 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     return replace(schedule, slots=tuple(slots)), known_to
 
 
-def _algorithm(plan: dict[str, Any]) -> Releases | None:
+def _algorithm(plan: dict[str, Any]) -> HasSchedule | None:
     """The algorithm at its stated settings; ``None`` if there is no such thing."""
     from quietgrad.algorithms.own_loop import OwnLoop
     from quietgrad.algorithms.registry import ALGORITHMS, entry
@@ -212,7 +212,7 @@ def _algorithm(plan: dict[str, Any]) -> Releases | None:
         if name not in ALGORITHMS:
             return None
         try:
-            made: Releases = entry(name).make(config)
+            made: HasSchedule = entry(name).make(config)
         except ValueError:  # settings with parts of their own, which only the class itself reads
             made = entry(name).kind(**config)
     except (*ALTERED, QuietgradError):
@@ -220,7 +220,7 @@ def _algorithm(plan: dict[str, Any]) -> Releases | None:
     return made
 
 
-def _planned(algorithm: Releases, plan: dict[str, Any], relation: Relation) -> Schedule | None:
+def _planned(algorithm: HasSchedule, plan: dict[str, Any], relation: Relation) -> Schedule | None:
     """What the algorithm plans for its stated number of records; ``None`` if there is no such thing."""
     try:
         return algorithm.schedule(int(plan["n_public"])).under(relation)

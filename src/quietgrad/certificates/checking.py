@@ -23,19 +23,19 @@ from quietgrad.certificates.signing import signature_holds
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_bytes
 from quietgrad.plans.schedule import DECLARED, Schedule
-from quietgrad.privacy.accounting import Proof, prove
-from quietgrad.privacy.budget import Relation, Unit
-from quietgrad.privacy.chain import Entry, anchor, check_anchor
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.accounting import ProvedGuarantee, prove
+from quietgrad.privacy.budget import PrivacyUnit, Relation
+from quietgrad.privacy.chain import ChainEntry, anchor, check_anchor
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.ledger_state import Book, total
+from quietgrad.privacy.ledger_state import LedgerState, compose_events
 from quietgrad.training.result import unpaid
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine
 _TAKEN = {
-    Unit.RECORD: "That the records are what the data are called, and that one record is one person.",
-    Unit.PERSON: "That the records are what the data are called, and that everybody has one id in them.",
+    PrivacyUnit.RECORD: "That the records are what the data are called, and that one record is one person.",
+    PrivacyUnit.PERSON: "That the records are what the data are called, and that everybody has one id in them.",
 }
 _MOST_KINDS = 200  # different events of one account that are added up here
 
@@ -146,7 +146,7 @@ def _signature(document: Document, demanded: str | None) -> Finding:
 # ---- the proofs ----------------------------------------------------------------------------------------------
 
 
-def _first_proof(claim: Claim, *, counted: bool) -> tuple[Proof | None, Finding]:
+def _first_proof(claim: Claim, *, counted: bool) -> tuple[ProvedGuarantee | None, Finding]:
     name = str(claim.privacy.accountant)
     family = next(
         (each for each in ("gaussian-exact", "pure", "pld", "zcdp", "rdp") if name.startswith(each)), None
@@ -167,7 +167,7 @@ def _first_proof(claim: Claim, *, counted: bool) -> tuple[Proof | None, Finding]
     return proof, Finding("proof", True, f"quietgrad, {proof.accountant}: ε = {proof.epsilon:.6g}")
 
 
-def _second_finding(claim: Claim, ours: Proof | None, schedule: Schedule | None) -> Finding:
+def _second_finding(claim: Claim, ours: ProvedGuarantee | None, schedule: Schedule | None) -> Finding:
     """Whether dp-accounting proves ε too. Where it cannot, one accountant did, which is no fault of the claim."""
     second: SecondProof = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
     if second.epsilon is None:
@@ -196,7 +196,7 @@ def _theorem(schedule: Schedule | None) -> str | None:
         mechanism = slot.mechanism
         if not mechanism.together:
             continue
-        again = sensitivity_again(mechanism) if isinstance(mechanism, Correlated) else None
+        again = sensitivity_again(mechanism) if isinstance(mechanism, BufferedToeplitzNoise) else None
         if again is None or not again <= mechanism.factor * (1.0 + 1e-9):
             return None
         said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
@@ -215,10 +215,10 @@ def _ledger_findings(body: dict[str, Any], claim: Claim, file: str | Path | None
         return found
     if not isinstance(stated, dict) or set(stated) != {"head", "lines", "run"}:
         raise ValueError("ledger")
-    entries = tuple(Entry(**line) for line in stated["lines"])
+    entries = tuple(ChainEntry(**line) for line in stated["lines"])
     problem = _chain_problem(entries, stated["head"])
     whole = [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
-    book = Book()
+    book = LedgerState()
     try:
         for entry in entries:
             book.apply(entry)
@@ -242,7 +242,7 @@ def _ledger_findings(body: dict[str, Any], claim: Claim, file: str | Path | None
     return found
 
 
-def _chain_problem(entries: tuple[Entry, ...], head: Any) -> str:
+def _chain_problem(entries: tuple[ChainEntry, ...], head: Any) -> str:
     """What is wrong with lines copied from a ledger; '' if nothing."""
     if not entries or not isinstance(head, str):
         raise ValueError("ledger")
@@ -264,11 +264,11 @@ def _chain_problem(entries: tuple[Entry, ...], head: Any) -> str:
     return ""
 
 
-def _account_finding(book: Book, claim: Claim) -> Finding:
+def _account_finding(book: LedgerState, claim: Claim) -> Finding:
     parts, count = book.counted(str(claim.privacy.account)), book.runs(str(claim.privacy.account))
     if len(set(parts)) > _MOST_KINDS:
         return Finding("account", None, f"{count} runs of this account: too many kinds to add up here")
-    event = total(parts)
+    event = compose_events(parts)
     planned = book.relations(str(claim.privacy.account))
     if event is None or (claim.relation is Relation.ADD_REMOVE and Relation.REPLACE_ONE in planned):
         return Finding("account", None, f"{count} runs of this account, without a common ε")
@@ -281,7 +281,7 @@ def _account_finding(book: Book, claim: Claim) -> Finding:
     return Finding("account", None, words)
 
 
-def _at_hand(file: str | Path, head: str, entries: tuple[Entry, ...]) -> Finding:
+def _at_hand(file: str | Path, head: str, entries: tuple[ChainEntry, ...]) -> Finding:
     path = Path(file)
     if not path.exists():
         raise DataError(f"{path}: there is no such ledger.")

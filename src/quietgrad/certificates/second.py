@@ -1,6 +1,6 @@
 """The second opinion: ε from the same events by dp-accounting, whose code is not ours.
 
-Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or Poisson-sampled, and pure ones; its
+Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or PoissonSampled-sampled, and pure ones; its
 Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own accountants
 is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled Gaussians,
 which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no rule for is
@@ -21,25 +21,25 @@ import numpy as np
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.composition import (
-    CannotProve,
-    alternatives,
-    bag,
-    rough_mu,
+    AccountantRefusal,
+    approximate_mu,
+    count_releases,
+    parallel_branches,
     total_failure,
     total_slack,
     total_upfront,
 )
-from quietgrad.privacy.correlated import Correlated
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
-    FixedSize,
+    FixedSizeSampled,
     Gaussian,
     Laplace,
-    Poisson,
+    PoissonSampled,
     Pure,
-    RandomRound,
+    RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
     composed,
@@ -86,14 +86,14 @@ class _Curve:
     borrowed: bool = False
 
 
-def sensitivity_again(mechanism: Correlated) -> float | None:
+def sensitivity_again(mechanism: BufferedToeplitzNoise) -> float | None:
     """The sensitivity s of noise that is correlated over a run, added up from its buffers by code of its own.
 
     The theorem (:mod:`quietgrad.privacy.correlated`) asks that the coefficients of S do not rise; then no choice of
     releases that one record may be in moves S·sums by more than the columns 0, b, 2b, … do together. ``None`` if
     the coefficients do rise, or are too many to be added up here.
 
-    >>> mechanism = Correlated.made(64, 4, 16)
+    >>> mechanism = BufferedToeplitzNoise.made(64, 4, 16)
     >>> abs(sensitivity_again(mechanism) - mechanism.sensitivity()) < 1e-9
     True
     """
@@ -120,7 +120,7 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
     >>> proof = second_proof(poisson_gaussian(0.01, 1.1, 1000), delta=1e-5, relation=Relation.ADD_REMOVE)
     >>> round(proof.epsilon, 2), proof.how.split(",")[1]
     (1.52, ' privacy-loss distributions')
-    >>> second_proof(Poisson(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), delta=1e-5, relation=Relation.ADD_REMOVE).reason
+    >>> second_proof(PoissonSampled(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), delta=1e-5, relation=Relation.ADD_REMOVE).reason
     'it has no rule for a sample of zcdp releases'
     """
     name = f"dp-accounting {version('dp-accounting')}"
@@ -131,7 +131,7 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
     worst, how, borrowed = 0.0, name, False
     try:
         upfront = worst = total_upfront(event, relation)
-        choices = alternatives(event)
+        choices = parallel_branches(event)
         if len(choices) > _MOST_CHOICES:
             raise _NoRule(f"more than {_MOST_CHOICES} choices of parallel parts are not tried here")
         for core in choices:
@@ -140,7 +140,7 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
             borrowed |= curve.borrowed
             if epsilon >= worst:
                 worst, how = epsilon, f"{name}, {curve.how}"
-    except (_NoRule, CannotProve) as refusal:
+    except (_NoRule, AccountantRefusal) as refusal:
         return SecondProof(None, name, str(refusal))
     except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
         return SecondProof(None, name, f"it fails on these numbers ({type(error).__name__})")
@@ -164,11 +164,11 @@ def _with_slack(epsilon: Callable[[float], float], delta: float, slack: float) -
 
 
 def _curve(core: Event, relation: Relation, delta: float) -> _Curve:
-    releases = bag(core)
+    releases = count_releases(core)
     _check_size(core, releases, relation)
-    if any(isinstance(part, ZCDP | RepeatAndSelect | FixedSize) for part in releases):
+    if any(isinstance(part, ZCDP | RepeatAndSelect | FixedSizeSampled) for part in releases):
         return _renyi(core, relation)
-    rounds = [part for part in releases if isinstance(part, RandomRound)]
+    rounds = [part for part in releases if isinstance(part, RandomNumberOfReleases)]
     if not rounds:
         losses = _losses(core, relation, delta, _step(core, relation))
         return _Curve(losses.get_epsilon_for_delta, "privacy-loss distributions")
@@ -182,7 +182,7 @@ def _check_size(core: Event, releases: dict[Event, int], relation: Relation) -> 
     factor = sensitivity_factor(relation)
     if len(releases) > _MOST_KINDS or sum(releases.values()) > _MOST_RELEASES:
         raise _NoRule(f"more than {_MOST_RELEASES} releases, or {_MOST_KINDS} kinds of them, are not composed here")
-    if not rough_mu(core, factor) <= _LARGEST_LOSS or any(
+    if not approximate_mu(core, factor) <= _LARGEST_LOSS or any(
         _rawest(part, factor) > _LARGEST_LOSS for part in releases
     ):
         raise _NoRule("the noise is so small that its grids do not hold the losses")
@@ -193,7 +193,12 @@ def _rawest(event: Event, factor: float) -> float:
     match event:
         case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
             return factor / z
-        case Poisson(inner=inner) | FixedSize(inner=inner) | RandomRound(inner=inner) | Repeated(inner=inner):
+        case (
+            PoissonSampled(inner=inner)
+            | FixedSizeSampled(inner=inner)
+            | RandomNumberOfReleases(inner=inner)
+            | Repeated(inner=inner)
+        ):
             return _rawest(inner, factor)
         case RepeatAndSelect(inner=inner):
             return _rawest(inner, factor)
@@ -207,13 +212,13 @@ def _rawest(event: Event, factor: float) -> float:
 
 
 def _step(core: Event, relation: Relation) -> float:
-    return min(max(rough_mu(core, sensitivity_factor(relation)) / 500.0, _FINEST), _COARSEST)
+    return min(max(approximate_mu(core, sensitivity_factor(relation)) / 500.0, _FINEST), _COARSEST)
 
 
 def _losses(core: Event, relation: Relation, delta: float, step: float) -> Any:
     """The privacy-loss distribution of a composition without random rounds."""
     total = None
-    for part, count in bag(core).items():
+    for part, count in count_releases(core).items():
         one = _one_loss(part, relation, step, delta)
         many = one if count == 1 else one.self_compose(count, tail_mass_truncation=min(1e-15, delta * 1e-6))
         total = many if total is None else total.compose(many, tail_mass_truncation=min(1e-15, delta * 1e-6))
@@ -231,8 +236,10 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
     factor = sensitivity_factor(relation)
     grid = {"value_discretization_interval": step}
     match part:
-        case Gaussian() | Poisson():
-            rate, inner = (part.rate, list(bag(part.inner))) if isinstance(part, Poisson) else (1.0, [part])
+        case Gaussian() | PoissonSampled():
+            rate, inner = (
+                (part.rate, list(count_releases(part.inner))) if isinstance(part, PoissonSampled) else (1.0, [part])
+            )
             if len(inner) == 1 and isinstance(inner[0], Laplace) and relation is Relation.ADD_REMOVE:
                 return pld.from_laplace_mechanism(inner[0].noise_multiplier, sampling_prob=rate, **grid)
             if len(inner) != 1 or not isinstance(inner[0], Gaussian):
@@ -259,7 +266,7 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
 
 
 def _averaged(
-    rounds: RandomRound, others: list[Event], relation: Relation, delta: float
+    rounds: RandomNumberOfReleases, others: list[Event], relation: Relation, delta: float
 ) -> Callable[[float], float]:
     """ε of δ(ε) = E[δ_R(ε)]: R was drawn before the run, so by convexity nothing is lost if it is published."""
     step = _step(composed([*others, rounds.inner]), relation)
@@ -301,9 +308,9 @@ def _renyi(core: Event, relation: Relation) -> _Curve:
 
     # Its Rényi accountant takes z as σ/Δ whatever the relation: ours is σ/C, hence the division by Δ/C.
     factor = sensitivity_factor(relation)
-    fixed = any(isinstance(part, FixedSize) for part in _leaves(core))
+    fixed = any(isinstance(part, FixedSizeSampled) for part in _leaves(core))
     neighbours = NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
-    sampled = any(isinstance(part, FixedSize | Poisson) for part in _leaves(core))
+    sampled = any(isinstance(part, FixedSizeSampled | PoissonSampled) for part in _leaves(core))
     accountant = rdp.RdpAccountant(list(_WHOLE_ORDERS if sampled else _ORDERS), neighbours)
     accountant.compose(_translated(core, relation, factor))
     return _Curve(lambda delta: float(accountant.get_epsilon(delta)), "Rényi divergences", borrowed=sampled)
@@ -312,7 +319,7 @@ def _renyi(core: Event, relation: Relation) -> _Curve:
 def _leaves(event: Event) -> list[Event]:
     if isinstance(event, Composed):
         return [leaf for part in event.parts for leaf in _leaves(part)]
-    if isinstance(event, Repeated | RandomRound | RepeatAndSelect):
+    if isinstance(event, Repeated | RandomNumberOfReleases | RepeatAndSelect):
         return _leaves(event.inner)
     return [event]
 
@@ -329,9 +336,9 @@ def _translated(event: Event, relation: Relation, factor: float) -> Any:
             return theirs.ZCDpEvent(rho)
         case Pure(epsilon=epsilon, relation=proved) if proved is relation:
             return theirs.ZCDpEvent(epsilon**2 / 2.0)  # pure ε is ε²/2-zCDP
-        case Poisson(rate=rate, inner=Gaussian() as inner) if relation is Relation.ADD_REMOVE:
+        case PoissonSampled(rate=rate, inner=Gaussian() as inner) if relation is Relation.ADD_REMOVE:
             return theirs.PoissonSampledDpEvent(rate, _translated(inner, relation, factor))
-        case FixedSize(n=n, batch_size=batch, inner=Gaussian() as inner) if relation is Relation.REPLACE_ONE:
+        case FixedSizeSampled(n=n, batch_size=batch, inner=Gaussian() as inner) if relation is Relation.REPLACE_ONE:
             return theirs.SampledWithoutReplacementDpEvent(n, batch, _translated(inner, relation, factor))
         case Repeated(inner=inner, count=count):
             return theirs.SelfComposedDpEvent(_translated(inner, relation, factor), count)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-from quietgrad.shown import shown, shown_lines
+from quietgrad.sanitize import sanitize, sanitize_lines
 
 COMMANDS: dict[str, str] = {
     "demo": "train a first private model and leave a report",
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             import traceback
 
-            print(shown_lines(traceback.format_exc()), file=sys.stderr)
+            print(sanitize_lines(traceback.format_exc()), file=sys.stderr)
         return _refuse(name, error)
 
 
@@ -104,17 +104,19 @@ def _refuse(name: str, error: Exception) -> int:
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", f"quietgrad {name}")
         text = _here(" ".join(str(error.format_message()).split()))
-        print(shown(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)"), file=sys.stderr)
+        print(
+            sanitize(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)"), file=sys.stderr
+        )
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, QuietgradError | ValueError):
         text = _here(str(error))
     elif isinstance(error, OSError) and error.strerror:
-        from quietgrad.files import reason
+        from quietgrad.files import os_error_text
 
-        text = f"{error.filename}: {reason(error)}." if error.filename else f"{reason(error)}."
+        text = f"{error.filename}: {os_error_text(error)}." if error.filename else f"{os_error_text(error)}."
     else:
         text = f"{type(error).__name__}: {error} (run again with --debug to see where.)"
-    print(shown(f"quietgrad {name}: {' '.join(text.split())}"), file=sys.stderr)
+    print(sanitize(f"quietgrad {name}: {' '.join(text.split())}"), file=sys.stderr)
     return 1
 
 
@@ -130,12 +132,12 @@ def _unknown(name: str) -> int:
     near = get_close_matches(name, available(), n=1)
     advice = f"did you mean `quietgrad {near[0]}`?" if near else "see `quietgrad --help`."
     what = "option" if name.startswith("-") else "command"
-    print(shown(f"quietgrad: {name!r} is no {what}; {advice}"), file=sys.stderr)
+    print(sanitize(f"quietgrad: {name!r} is no {what}; {advice}"), file=sys.stderr)
     return 2
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
-    print(shown(f"warning: {' '.join(str(message).split())}"), file=sys.stderr)
+    print(sanitize(f"warning: {' '.join(str(message).split())}"), file=sys.stderr)
 
 
 def _help() -> str:

@@ -85,7 +85,7 @@ def described_run(
     """The event of ``steps`` Gaussian releases, sampled as described.
 
     >>> described_run("poisson", 1000, 10, None, 5, 1.1)
-    Repeated(inner=Poisson(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=5)
+    Repeated(inner=PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=5)
     """
     from quietgrad.privacy import events
 
@@ -111,9 +111,9 @@ def described_sampling(event: Event) -> str:
     from quietgrad.privacy import events
 
     inner = event.inner if isinstance(event, events.Repeated) else event
-    if isinstance(inner, events.Poisson):
+    if isinstance(inner, events.PoissonSampled):
         return f"Poisson sampling at rate {inner.rate:g}"
-    if isinstance(inner, events.FixedSize):
+    if isinstance(inner, events.FixedSizeSampled):
         return f"{inner.batch_size} of {inner.n} records without replacement"
     return "every record in every release"
 

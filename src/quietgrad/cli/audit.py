@@ -94,7 +94,7 @@ def _audits(names: list[str], runs: int | None, *, quiet: bool) -> Iterator[Audi
     for name in names:
         if name not in registered and name not in RELEASES and not Path(name).is_dir():
             known = ", ".join([*registered, *RELEASES])
-            from quietgrad.shown import did_you_mean
+            from quietgrad.sanitize import did_you_mean
 
             near = did_you_mean(name, [*registered, *RELEASES])
             raise typer.BadParameter(
@@ -139,7 +139,7 @@ def _bar(title: str, *, quiet: bool) -> Iterator[Callable[[float], None] | None]
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from quietgrad.shown import shown
+    from quietgrad.sanitize import sanitize
 
     columns = (
         TextColumn("attacking {task.description}", markup=False),
@@ -148,7 +148,7 @@ def _bar(title: str, *, quiet: bool) -> Iterator[Callable[[float], None] | None]
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(shown(title), total=1.0)
+        task = bar.add_task(sanitize(title), total=1.0)
         yield lambda share: bar.update(task, completed=share)
 
 
@@ -175,7 +175,7 @@ def audit_folder(
     from quietgrad.audit.people import with_people
     from quietgrad.audit.running import affordable_runs, enough_runs, run
     from quietgrad.errors import DataError
-    from quietgrad.privacy.budget import Budget, Unit
+    from quietgrad.privacy.budget import Budget, PrivacyUnit
     from quietgrad.training import plan
     from quietgrad.training.result import SEEDED, load, problems_of
 
@@ -216,7 +216,7 @@ def audit_folder(
     elif privacy.epsilon > 1.001 * report.epsilon_claimed:
         why = f"the plan was charged more than once: with all of it the run claims ε={privacy.epsilon:.4g}"
         report = replace(report, notes=(*report.notes, why))
-    return with_people(report, privacy.noise_multiplier) if privacy.unit is Unit.PERSON else report
+    return with_people(report, privacy.noise_multiplier) if privacy.unit is PrivacyUnit.PERSON else report
 
 
 def rebuild(name: str, config: dict[str, Any]) -> Any:

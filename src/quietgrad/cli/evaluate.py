@@ -47,7 +47,7 @@ def evaluate(
     from quietgrad.errors import DataError
     from quietgrad.estimators.runs import from_run
     from quietgrad.estimators.scoring import private_score
-    from quietgrad.files import are_many
+    from quietgrad.files import is_multi_file
     from quietgrad.privacy.project import project_path
     from quietgrad.training.result import ledger_of
 
@@ -58,7 +58,7 @@ def evaluate(
             f"{folder}: an additive model is scored from Python: private_score(from_run(folder), X, y)."
         )
     ids = None
-    if are_many(data):
+    if is_multi_file(data):
         spec = RunSpec.load(folder)
         whose = spec.reading.get("person") if person is None else person
         reading = {**spec.reading, "pair": facts["class_names"], "person": whose}

@@ -9,12 +9,12 @@ import typer
 
 from quietgrad.cli.options import Json, RelationName, say, say_table, show_json, table_row
 from quietgrad.privacy.budget import DEFAULT_RELATION
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 if TYPE_CHECKING:
     from quietgrad.privacy.events import Event
     from quietgrad.privacy.ledger import Ledger, VerifyReport
-    from quietgrad.privacy.ledger_state import Book
+    from quietgrad.privacy.ledger_state import LedgerState
     from quietgrad.training.result import Result
 
 app = typer.Typer(
@@ -149,7 +149,7 @@ def _existing(file: Path) -> Ledger:
     return Ledger(file)
 
 
-def _account_row(ledger: Ledger, book: Book, name: str, delta: float | None) -> dict[str, Any]:
+def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | None) -> dict[str, Any]:
     """One account: what it spent at the δ and relation asked for, else the cap's, else the newest run's."""
     from quietgrad.errors import UnprovableError
 
@@ -209,12 +209,12 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
         say_table(runs)
     for run in (run for row in rows for run in row["reservations"]):
         if counts := str(run["note"]).partition("; ")[2]:  # numbers that were declared public
-            say(shown(f"run {run['run'][:16]}: {counts}"))
+            say(sanitize(f"run {run['run'][:16]}: {counts}"))
     for row in rows:
         for condition in row["conditions"]:
-            say(shown(f"{row['account']}: ε holds {condition}."))
+            say(sanitize(f"{row['account']}: ε holds {condition}."))
         if row["problem"]:
-            say(shown(f"{row['account']}: {row['problem']}"))
+            say(sanitize(f"{row['account']}: {row['problem']}"))
 
 
 def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
@@ -222,7 +222,7 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     from quietgrad.curators.account import EPOCH
     from quietgrad.errors import QuietgradError
     from quietgrad.privacy.ledger import Ledger
-    from quietgrad.privacy.ledger_state import COUNTED, identity
+    from quietgrad.privacy.ledger_state import COUNTED, canonical_account_name
     from quietgrad.training.result import ledger_of
 
     privacy, path = result.privacy, ledger_of(folder)
@@ -240,7 +240,11 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     except QuietgradError:  # the total is a service; the run's own statement stands
         return []
     many = "1 run" if runs == 1 else f"{runs} runs"
-    whom = repr(account) if identity(account) == identity(privacy.account or "") else "this table"
+    whom = (
+        repr(account)
+        if canonical_account_name(account) == canonical_account_name(privacy.account or "")
+        else "this table"
+    )
     return [("spent so far", f"ε = {spent:.4g} by {many} on {whom}")]
 
 

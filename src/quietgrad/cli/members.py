@@ -14,8 +14,8 @@ import typer
 
 from quietgrad.cli.options import usage
 from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.sanitize import sanitize
 from quietgrad.secure.faults import DropoutError
-from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.cli.runs import RunSpec
@@ -35,7 +35,7 @@ def teller(name: str, quiet: bool) -> Tell:
 
     def tell(words: str) -> None:
         if not quiet:
-            line = shown(f"{time.strftime('%H:%M:%S')} {name}: {words}")  # others wrote some of the words
+            line = sanitize(f"{time.strftime('%H:%M:%S')} {name}: {words}")  # others wrote some of the words
             sys.stderr.write(line + "\n")  # one write: many threads talk
             sys.stderr.flush()
 
@@ -100,11 +100,11 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path]) -> str:
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
     from quietgrad.federation.explain import multiplicity
-    from quietgrad.privacy.budget import Unit
+    from quietgrad.privacy.budget import PrivacyUnit
 
     if not plan.is_private:
         return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
-    people = [("people", multiplicity(plan))] if plan.unit is Unit.PERSON else []
+    people = [("people", multiplicity(plan))] if plan.unit is PrivacyUnit.PERSON else []
     if plan.trust == "secure":
         from quietgrad.secure.threat_model import threats
 
@@ -124,7 +124,7 @@ def matched(
 ) -> list[tuple[str, str]]:
     """Write the list of a party's people; where all lists are there, also what they are agreed on by."""
     from quietgrad.federation import matching, network
-    from quietgrad.objectives.person_ids import first_seen
+    from quietgrad.objectives.person_ids import factorize_ids
 
     if name not in file.parties:
         raise DataError(f"{name!r} is not a party of this plan: {', '.join(file.parties)}.")
@@ -148,8 +148,8 @@ def matched(
         ("[federation]", f'matched = "{both.digest}"'),
         (
             f"[[party]] {name}",
-            f"records = {first_seen(kept.person)[1]} (under add-remove, rounded), of "
-            f"{first_seen(table.person)[1]} people known here",
+            f"records = {factorize_ids(kept.person)[1]} (under add-remove, rounded), of "
+            f"{factorize_ids(table.person)[1]} people known here",
         ),
     ]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.shown import shown, shown_lines
+from quietgrad.sanitize import sanitize, sanitize_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +105,7 @@ def class_labels(text: str | None) -> list[object] | None:
 
 def say(text: object, *, err: bool = False, nl: bool = True) -> None:
     """Print for people: lines that are laid out here, with nothing in them that a terminal obeys."""
-    typer.echo(shown_lines(text), err=err, nl=nl)
+    typer.echo(sanitize_lines(text), err=err, nl=nl)
 
 
 def say_table(table: Table) -> None:
@@ -117,7 +117,7 @@ def say_table(table: Table) -> None:
 
 def table_row(table: Table, *cells: object) -> None:
     """Add a row to a table; what is in its cells may come from a file of somebody else."""
-    table.add_row(*(shown(cell) for cell in cells))
+    table.add_row(*(sanitize(cell) for cell in cells))
 
 
 def show_json(value: Any) -> None:
@@ -127,10 +127,10 @@ def show_json(value: Any) -> None:
 
 def show_rows(title: str, rows: list[tuple[str, str]]) -> None:
     """Print two columns for people: what, and its value."""
-    say(shown(title))
+    say(sanitize(title))
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
-        say(f"  {shown(name):<{width}}{shown(value)}")
+        say(f"  {sanitize(name):<{width}}{sanitize(value)}")
 
 
 def writable(path: Path) -> Path:

@@ -29,7 +29,7 @@ from quietgrad.cli.options import (
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
-    from quietgrad.plans.explain import Expected
+    from quietgrad.plans.explain import ScanCostEstimate
     from quietgrad.plans.schedule import Plan
 
 app = typer.Typer(add_completion=False)
@@ -130,7 +130,7 @@ def whole(number: float, option: str) -> int:
     return int(number)
 
 
-def expected(the_plan: Plan, columns: int, cluster: str) -> Expected:
+def expected(the_plan: Plan, columns: int, cluster: str) -> ScanCostEstimate:
     """What scanning the plan's table takes on ``MACHINESxCORES``."""
     from quietgrad.plans.explain import expected_cost
 

@@ -12,8 +12,8 @@ import typer
 
 from quietgrad.cli.options import Json, say, show_json, usage, writable
 from quietgrad.cli.runs import RUN_FILE, RunSpec, objective_from
-from quietgrad.files import are_many, write_atomically
-from quietgrad.shown import shown
+from quietgrad.files import is_multi_file, write_atomically
+from quietgrad.sanitize import sanitize
 
 app = typer.Typer(add_completion=False)
 
@@ -49,7 +49,7 @@ def predict(
         raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
     objective = objective_from(facts)
     frame = Frame.told(result.details)
-    if are_many(data):
+    if is_multi_file(data):
         if output is None:
             raise typer.BadParameter("a scan's predictions go to a file: -o FILE.csv or FILE.parquet.")
         table = scan_for(folder, data, facts)
@@ -250,7 +250,7 @@ def cell(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    text = shown(value)
+    text = sanitize(value)
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) and not _is_number(text) else text
 
 

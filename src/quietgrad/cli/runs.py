@@ -20,7 +20,7 @@ from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
-    from quietgrad.objectives.people import People
+    from quietgrad.objectives.privacy_units import UnitGrouping
     from quietgrad.objectives.tables.scanned import ScannedPeople
     from quietgrad.privacy.budget import Budget
 
@@ -91,9 +91,9 @@ class RunSpec:
 
         return None if self.cap_epsilon is None else budget(self.cap_epsilon, self.delta, self.relation)
 
-    def people_in(self, data: Any) -> People | ScannedPeople | None:
+    def people_in(self, data: Any) -> UnitGrouping | ScannedPeople | None:
         """Whose the records are, if a column says so; ``None`` if every record is a person's only one."""
-        from quietgrad.objectives.people import People, check_combination
+        from quietgrad.objectives.privacy_units import UnitGrouping, check_combination
         from quietgrad.objectives.tables.scanned import ScannedPeople
 
         check_combination(self.combine, self.records_per_person)
@@ -106,7 +106,9 @@ class RunSpec:
         combine: Any = self.combine
         if getattr(data.person, "is_source", False):
             return ScannedPeople(data.person, combine, self.records_per_person)
-        return People.of(data.person, combine=combine, records_per_person=self.records_per_person, records=data.n)
+        return UnitGrouping.of(
+            data.person, combine=combine, records_per_person=self.records_per_person, records=data.n
+        )
 
     def make_algorithm(self, data: Dataset, n: int) -> Any:
         """The method asked for, or the default for linear models, chosen for ``n``, a public number of records."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quietgrad.errors import DataError
-from quietgrad.files import are_many
+from quietgrad.files import is_multi_file
 
 if TYPE_CHECKING:
     from quietgrad.data.scanning import Scan
@@ -83,7 +83,7 @@ class ScannedData:
 
 def scans(data: str | None, options: dict[str, Any]) -> bool:
     """Whether a table is scanned: it is many files, or somebody said how."""
-    return data is not None and (bool(options) or are_many(data))
+    return data is not None and (bool(options) or is_multi_file(data))
 
 
 def open_scan(data: str, reading: dict[str, Any], options: dict[str, Any], test: str | None = None) -> ScannedData:

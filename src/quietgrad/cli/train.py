@@ -33,7 +33,7 @@ from quietgrad.cli.options import (
 )
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.runs import FEATURES, RunSpec, objective_from
-from quietgrad.files import are_many
+from quietgrad.files import is_multi_file
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def _place(data: str | None) -> str | None:
     """Where the data are, from wherever a run is resumed; names of registered sets stay as they are."""
     if data is None or "://" in data:
         return data
-    if Path(data).is_file() or are_many(data):
+    if Path(data).is_file() or is_multi_file(data):
         return str(Path(data).absolute())
     return data
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quietgrad.cli.options import Json, say, show_json, show_rows
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 app = typer.Typer(add_completion=False)
 _MARKS = {True: "yes", False: "NO", None: "–"}
@@ -51,7 +51,7 @@ def verify(
         if lines:
             say(title)
         for line in lines:
-            say(shown(f"  · {line}"))
+            say(sanitize(f"  · {line}"))
     signed = any(finding.what == "signature" and finding.ok for finding in verdict.findings)
     holds = (
         "The claim holds as certified." if signed else "The claim follows from the file; nobody signed the file."

@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, QuietgradError, UnprovableError
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation, Unit
-from quietgrad.privacy.ledger_state import COUNTED, DEFAULT, EPOCH, NAMELESS, checked, identity, run_of, unnamed
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
+from quietgrad.privacy.ledger_state import (
+    COUNTED,
+    DEFAULT,
+    EPOCH,
+    NAMELESS,
+    canonical_account_name,
+    check_account_name,
+    run_of,
+    unnamed,
+)
 
 __all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "sent_away", "spent"]
 
@@ -53,7 +62,7 @@ class Account:
     table: str | None = None  # its fingerprint, where it is known already
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", checked(self.name))
+        object.__setattr__(self, "name", check_account_name(self.name))
         if self.cap is not None and self.ledger is None:
             raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
 
@@ -77,7 +86,7 @@ class Account:
                 raise LedgerError(f"cap: {_uncounted(error)}; pass ledger=PATH.") from None
             return cls(name, note=_uncounted(error))
 
-    def settled(self, contents: Callable[[], Iterable[bytes | memoryview]], unit: Unit) -> Account:
+    def settled(self, contents: Callable[[], Iterable[bytes | memoryview]], unit: PrivacyUnit) -> Account:
         """The account under which lines will stand: in a project's ledger that of the table, if no other is named.
 
         Tables are told apart by their keyed fingerprint, so that unrelated ones do not add up.
@@ -93,15 +102,15 @@ class Account:
             name, table = self.name, fingerprint(contents())
             if any(known is not unit for known in ledger.book().units(name)):
                 name = f"{name}, by {unit}"  # entries about records and about people do not add up
-            if identity(self.name) in NAMELESS:
-                name = unnamed("table" if unit is Unit.RECORD else "people of table", table)
+            if canonical_account_name(self.name) in NAMELESS:
+                name = unnamed("table" if unit is PrivacyUnit.RECORD else "people of table", table)
             return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
         except (QuietgradError, OSError) as error:
             if self.cap is not None:
                 raise
             return Account(self.name, note=_uncounted(error))
 
-    def check(self, event: events.Event, budget: Budget, unit: Unit = Unit.RECORD) -> None:
+    def check(self, event: events.Event, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
         if (ledger := self.open()) is not None:
             ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap, unit=unit)
@@ -115,7 +124,7 @@ class Account:
         note: str = "",
         contents: Iterable[bytes | memoryview] | None = None,
         part: bool = False,
-        unit: Unit = Unit.RECORD,
+        unit: PrivacyUnit = PrivacyUnit.RECORD,
         condition: str | None = None,
     ) -> Charge:
         """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
@@ -131,7 +140,7 @@ class Account:
         if event is None or budget is None:
             return Charge(event)
         ledger = self.open()
-        here = (identity(self.asked or self.name), budget.relation, unit)
+        here = (canonical_account_name(self.asked or self.name), budget.relation, unit)
         if ledger is None:
             return _tallied(Charge(event, tallied=here, note=self.note))
         from quietgrad.privacy.ledger_state import fingerprint
@@ -164,7 +173,7 @@ class Account:
         budget: Budget | None,
         *,
         run: str,
-        unit: Unit = Unit.RECORD,
+        unit: PrivacyUnit = PrivacyUnit.RECORD,
         condition: str | None = None,
     ) -> Charge | None:
         """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
@@ -180,7 +189,7 @@ class Account:
         found = held.reservation
         asked = (event, budget.delta, budget.relation, unit, condition)
         same = (found.event, found.delta, found.relation, found.unit, found.condition) == asked
-        if not same or identity(found.account) != identity(self.name):
+        if not same or canonical_account_name(found.account) != canonical_account_name(self.name):
             raise BudgetError(
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
                 "with. Resume it with what it was started with, or start a new run."
@@ -226,7 +235,7 @@ class Charge:
     reservation: Reservation | None = None
     paid: bool = False
     booked: events.Event | None = None
-    tallied: tuple[str, Relation, Unit] | None = None
+    tallied: tuple[str, Relation, PrivacyUnit] | None = None
     note: str = ""
     spent: events.Event | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
@@ -254,7 +263,7 @@ class Charge:
 
     def part(self, event: events.Event, budget: Budget | None) -> Charge:
         """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
-        from quietgrad.privacy.accounting import mu_of
+        from quietgrad.privacy.accounting import gdp_mu
 
         if self.closed:
             raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
@@ -263,7 +272,8 @@ class Charge:
             pays = (
                 inner is not None
                 and budget is not None
-                and mu_of(event, relation=budget.relation) <= mu_of(inner, relation=budget.relation) * (1.0 + 1e-9)
+                and gdp_mu(event, relation=budget.relation)
+                <= gdp_mu(inner, relation=budget.relation) * (1.0 + 1e-9)
             )
         except UnprovableError:
             pays = False
@@ -308,10 +318,10 @@ def _uncounted(error: Exception) -> str:
     return f"the project's ledger could not be written ({what}), so only runs of this process are added up"
 
 
-def sent_away(account: str) -> None:
+def note_pickled(account: str) -> None:
     """Remember that a model without a ledger was pickled before its fit: what it spends then is not seen here."""
     with _tally_lock:
-        _elsewhere.add(identity(account))
+        _elsewhere.add(canonical_account_name(account))
 
 
 def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = DEFAULT_RELATION) -> float:
@@ -327,8 +337,8 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
     from quietgrad.privacy.accounting import account as price
 
     with _tally_lock:
-        parts = list(_tally.get(identity(account), []))
-        elsewhere = identity(account) in _elsewhere
+        parts = list(_tally.get(canonical_account_name(account), []))
+        elsewhere = canonical_account_name(account) in _elsewhere
     if elsewhere:
         warnings.warn(
             f"{account}: a model without a ledger left this process before its fit, so what was spent cannot be "

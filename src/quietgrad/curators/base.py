@@ -20,7 +20,7 @@ from quietgrad.vectors import Vector
 
 
 @dataclass(frozen=True)
-class Spent:
+class SessionCost:
     """What a session released in the end, and why it stopped.
 
     ``event`` is what must be accounted: the whole plan when the stop could depend on the data.
@@ -32,13 +32,13 @@ class Spent:
     data_dependent: bool
 
 
-def relative(offsets: Sequence[float] | None, count: int) -> npt.NDArray[np.float64]:
+def offsets_above_minimum(offsets: Sequence[float] | None, count: int) -> npt.NDArray[np.float64]:
     """Public offsets of ``count`` scores above the least of them: a choice depends on no more.
 
     A large common part would swallow the scores' last digits, and what rounding then makes of one record is not
     bounded by the loss's bound; a large difference does no harm, since such a candidate is not chosen anyway.
 
-    >>> relative([1e18, 1e18 + 512.0], 2).tolist(), relative(None, 2).tolist()
+    >>> offsets_above_minimum([1e18, 1e18 + 512.0], 2).tolist(), relative(None, 2).tolist()
     ([0.0, 512.0], [0.0, 0.0])
     """
     if offsets is None:
@@ -110,13 +110,13 @@ class Session(Protocol):
         """
         ...
 
-    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
+    def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
         """End the session; only a stop that does not depend on data gives unused budget back."""
         ...
 
 
 @runtime_checkable
-class Foresees(Protocol):
+class SupportsPrefetch(Protocol):
     """A session that reads its table anew for every release, and once for several if it knows of them."""
 
     def foresee(self, *queries: Query) -> None:

@@ -13,18 +13,18 @@ from quietgrad.curators.counting import public_count
 from quietgrad.curators.session import CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Reading
-from quietgrad.objectives.people import OfPeople
+from quietgrad.objectives.base import RecordAdapter
+from quietgrad.objectives.privacy_units import UserLevelObjective
 from quietgrad.objectives.tables.scanned import UNCOUNTED, Scanned
 from quietgrad.plans.counting import PublicCount, plans_gaussian
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import FixedSize
 from quietgrad.vectors import Vector
 
 if TYPE_CHECKING:
-    from quietgrad.algorithms.base import Releases
+    from quietgrad.algorithms.base import HasSchedule
     from quietgrad.privacy.ledger import Ledger
 
 __all__ = ["CentralCurator", "CentralSession"]
@@ -50,7 +50,7 @@ class CentralCurator:
 
     def __init__(
         self,
-        objective: Reading,
+        objective: RecordAdapter,
         data: Any,
         *,
         ledger: Ledger | str | Path | None = None,
@@ -76,7 +76,7 @@ class CentralCurator:
         """The starting point, which depends on no record."""
         return self.objective.initial(self.records)
 
-    def count(self, budget: Budget | None, declared: int | None, algorithm: Releases | None) -> PublicCount:
+    def count(self, budget: Budget | None, declared: int | None, algorithm: HasSchedule | None) -> PublicCount:
         """How many records to plan ``algorithm`` for: the ``declared`` number, else counted privately if secret.
 
         ``None`` for what is no algorithm, and not of Gaussian releases alone.
@@ -191,9 +191,9 @@ class CentralCurator:
         return SecureStream(self._key, f"session/{self._opened}").bytes(0, len(self._key))
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> PrivacyUnit:
         """Whom its records are about: what is held decides, not what a plan says."""
-        return Unit.PERSON if isinstance(self.objective, OfPeople) else Unit.RECORD
+        return PrivacyUnit.PERSON if isinstance(self.objective, UserLevelObjective) else PrivacyUnit.RECORD
 
     def _check(self, plan: Plan) -> None:
         self._check_unit(plan)

@@ -12,7 +12,7 @@ import numpy as np
 
 from quietgrad.curators.account import COUNTED, Account
 from quietgrad.plans.counting import COUNT, PublicCount, count_noise, rest_like
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.rng import fresh_key, seed_key
 
 
@@ -24,7 +24,7 @@ def public_count(
     gaussian: bool,
     account: Account,
     run: str = "",
-    unit: Unit = Unit.RECORD,
+    unit: PrivacyUnit = PrivacyUnit.RECORD,
     seed: int | None = None,
 ) -> PublicCount:
     """The number of records to plan a run for: as declared, exact where it is public, else counted privately.

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Charge
-from quietgrad.curators.base import Spent, relative
+from quietgrad.curators.base import SessionCost, offsets_above_minimum
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.objectives.base import Batch, Query, Reading, Regularizer
-from quietgrad.objectives.people import OfPeople, told
+from quietgrad.objectives.base import Batch, Query, RecordAdapter, Regularizer
+from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.objectives.tables.scanned import Scanned
 from quietgrad.plans.schedule import Plan, Slot
@@ -36,7 +36,7 @@ _PLACES = "/places"  # in a transcript, beside the slots: the records in their o
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
 
-class Drawn(NamedTuple):
+class PendingRelease(NamedTuple):
     """A release that has begun: its slot, its number there, and where its fresh records start."""
 
     slot: str
@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
     fresh: int
 
 
-def _alone(verb: Callable[..., Answer]) -> Callable[..., Answer]:
+def _serialized(verb: Callable[..., Answer]) -> Callable[..., Answer]:
     """One release at a time, whichever threads ask."""
 
     @wraps(verb)
@@ -61,7 +61,7 @@ class CentralSession:
     def __init__(
         self,
         plan: Plan,
-        objective: Reading,
+        objective: RecordAdapter,
         records: Any,
         key: bytes,
         charges: Mapping[str, Charge],
@@ -87,7 +87,7 @@ class CentralSession:
         self._spanning = [slot.name for slot in plan.schedule.slots if slot.mechanism.together]
         self._multipliers = {slot.name: slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots}
         self._used = dict.fromkeys(self._slots, 0)
-        self._begun: set[Drawn] = set()  # drawn and not yet released
+        self._begun: set[PendingRelease] = set()  # drawn and not yet released
         self._fresh_at = 0  # fresh records taken by single passes
         self._see(objective, records)
         self._draw_from(key)
@@ -95,8 +95,8 @@ class CentralSession:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("an open session cannot be copied or pickled: two would use the same noise.")
 
-    def _see(self, objective: Reading, records: Any) -> None:
-        self.objective: Any = told(objective)
+    def _see(self, objective: RecordAdapter, records: Any) -> None:
+        self.objective: Any = public_loss(objective)
         self._reading = objective
         self._records = records
         self.regularizer: Regularizer = objective.regularizer
@@ -107,7 +107,7 @@ class CentralSession:
     def _draw_from(self, key: bytes) -> None:
         """Samples and noise of all slots from ``key``, by number of the release: a replay draws the same."""
         self._sample_from(key)
-        self._batches: dict[Drawn, Batch] = {}  # of releases that have begun and are not over
+        self._batches: dict[PendingRelease, Batch] = {}  # of releases that have begun and are not over
         self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
         self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
@@ -163,8 +163,8 @@ class CentralSession:
     def uniform(self, label: str) -> float:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
 
-    @_alone
-    def draw(self, slot: str) -> Drawn:
+    @_serialized
+    def draw(self, slot: str) -> PendingRelease:
         """Begin a release: it counts from here on, whether or not it is ever made.
 
         For a loop that reads the records itself (:meth:`batch`): whoever has seen them may act on them.
@@ -173,7 +173,7 @@ class CentralSession:
         self._begun.add(begun)
         return begun
 
-    def _begin(self, slot: str, verb: str) -> Drawn:
+    def _begin(self, slot: str, verb: str) -> PendingRelease:
         chosen = self._slot(slot)
         if chosen.mechanism.verb != verb:
             raise BudgetError(
@@ -191,29 +191,29 @@ class CentralSession:
         number = self._used[slot]
         if number >= chosen.count:
             raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
-        begun = Drawn(slot, number, self._fresh_at)
+        begun = PendingRelease(slot, number, self._fresh_at)
         if isinstance(chosen.sampling, SinglePass):
             self.batch(begun)  # refuses when fresh records are used up, before anything counts
             self._fresh_at += chosen.sampling.batch_size
         self._used[slot] = number + 1
         return begun
 
-    @_alone
-    def batch(self, drawn: Drawn) -> Batch:
+    @_serialized
+    def batch(self, drawn: PendingRelease) -> Batch:
         """The records of a release that has begun, drawn once, and the secret of its own randomness."""
         found = self._batches.get(drawn)
         if found is None:
             found = self._batches[drawn] = self._batch(drawn)
         return found
 
-    def _batch(self, drawn: Drawn) -> Batch:
+    def _batch(self, drawn: PendingRelease) -> Batch:
         sampler = self._samplers.get(drawn.slot)
         indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
         # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
         key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
         return Batch(self._records, indices, key)
 
-    def _take_fresh(self, drawn: Drawn) -> npt.NDArray[np.int64]:
+    def _take_fresh(self, drawn: PendingRelease) -> npt.NDArray[np.int64]:
         sampling = self._slots[drawn.slot].sampling
         assert self._fresh is not None
         assert isinstance(sampling, SinglePass)
@@ -225,20 +225,20 @@ class CentralSession:
         if isinstance(self._records, Scanned):
             self._records.foresee(*queries)
 
-    @_alone
+    @_serialized
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         return self._answer(self._begin(slot, "release"), query, rho)
 
-    @_alone
-    def release_drawn(self, drawn: Drawn, query: Query, *, rho: float | None = None) -> Vector:
+    @_serialized
+    def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> Vector:
         """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
         if drawn not in self._begun:
             raise BudgetError("this sample was released already, or is none of this session's.")
         self._begun.remove(drawn)
         return self._answer(drawn, query, rho)
 
-    @_alone
-    def forget(self, drawn: Drawn) -> None:
+    @_serialized
+    def forget(self, drawn: PendingRelease) -> None:
         """Give up a release that has begun and that another process makes; it stays counted."""
         self._begun.discard(drawn)
         self._batches.pop(drawn, None)
@@ -247,7 +247,7 @@ class CentralSession:
         if os.getpid() != self._process:  # a forked child would draw the same noise as its parent, on other sums
             raise BudgetError("this session was opened by another process; open one here, with a plan of its own.")
 
-    def _answer(self, drawn: Drawn, query: Query, rho: float | None) -> Vector:
+    def _answer(self, drawn: PendingRelease, query: Query, rho: float | None) -> Vector:
         self._here()
         slot, bound = drawn.slot, query.bound
         dim = query.dim(self._records)
@@ -280,7 +280,7 @@ class CentralSession:
         """A released vector in the precision of the parameters; sums are wider."""
         return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
 
-    @_alone
+    @_serialized
     def choose(
         self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
     ) -> int:
@@ -291,13 +291,13 @@ class CentralSession:
         while True:
             self.foresee(*queries)
             scores = np.array([self._score(query, begun) for query in queries])
-            scores += relative(offsets, len(queries))
+            scores += offsets_above_minimum(offsets, len(queries))
             if not self._private:
                 return int(np.argmin(scores))
             if self._settled(begun, (rho, bound), scores):
                 return self._sources[slot].choose(scores, begun.number, rho, bound)
 
-    @_alone
+    @_serialized
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         begun = self._begin(slot, "first_below")
         multiplier = self._multiplier(slot, None) if self._private else 0.0
@@ -317,7 +317,7 @@ class CentralSession:
             if self._settled(begun, (multiplier, threshold), np.array(looked), bounds):
                 return found
 
-    @_alone
+    @_serialized
     def discover(self, slot: str, query: LabelCounts) -> npt.NDArray[Any]:
         begun = self._begin(slot, "discover")
         multiplier, bound = self._multiplier(slot, None) if self._private else 0.0, float(query.bound)
@@ -329,9 +329,9 @@ class CentralSession:
             if self._settled(begun, (multiplier, bound), counts, content):
                 return query.kept(labels, self._sources[slot].passing(counts, begun.number, multiplier, bound))
 
-    def reread(self, objective: Reading, data: Any) -> None:
+    def reread(self, objective: RecordAdapter, data: Any) -> None:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
-        if isinstance(objective, OfPeople) != isinstance(self._reading, OfPeople):
+        if isinstance(objective, UserLevelObjective) != isinstance(self._reading, UserLevelObjective):
             raise DataError(
                 "what counts as one cannot change within a run: go on by record, or by person, as begun."
             )
@@ -340,19 +340,21 @@ class CentralSession:
             raise DataError("the records changed within a run: go on with the same people in the same order.")
         self._see(objective, records)
 
-    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
+    def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
         if self._closed:
             raise BudgetError("this session is closed already; open a new one for a new plan.")
         self._closed = True
         if not self._private:
-            return Spent(None, self.used, reason, data_dependent)
+            return SessionCost(None, self.used, reason, data_dependent)
         # Releases of a run that was resumed on other sums are spread over its entries: each stays whole.
         whole = data_dependent or len(self._charges) > 1
         spent = [
             charge.close(self._spent_event(whole), reason=reason, data_dependent=whole)
             for charge in self._charges.values()
         ]
-        return Spent(events.composed([event for event in spent if event is not None]), self.used, reason, whole)
+        return SessionCost(
+            events.composed([event for event in spent if event is not None]), self.used, reason, whole
+        )
 
     # --- continuing after an interruption ---------------------------------------------------------------------
 
@@ -393,7 +395,7 @@ class CentralSession:
             self._enter(log.epoch + 1)
         log.record(_PLACES, 0, mac)
 
-    def _settled(self, begun: Drawn, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
+    def _settled(self, begun: PendingRelease, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
         """Whether this release may be made as it stands: it is new, or the very one that was made before.
 
         If not, samples and noise come from a new epoch by now, and the sum has to be made again.
@@ -429,7 +431,7 @@ class CentralSession:
     def _slot(self, name: str) -> Slot:
         return self._slots.get(name) or self.plan.schedule[name]  # raises, naming what the plan holds
 
-    def _score(self, query: Query, begun: Drawn) -> float:
+    def _score(self, query: Query, begun: PendingRelease) -> float:
         score = np.zeros(1)
         self._sum(query, self.batch(begun), score)
         return float(score[0])

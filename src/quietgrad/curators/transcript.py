@@ -41,11 +41,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.files import reason
+from quietgrad.files import os_error_text
 from quietgrad.privacy.rng import SecureStream
 
 
-class KeptFile:
+class LockedAppendFile:
     """A locked, append-only file with mode 0600; made empty if it is not there.
 
     Args:
@@ -54,15 +54,15 @@ class KeptFile:
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
-    >>> kept = KeptFile(Path(folder.name) / "run", "coordinates this run")
+    >>> kept = LockedAppendFile(Path(folder.name) / "run", "coordinates this run")
     >>> kept.append(b"line")
     >>> try:
-    ...     KeptFile(kept.path, "coordinates this run")
+    ...     LockedAppendFile(kept.path, "coordinates this run")
     ... except DataError as refusal:
     ...     print(str(refusal).partition(": ")[2].partition(";")[0])
     another process coordinates this run in this folder
     >>> kept.close()
-    >>> again = KeptFile(kept.path, "coordinates this run")
+    >>> again = LockedAppendFile(kept.path, "coordinates this run")
     >>> again.content()
     b'line'
     >>> again.remove()
@@ -76,7 +76,7 @@ class KeptFile:
             self._file = self._locked(path, who)
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be kept here ({reason(error)}); choose a folder of your own."
+                f"{path}: cannot be kept here ({os_error_text(error)}); choose a folder of your own."
             ) from None
         self._free = weakref.finalize(self, os.close, self._file)
         _sync(path.parent)
@@ -123,7 +123,7 @@ class KeptFile:
             with contextlib.suppress(OSError):  # half a line would spoil the next one
                 os.ftruncate(self._file, before)
             raise LedgerError(
-                f"{self.path}: cannot be written ({reason(error)}), and nothing was given; make room, start again."
+                f"{self.path}: cannot be written ({os_error_text(error)}), and nothing was given; make room, start again."
             ) from None
 
     def sync(self) -> None:
@@ -147,7 +147,7 @@ class KeptFile:
         self._free()
 
 
-class SealedLog(KeptFile):
+class SealedLog(LockedAppendFile):
     """Lines that are chained under a key, with openings among them; one process at a time may hold it.
 
     An *opening* is a line that says how often the run was opened by then, which the run's ledger says too. It is

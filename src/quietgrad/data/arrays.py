@@ -15,7 +15,7 @@ from quietgrad.data.containers import EXPANSION, budget
 from quietgrad.data.dataset import Dataset, Matrix, Task, check, encode_labels
 from quietgrad.data.libsvm import MOST_FEATURES
 from quietgrad.errors import DataError, boundary
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 
 def parse_npz(
@@ -101,7 +101,9 @@ def _array(arrays: dict[str, npt.NDArray[Any]], keys: tuple[str, ...], name: str
     for key in keys:
         if key in arrays:
             return arrays[key]
-    raise DataError(f"{name}: no array {keys[0]!r}; the file has {shown(', '.join(arrays), most=400) or 'none'}.")
+    raise DataError(
+        f"{name}: no array {keys[0]!r}; the file has {sanitize(', '.join(arrays), most=400) or 'none'}."
+    )
 
 
 def _dense(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.float32] | npt.NDArray[np.float64]:

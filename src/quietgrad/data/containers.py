@@ -42,7 +42,7 @@ def read_content(path: Path) -> bytes:
     try:
         raw = files.read_bytes(path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({files.reason(error)}).") from None
+        raise DataError(f"{path}: cannot be read ({files.os_error_text(error)}).") from None
     content = unpacked(raw, str(path))
     if content is raw and path.suffix in (".gz", ".bz2", ".xz") and not _is_text(raw[:4096]):
         raise DataError(_DAMAGED.format(path))  # a plain file under such a name is common, bytes of neither are not

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.shown import did_you_mean
+from quietgrad.sanitize import did_you_mean
 
 if TYPE_CHECKING:
     from scipy import sparse

@@ -17,7 +17,7 @@ from quietgrad.data.dataset import Task, encode_labels
 from quietgrad.data.quick_csv import coded
 from quietgrad.data.schema import Categorical, Numeric, Schema
 from quietgrad.errors import DataError
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 Array = npt.NDArray[Any]
 
@@ -70,16 +70,16 @@ class RowLayout:
             words = pa.types.is_dictionary(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
             if wanted is None and not plain:
                 raise DataError(
-                    f"{where}: column {column!r} is {shown(kind, most=40)}, not a number. Declare it in a schema, "
+                    f"{where}: column {column!r} is {sanitize(kind, most=40)}, not a number. Declare it in a schema, "
                     "with bounds or categories."
                 )
             if isinstance(wanted, Numeric) and not (plain or pa.types.is_decimal(kind) or words):
                 raise DataError(
-                    f"{where}: column {column!r} is {shown(kind, most=40)}; its declared bounds need a number."
+                    f"{where}: column {column!r} is {sanitize(kind, most=40)}; its declared bounds need a number."
                 )
             if isinstance(wanted, Categorical) and not (plain or words):
                 raise DataError(
-                    f"{where}: column {column!r} is {shown(kind, most=40)}; its categories need words or codes."
+                    f"{where}: column {column!r} is {sanitize(kind, most=40)}; its categories need words or codes."
                 )
 
     def rows(self, batch: Any) -> tuple[Array, Array, Any]:

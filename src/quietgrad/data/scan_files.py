@@ -25,7 +25,7 @@ from quietgrad.data.scan_units import (
 from quietgrad.data.schema import Categorical, Schema
 from quietgrad.errors import DataError, boundary
 from quietgrad.files import PACKED, table_kind
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 _LONGEST_HEADER = 1 << 22
 
@@ -51,11 +51,11 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
     packed = {name.removesuffix(Path(name).suffix) for name in names if Path(name).suffix in PACKED}
     if not packed.isdisjoint(names):
         raise DataError(
-            f"{shown(', '.join(sources))}: a file lies there packed and unpacked, so everybody in it would count "
+            f"{sanitize(', '.join(sources))}: a file lies there packed and unpacked, so everybody in it would count "
             "twice. Name the files that are meant, or remove one of the two."
         )
     if not names:
-        raise DataError(f"{shown(', '.join(sources))}: no table files there (parquet, arrow, feather or csv).")
+        raise DataError(f"{sanitize(', '.join(sources))}: no table files there (parquet, arrow, feather or csv).")
     return filesystem, names
 
 
@@ -69,7 +69,7 @@ def _local(source: str) -> Iterator[str]:
     elif glob.has_magic(source):
         yield from (str(Path(p).resolve()) for p in glob.glob(source, recursive=True) if Path(p).is_file())
     else:
-        raise DataError(f"{shown(source)}: no such file.")
+        raise DataError(f"{sanitize(source)}: no such file.")
 
 
 def _told(parts: Sequence[str]) -> bool:
@@ -96,7 +96,7 @@ def _remote(sources: Sequence[str]) -> tuple[Any, list[str]]:
         system = fsspec.filesystem(sources[0].partition("://")[0])
     except (ImportError, ValueError):
         raise DataError(
-            f"{shown(sources[0])}: nothing installed knows this kind of address; install its fsspec package, or "
+            f"{sanitize(sources[0])}: nothing installed knows this kind of address; install its fsspec package, or "
             "pass filesystem=."
         ) from None
     return _as_arrow(system), [str(system._strip_protocol(source)) for source in sources]
@@ -136,7 +136,7 @@ def _matching(system: Any, source: str) -> list[str]:
     try:
         inside = system.get_file_info(fs.FileSelector(folder, recursive=True))
     except OSError:
-        raise DataError(f"{shown(source)}: no such file or folder.") from None
+        raise DataError(f"{sanitize(source)}: no such file or folder.") from None
     paths = [info.path for info in inside if info.is_file]
     if pattern is not None:
         return [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
@@ -148,7 +148,7 @@ def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> A
     """The Arrow schema of a file; of delimited text, the names alone, as the schema types them."""
     import pyarrow as pa
 
-    with boundary(f"{shown(path)}: cannot be read as {kind}; it may be cut short."):
+    with boundary(f"{sanitize(path)}: cannot be read as {kind}; it may be cut short."):
         if kind == "csv":
             return pa.schema([(name, pa.string()) for name in _csv_names(path, filesystem, schema)[0]])
         if kind == "parquet":
@@ -167,12 +167,12 @@ def _csv_names(path: str, filesystem: Any, schema: Schema | None) -> tuple[tuple
     try:
         line = start.split(b"\n", 1)[0].decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError(f"{shown(path)}: the file is not UTF-8 text; is it a CSV file?") from None
+        raise DataError(f"{sanitize(path)}: the file is not UTF-8 text; is it a CSV file?") from None
     delimiter = schema.delimiter if schema is not None else max(",;\t", key=line.count)
     try:
         row = next(csv.reader(io.StringIO(line), delimiter=delimiter, skipinitialspace=True), [])
     except csv.Error as error:
-        raise DataError(f"{shown(path)}: not readable as delimited text ({error}).") from None
+        raise DataError(f"{sanitize(path)}: not readable as delimited text ({error}).") from None
     return tuple(name.strip() for name in row), delimiter, True
 
 
@@ -181,14 +181,14 @@ def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, i
 
     kind = table_kind(path)
     if kind is None:
-        raise DataError(f"{shown(path)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
+        raise DataError(f"{sanitize(path)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
     stamp = stamp_of(path, filesystem)
     if stamp is None:
-        raise DataError(f"{shown(path)}: no such file.")
-    layout.check_types(_typed(header_of(path, filesystem, kind, layout.schema), kind, layout), shown(path))
+        raise DataError(f"{sanitize(path)}: no such file.")
+    layout.check_types(_typed(header_of(path, filesystem, kind, layout.schema), kind, layout), sanitize(path))
     if kind == "csv":
         return [(FileUnit(path, filesystem, kind, stamp, (), _dialect(path, filesystem, layout)), None)]
-    with boundary(f"{shown(path)}: cannot be read as {kind}; it may be cut short."):
+    with boundary(f"{sanitize(path)}: cannot be read as {kind}; it may be cut short."):
         sizes = _group_sizes(path, filesystem, kind, stamp)
     units: list[tuple[FileUnit, int | None]] = []
     groups: list[int] = []
@@ -239,6 +239,6 @@ def _csv_kinds(layout: RowLayout) -> tuple[tuple[str, str], ...]:
 def _dialect(path: str, filesystem: Any, layout: RowLayout) -> CSVDialect:
     names, delimiter, header = _csv_names(path, filesystem, layout.schema)
     if len(set(names)) != len(names):
-        raise DataError(f"{shown(path)}: the header names a column twice.")
+        raise DataError(f"{sanitize(path)}: the header names a column twice.")
     missing = ("", "NA", "NaN", "nan") if layout.schema is None else layout.schema.missing
     return CSVDialect(delimiter, names, header, missing, _csv_kinds(layout))

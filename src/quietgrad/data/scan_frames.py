@@ -12,7 +12,7 @@ from quietgrad.data.scan_files import cut, find_files, header_of
 from quietgrad.data.scan_units import LEAST_ROWS, TableUnit, arrow_table, is_frame
 from quietgrad.errors import DataError
 from quietgrad.files import table_kind
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 if TYPE_CHECKING:
     from quietgrad.data.scanning import _Asked
@@ -55,16 +55,18 @@ def _cut_files(
     kinds = {table_kind(path) for path in paths}
     if None in kinds:
         odd = next(path for path in paths if table_kind(path) is None)
-        raise DataError(f"{shown(odd)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
+        raise DataError(f"{sanitize(odd)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
     if len(kinds) > 1:
-        raise DataError(f"{shown(many[0])}: holds files of several kinds ({', '.join(sorted(map(str, kinds)))}).")
+        raise DataError(
+            f"{sanitize(many[0])}: holds files of several kinds ({', '.join(sorted(map(str, kinds)))})."
+        )
     kind = str(next(iter(kinds)))
     header = header_of(paths[0], system, kind, asked.schema)
     name = Path(os.fspath(many[0])).name if len(many) == 1 else f"{len(paths)} files"
     layout = asked.layout([str(c) for c in header.names], name)
     pieces = [piece for path in paths for piece in cut(path, system, layout)]
     left_out = [h for h in header.names if h not in set(layout.read)]
-    notes = (f"columns left out: {shown(', '.join(left_out), most=400)}",) if left_out else ()
+    notes = (f"columns left out: {sanitize(', '.join(left_out), most=400)}",) if left_out else ()
     if asked.schema is None:
         _check_alike(paths, system, kind, header, layout)
     return layout, pieces, runner, notes
@@ -77,7 +79,7 @@ def _check_alike(paths: Sequence[str], system: Any, kind: str, header: Any, layo
         for column in layout.read:
             if other.field(column).type != header.field(column).type:
                 raise DataError(
-                    f"{shown(path)}: column {column!r} is {other.field(column).type}, in {shown(paths[0])} it is "
+                    f"{sanitize(path)}: column {column!r} is {other.field(column).type}, in {sanitize(paths[0])} it is "
                     f"{header.field(column).type}. Write all files alike, or declare a schema."
                 )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from quietgrad.data.row_layout import Array, RowLayout
 from quietgrad.errors import ChangedError
-from quietgrad.objectives.people import OfRecords, People, Whose
+from quietgrad.objectives.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
 from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
 
 Value = TypeVar("Value")
@@ -26,7 +26,7 @@ class ScanParts:
     layout: RowLayout
     rows: int
     turned: Callable[[Array, Array], Any] | None = None
-    whose: Whose | None = None
+    whose: ContributionBounds | None = None
     mapped: Callable[[Array], Array] | None = None
 
     def blocks(self, task: Task) -> Iterator[Any]:
@@ -34,12 +34,12 @@ class ScanParts:
         for X, y, people in self.read(task):
             yield self.seen(X, y, people)
 
-    def seen(self, X: Array, y: Array, people: People | None) -> Any:
+    def seen(self, X: Array, y: Array, people: UnitGrouping | None) -> Any:
         """A block as an objective takes it."""
         data = Laid(X, y) if self.turned is None else self.turned(X, y)
-        return data if people is None else OfRecords(data, people)
+        return data if people is None else RecordsWithIds(data, people)
 
-    def read(self, task: Task) -> Iterator[tuple[Array, Array, People | None]]:
+    def read(self, task: Task) -> Iterator[tuple[Array, Array, UnitGrouping | None]]:
         """(X, y) as the columns say and whose the rows are, block by block; everybody's rows in one block."""
         if self.whose is not None:
             from quietgrad.data.scan_people import whole_people

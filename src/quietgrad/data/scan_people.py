@@ -1,4 +1,4 @@
-"""People in a scan: rows sorted by the id of the person they are about, kept together wherever they are cut.
+"""UnitGrouping in a scan: rows sorted by the id of the person they are about, kept together wherever they are cut.
 
 Which rows are whose must be known without a list of the people. So ids must not decrease from row to row: equal
 ones then lie together, and everybody's rows can be read as one block. That is checked in every pass, in the memory
@@ -16,8 +16,8 @@ import numpy as np
 
 from quietgrad.data.row_layout import Array, RowLayout
 from quietgrad.errors import ChangedError, DataError
-from quietgrad.objectives.people import People, Whose
 from quietgrad.objectives.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
+from quietgrad.objectives.privacy_units import ContributionBounds, UnitGrouping
 from quietgrad.objectives.tables.scanned import Task
 
 UNSORTED = (
@@ -215,7 +215,7 @@ def cut_by_person(units: Sequence[Any], runs: Sequence[Runs]) -> tuple[tuple[Any
     return tuple(pieces), tuple(people)
 
 
-def whole_people(parts: Any, task: Task, whose: Whose) -> Iterator[tuple[Array, Array, People]]:
+def whole_people(parts: Any, task: Task, whose: ContributionBounds) -> Iterator[tuple[Array, Array, UnitGrouping]]:
     """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for.
 
     Of somebody with more rows than are read at a time, the first so many are looked at: a rule about a person's own
@@ -250,15 +250,15 @@ def whole_people(parts: Any, task: Task, whose: Whose) -> Iterator[tuple[Array, 
 
 
 def _asked(
-    X: Array, y: Array, starts: Array, met: int, task: Task, whose: Whose, most: int
-) -> Iterator[tuple[Array, Array, People]]:
+    X: Array, y: Array, starts: Array, met: int, task: Task, whose: ContributionBounds, most: int
+) -> Iterator[tuple[Array, Array, UnitGrouping]]:
     sizes = np.diff(starts)
     if (sizes > most).any():
         first = np.flatnonzero(np.arange(starts[-1]) - np.repeat(starts[:-1], sizes) < most)
         X, y = X[first], y[first]
         starts = np.concatenate([[0], np.cumsum(np.minimum(sizes, most))])
     numbers = np.arange(met, met + len(starts) - 1)
-    people = People(np.arange(len(X)), starts, *whose, task.first + numbers)
+    people = UnitGrouping(np.arange(len(X)), starts, *whose, task.first + numbers)
     if task.rows is None:
         yield np.ascontiguousarray(X), y, people
         return

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from quietgrad.data.quick_csv import line_blocks, read_block
 from quietgrad.errors import ChangedError, DataError, QuietgradError
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 _PAGE = 1 << 20  # bytes that a page of a column usually has at most
 _BUFFER = 1 << 16  # bytes of a column chunk read at a time: a chunk is never held whole
@@ -68,7 +68,7 @@ class FileUnit:
         except Exception:  # whatever a parser has for bytes that are not its own; its message may quote a cell
             self.check()
             raise DataError(
-                f"{shown(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds what "
+                f"{sanitize(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds what "
                 "the schema does not say."
             ) from None
         self.check()
@@ -95,7 +95,7 @@ class FileUnit:
         parts = None if platform.node() == self.host else 2
         if now is None or now[:parts] != before[:parts]:
             raise ChangedError(
-                f"{shown(self.path)}: the file changed since the scan was made. Nothing is released from a table "
+                f"{sanitize(self.path)}: the file changed since the scan was made. Nothing is released from a table "
                 "that changes under a run: let it rest, scan it again, and resume or start again."
             )
 

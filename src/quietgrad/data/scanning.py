@@ -25,10 +25,10 @@ from quietgrad.data.scan_people import Carried, Runs, RunsOf, cut_by_person
 from quietgrad.data.scan_units import LEAST_ROWS
 from quietgrad.data.schema import Categorical, Schema, read_schema
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Reading
-from quietgrad.objectives.people import Combine, Whose
+from quietgrad.objectives.base import RecordAdapter
+from quietgrad.objectives.privacy_units import Combine, ContributionBounds
 from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 Value = TypeVar("Value")
 
@@ -68,7 +68,7 @@ class Scan:
     notes: tuple[str, ...] = ()
     turned: Callable[[Array, Array], Any] | None = None
     begun: bool = False
-    whose: Whose | None = None
+    whose: ContributionBounds | None = None
     mapping: Callable[[Array], Array] | None = None
     names: tuple[str, ...] | None = None
     _seen: _Seen = field(default_factory=_Seen, repr=False)
@@ -185,7 +185,7 @@ class Scan:
         found: Value | None = self.runner.total(parts, work, tasks, merge)
         return found
 
-    def verify(self, reading: Reading) -> None:
+    def verify(self, reading: RecordAdapter) -> None:
         """Read everything once: refuse gaps, infinities and what ``reading`` cannot use; remember the content."""
         if self.begun:
             return
@@ -230,13 +230,13 @@ class Scan:
         if not isinstance(column, str):
             raise DataError("person: of a scan, name the column of people's ids.")
         if self.person is not None or column == self.layout.target:
-            raise DataError(f"person: {shown(column)!r} is not the column of ids that the scan was made with.")
+            raise DataError(f"person: {sanitize(column)!r} is not the column of ids that the scan was made with.")
         layout = self.layout
         if layout.schema is not None or column not in layout.columns:
-            raise DataError(f"person: say it where the scan is made: scan(..., person={shown(column)!r}).")
+            raise DataError(f"person: say it where the scan is made: scan(..., person={sanitize(column)!r}).")
         if any(getattr(piece, "kind", "") == "csv" for piece in self.pieces):
             # They read it as numbers, to which 007 and 7 are one person.
-            raise DataError(f"person: say it where the scan is made: scan(..., person={shown(column)!r}).")
+            raise DataError(f"person: say it where the scan is made: scan(..., person={sanitize(column)!r}).")
         columns = tuple(name for name in layout.columns if name != column)
         return replace(self, layout=replace(layout, columns=columns, person=column), _seen=self._seen.of_rows())
 
@@ -248,7 +248,7 @@ class Scan:
 
     def by_person(self, combine: Combine = "mean", records_per_person: int | None = None) -> Scan:
         """The same people as what counts: a sum over them combines everybody's records first."""
-        return replace(self, whose=Whose(combine, records_per_person))
+        return replace(self, whose=ContributionBounds(combine, records_per_person))
 
     # --- views ----------------------------------------------------------------------------------------------
 
@@ -435,7 +435,7 @@ class _Asked:
             raise DataError(f"{name}: two columns have the same name.")
         if self.person is not None:
             if self.person not in header:
-                raise DataError(f"{name}: no column {shown(self.person)!r}.")
+                raise DataError(f"{name}: no column {sanitize(self.person)!r}.")
             if self.person in (
                 self.target,
                 *(self.columns or ()),

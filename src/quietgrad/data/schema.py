@@ -164,7 +164,7 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
         except DataError:
             raise
         except OSError as error:
-            raise DataError(f"schema {where}: cannot be read ({files.reason(error)}).") from None
+            raise DataError(f"schema {where}: cannot be read ({files.os_error_text(error)}).") from None
         except ValueError as error:
             raise DataError(f"schema {where}: not valid JSON ({error}).") from None
         if not isinstance(source, Mapping):

@@ -19,7 +19,7 @@ from quietgrad.data.dataset import Dataset, Task, check, encode_labels
 from quietgrad.data.quick_csv import Coded, NotPlainError, among, by_word, coded, quick_chunks
 from quietgrad.data.schema import Schema, to_numbers
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 Columns: TypeAlias = dict[str, "Sequence[Any] | npt.NDArray[Any] | Coded"]
 _CHUNK = 16384  # rows turned into numbers at a time: Python strings of a whole table would dwarf its numbers
@@ -251,7 +251,7 @@ def _assemble(
 
 def _listed(names: Sequence[str]) -> str:
     """Names for a message: the first few dozen, without what a terminal would obey."""
-    text = ", ".join(shown(name, most=80) for name in names[:40])
+    text = ", ".join(sanitize(name, most=80) for name in names[:40])
     return f"{text}, … {len(names)} in all" if len(names) > 40 else text
 
 

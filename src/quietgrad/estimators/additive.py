@@ -50,7 +50,7 @@ from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
-from quietgrad.training.minimizing import refused
+from quietgrad.training.minimizing import settle_failed_run
 
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16
 
@@ -194,7 +194,7 @@ class _Additive(PrivateLinearModel):
                 data = (self.shapes_.expand(Z), frame.targets(targets))
             session.reread(whom.asks(loss), whom.of_data(data))
         except Exception as error:
-            refused(session, error)
+            settle_failed_run(session, error)
             raise
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")

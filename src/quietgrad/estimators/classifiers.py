@@ -24,9 +24,9 @@ from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
-from quietgrad.privacy.mechanisms import FrequentLabels
+from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.sampling import FullBatch
-from quietgrad.training.minimizing import refused
+from quietgrad.training.minimizing import settle_failed_run
 
 _ROWS = Whom()
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
@@ -66,7 +66,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
                 data = with_labels(X.known() if is_scan(X) else X, y, coder(X, self.classes_, codes_of))
                 session.reread(whom.asks(found), whom.of_data(data))
             except Exception as error:
-                refused(session, error)
+                settle_failed_run(session, error)
                 raise
         weights, bias = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
@@ -107,7 +107,7 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         passes."""
         budget = self._budget()
         share = 0.2 if self._signal(n) < _FEW else 0.05
-        failure = FrequentLabels(_FAILURE_PART * budget.delta)
+        failure = GaussianPartitionSelection(_FAILURE_PART * budget.delta)
         slot = Slot("labels", FullBatch(), mechanism=failure, fixed=look_noise(budget, share))
         least = 1.0 - LabelCounts(budget.relation).bound * slot.multiplier(1.0) * float(ndtri(failure.failure))
         if 2.0 * least > n:

@@ -15,14 +15,16 @@ from weakref import WeakKeyDictionary
 
 from quietgrad.errors import DataError
 from quietgrad.estimators.scans import is_scan
-from quietgrad.objectives.person_ids import Met
+from quietgrad.objectives.person_ids import SeenIds
 from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.accounting import prove
-from quietgrad.privacy.budget import Relation, Unit
+from quietgrad.privacy.budget import PrivacyUnit, Relation
 from quietgrad.privacy.events import Composed, Event, Parallel
 from quietgrad.training.result import SEEDED, Privacy, Result
 
-_met: WeakKeyDictionary[Any, tuple[Met, Result]] = WeakKeyDictionary()  # beside a model, because it is published
+_met: WeakKeyDictionary[Any, tuple[SeenIds, Result]] = (
+    WeakKeyDictionary()
+)  # beside a model, because it is published
 _KEPT = (
     "composition",
     "feature_range",
@@ -72,7 +74,7 @@ class Newcomers:
 
     apart: bool
     promised: bool
-    met: Met | None = None
+    met: SeenIds | None = None
     hashes: frozenset[bytes] = frozenset()
 
     def remember(self, model: Any) -> None:
@@ -104,10 +106,10 @@ def newcomers(model: Any, person: Any, disjoint: bool | None) -> Newcomers:
     return Newcomers(False, False)
 
 
-def _who_came(model: Any, before: Result | None) -> Met | None:
+def _who_came(model: Any, before: Result | None) -> SeenIds | None:
     """Everybody of every part so far; ``None`` if that is not known: after a fit, or in a copy that was loaded."""
     if before is None:
-        return Met()
+        return SeenIds()
     met, last = _met.get(model, (None, None))
     return met if last is before else None
 
@@ -115,7 +117,7 @@ def _who_came(model: Any, before: Result | None) -> Met | None:
 def _check_alike(model: Any, before: Result, person: Any) -> None:
     """Parts have one unit and one relation, or no one sentence is true of all of them."""
     privacy = before.privacy
-    if (person is None) != (privacy.unit is Unit.RECORD):
+    if (person is None) != (privacy.unit is PrivacyUnit.RECORD):
         raise DataError(
             "what counts as one cannot change from part to part: go on by record, or by person, as begun."
         )

@@ -32,12 +32,12 @@ from quietgrad.estimators.answers import row_by_row
 from quietgrad.estimators.base import Charged
 from quietgrad.estimators.scans import refuse_scan
 from quietgrad.estimators.whom import Whom, named
-from quietgrad.objectives.people import Combine, People
+from quietgrad.objectives.privacy_units import Combine, UnitGrouping
 from quietgrad.objectives.queries.scores import MeanScore, Scoring
 from quietgrad.plans.counting import NOMINAL, PublicCount
-from quietgrad.plans.schedule import Plan, Schedule, Slot, price
+from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation, Unit
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
 
@@ -153,7 +153,7 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
         size = curator.count(budget, declared, None)
         train, test, public_train, public_test = self._split(whom.count(accepted.shape[0]), size.n, budget)
         trained, train, test = _rows_of(whom, train, test)
-        plan = price(lambda z: self._plan(z, size, budget, whom.unit), budget)
+        plan = calibrate_plan(lambda z: self._plan(z, size, budget, whom.unit), budget)
         rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
         whole = Charge(plan.event)
         for model in rounds:
@@ -223,7 +223,7 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
             self.holdout * public,
         )
 
-    def _plan(self, z: float, size: PublicCount, budget: Budget, unit: Unit = Unit.RECORD) -> Plan:
+    def _plan(self, z: float, size: PublicCount, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> Plan:
         """Training and scoring see disjoint records, so a round costs one Gaussian release of multiplier z."""
         slot = Slot("round", FullBatch(), count=_ROUNDS)
         schedule = Schedule((slot,), "select", rounds=(float(self.mean_rounds), 1.0))
@@ -333,9 +333,9 @@ class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
             )
 
 
-def _rows_of(whom: Whom, train: Any, test: Any) -> tuple[People | None, Any, Any]:
+def _rows_of(whom: Whom, train: Any, test: Any) -> tuple[UnitGrouping | None, Any, Any]:
     """Who trains, and the rows of those who train and of those who score."""
-    if not isinstance(whom.people, People):  # a scan is refused before
+    if not isinstance(whom.people, UnitGrouping):  # a scan is refused before
         return None, train, test
     rows, people = whom.people.only(train)
     return people, rows, whom.people.only(test)[0]

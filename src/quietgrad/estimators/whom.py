@@ -7,16 +7,22 @@ from typing import Any, NamedTuple
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError
 from quietgrad.estimators.scans import is_scan
-from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People, check_combination
+from quietgrad.objectives.privacy_units import (
+    Combine,
+    RecordsWithIds,
+    UnitGrouping,
+    UserLevelObjective,
+    check_combination,
+)
 from quietgrad.objectives.tables.scanned import ScannedPeople
-from quietgrad.privacy.budget import Unit
+from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.training.minimizing import check_people, how_people_count
 
 
 class Whom(NamedTuple):
     """Who is one in a fit; ``people`` is ``None`` where every row is. It lives as long as the fit does."""
 
-    people: People | ScannedPeople | None = None
+    people: UnitGrouping | ScannedPeople | None = None
     records_public: int | None = None
 
     @classmethod
@@ -36,17 +42,17 @@ class Whom(NamedTuple):
                     "combine, records_per_person: say how a person's records count; give person= with them."
                 )
             return cls(None, records_public)
-        if isinstance(person, People | ScannedPeople):
+        if isinstance(person, UnitGrouping | ScannedPeople):
             return cls(person, records_public)
         if is_scan(person):
             return cls(ScannedPeople(person, combine, records_per_person), records_public)
-        people = People.of(person, combine=combine, records_per_person=records_per_person, records=rows)
+        people = UnitGrouping.of(person, combine=combine, records_per_person=records_per_person, records=rows)
         return cls(people, records_public)
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> PrivacyUnit:
         """What the fit's n counts."""
-        return Unit.RECORD if self.people is None else Unit.PERSON
+        return PrivacyUnit.RECORD if self.people is None else PrivacyUnit.PERSON
 
     def count(self, rows: int) -> int:
         """n."""
@@ -56,11 +62,11 @@ class Whom(NamedTuple):
         """The loss as a curator must be asked about it."""
         if self.people is None:
             return loss
-        return OfPeople(loss, self.people.combine, self.people.records_per_person)
+        return UserLevelObjective(loss, self.people.combine, self.people.records_per_person)
 
     def of_data(self, data: Any) -> Any:
         """Data to go with it."""
-        return data if self.people is None else OfRecords(data, self.people)
+        return data if self.people is None else RecordsWithIds(data, self.people)
 
     @property
     def means(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.transcript import KeptFile
+from quietgrad.curators.transcript import LockedAppendFile
 from quietgrad.errors import DataError
 
 FORMAT = 1
@@ -51,7 +51,7 @@ class AggregateStore:
         self.resumed = False
         self.ended = False
         """Whether the run came to its end: nobody is asked any more."""
-        self._file = None if path is None else KeptFile(path, "coordinates this run")
+        self._file = None if path is None else LockedAppendFile(path, "coordinates this run")
         if self._file is None:
             return
         try:
@@ -98,7 +98,7 @@ class AggregateStore:
         if self._file is not None:
             self._file.append(json.dumps(line).encode() + b"\n" + body)
 
-    def _read(self, kept: KeptFile, digest: str) -> bool:
+    def _read(self, kept: LockedAppendFile, digest: str) -> bool:
         """Read what was kept, and whether there was anything."""
         with kept.path.open("rb") as file:
             first = file.readline()

@@ -16,7 +16,7 @@ from quietgrad.curators.account import EPOCH, Account, Charge
 from quietgrad.errors import BudgetError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.privacy.events import Event, PerParty
+from quietgrad.privacy.events import Event, MaxOverParties
 
 
 class Approval:
@@ -137,4 +137,4 @@ class Approval:
         if not self._plan.is_private or self._plan.schedule.composition != "filter":
             return None
         event = self._plan.filter_event(rho) if 0.0 < rho < self._plan.event_rho else None
-        return event.parties[self._place] if isinstance(event, PerParty) else event
+        return event.parties[self._place] if isinstance(event, MaxOverParties) else event

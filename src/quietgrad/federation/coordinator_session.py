@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Charge
-from quietgrad.curators.base import Spent, relative
+from quietgrad.curators.base import SessionCost, offsets_above_minimum
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.cohorts import draw as draw_cohort
@@ -112,7 +112,7 @@ class FederatedSession:
         ``offsets`` are added here, once: parties answer for their records only.
         """
         relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
-        public = relative(offsets, len(queries))
+        public = offsets_above_minimum(offsets, len(queries))
         chosen = self._replayed(slot, rho)
         if chosen is None:
             chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
@@ -121,7 +121,7 @@ class FederatedSession:
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         raise BudgetError("a noisy search needs one curator of all held-out records; parties use Algorithm 4.")
 
-    def close(self, reason: str, *, data_dependent: bool = False) -> Spent:
+    def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
         """Book the run here and at every party; a run that was interrupted meanwhile may simply close again."""
         if self.closed:
             raise BudgetError("this session is closed already; open a new one for a new plan.")
@@ -132,7 +132,7 @@ class FederatedSession:
         message = encode(Message("close", words))
         self._exchange.call(dict.fromkeys(self._plan.names, message), {})
         event = self._charge.close(self._spent_event(), reason=reason, data_dependent=data_dependent)
-        return Spent(event, self.used, reason, data_dependent)
+        return SessionCost(event, self.used, reason, data_dependent)
 
     def forget(self) -> None:
         """The result is safe: remove what was kept to continue the run."""

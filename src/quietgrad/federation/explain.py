@@ -6,7 +6,7 @@ import math
 
 from quietgrad.federation.plan import MATCHED, FederatedPlan
 from quietgrad.plans.explain import explain as of_one_table
-from quietgrad.privacy.budget import Unit
+from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.sampling import FixedSize
 
 
@@ -29,7 +29,7 @@ def explain(plan: FederatedPlan) -> str:
         )
     lines += [f"retries: {plan.spare} spare rounds of each kind are in the cost"] if plan.spare else []
     lines += [f"batches: {text}" for text in [local_batches(plan)] if text]
-    if plan.unit is Unit.PERSON:
+    if plan.unit is PrivacyUnit.PERSON:
         lines.append(f"people: {multiplicity(plan)}")
     if plan.largest_factor != 1.0:
         lines.append(

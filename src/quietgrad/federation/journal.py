@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from quietgrad.curators.transcript import KeptFile, SealedLog
+from quietgrad.curators.transcript import LockedAppendFile, SealedLog
 from quietgrad.errors import DataError, LedgerError
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, write_atomically
@@ -51,7 +51,7 @@ class Journal:
     def __init__(self, folder: Path | None, name: str, digest: str) -> None:
         self._name, self._digest = name, digest
         self._path = None if folder is None else folder / f"{name}.journal"
-        self._file: KeptFile | None = None
+        self._file: LockedAppendFile | None = None
         self._forget()
         if self._path is not None:
             self._file = self._opened(self._path)
@@ -162,10 +162,10 @@ class Journal:
         if isinstance(self._file, SealedLog):
             self._file.add(json.dumps(line))
 
-    def _opened(self, path: Path) -> KeptFile:
+    def _opened(self, path: Path) -> LockedAppendFile:
         """The file, new or as an earlier process left it."""
         who, secret = f"answers for {self._name}", _key_file(path)
-        held = KeptFile(path, who)
+        held = LockedAppendFile(path, who)
         new = not held.content()
         try:
             if new:
@@ -286,7 +286,7 @@ def forget(folder: Path, name: str) -> None:
     path = folder / f"{name}.journal"
     if path.exists():
         _destroy(_key_file(path))
-        KeptFile(path, f"answers for {name}").remove()
+        LockedAppendFile(path, f"answers for {name}").remove()
 
 
 def _key_file(journal: Path) -> Path:

@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.files import parse_json, read_bytes, reason, write_atomically
-from quietgrad.objectives.people import OfRecords
+from quietgrad.files import os_error_text, parse_json, read_bytes, write_atomically
 from quietgrad.objectives.person_ids import hashed_people, kind_of
+from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 SUFFIX = ".people"
@@ -157,7 +157,7 @@ class Matching:
             (party, *holders), key=lambda name: hmac.digest(self.key, person + name.encode(), "sha256")
         )
 
-    def kept(self, party: str, held: OfRecords) -> OfRecords:
+    def kept(self, party: str, held: RecordsWithIds) -> RecordsWithIds:
         """The records of those whom a party keeps."""
         from sklearn.utils import _safe_indexing
 
@@ -166,7 +166,9 @@ class Matching:
             raise DataError(f"{party}: everybody it knows is kept by another party; leave it out of the plan.")
         parts = held.data if isinstance(held.data, tuple) else (held.data,)
         taken = tuple(_safe_indexing(part, places) for part in parts)
-        return OfRecords(taken if isinstance(held.data, tuple) else taken[0], _safe_indexing(held.person, places))
+        return RecordsWithIds(
+            taken if isinstance(held.data, tuple) else taken[0], _safe_indexing(held.person, places)
+        )
 
 
 def read_matching(key: Path | None, lists: Path | None, parties: Sequence[str]) -> Matching | None:
@@ -182,7 +184,7 @@ def read_list(folder: Path, party: str, key: bytes) -> PeopleList:
     try:
         found = PeopleList.parse(read_bytes(path, most=_LARGEST), key, str(path))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}).") from None
+        raise DataError(f"{path}: cannot be read ({os_error_text(error)}).") from None
     if found.party != party:
         raise DataError(f"{path}: is the list of {found.party!r}, not of {party!r}.")
     return found
@@ -205,7 +207,7 @@ def new_key(path: Path) -> bytes:
     except FileExistsError:
         raise DataError(f"{path}: exists already; leave out --new-key to use it.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be written ({reason(error)}).") from None
+        raise DataError(f"{path}: cannot be written ({os_error_text(error)}).") from None
     return key
 
 

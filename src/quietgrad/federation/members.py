@@ -16,7 +16,7 @@ from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.cohorts import invited_by, roster_of
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit
-from quietgrad.files import reason as error_words
+from quietgrad.files import os_error_text as error_words
 from quietgrad.secure.channel import Endpoint
 from quietgrad.secure.faults import ProtocolError
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quietgrad.curators.transcript import KeptFile
+from quietgrad.curators.transcript import LockedAppendFile
 from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import Exchange
@@ -30,8 +30,8 @@ from quietgrad.federation.toml_plan import PlanFile
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, write_atomically
-from quietgrad.objectives.people import OfRecords
-from quietgrad.objectives.person_ids import first_seen
+from quietgrad.objectives.person_ids import factorize_ids
+from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.faults import ProtocolError
@@ -91,7 +91,7 @@ def finished(file: PlanFile, folder: Path) -> Result | None:
     if result.details.get("plan_file") != file.digest:
         raise DataError(f"{folder}: holds a finished run of another plan; choose another --out.")
     if (folder / AGGREGATES).exists():  # killed after saving
-        KeptFile(folder / AGGREGATES, "coordinates this run").remove()
+        LockedAppendFile(folder / AGGREGATES, "coordinates this run").remove()
     return result
 
 
@@ -247,7 +247,7 @@ def records(file: PlanFile, path: str | Path) -> Dataset:
 def held(data: Dataset) -> Any:
     """What a party's curator takes of its table."""
     table = (data.X, data.y)
-    return table if data.person is None else OfRecords(table, data.person)
+    return table if data.person is None else RecordsWithIds(table, data.person)
 
 
 def described(file: PlanFile, name: str, path: str | Path, data: Dataset) -> str:
@@ -256,7 +256,7 @@ def described(file: PlanFile, name: str, path: str | Path, data: Dataset) -> str
     columns = f"; columns in this order: {', '.join(data.feature_names)}" if data.feature_names else ""
     found = f"{len(data.y)} records"
     if data.person is not None:
-        found = f"{first_seen(data.person)[1]} people, {found}"
+        found = f"{factorize_ids(data.person)[1]} people, {found}"
     return f"{path}: {found} (the plan says {said}){columns}"
 
 

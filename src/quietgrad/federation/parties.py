@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.federation.matching import Matching
-from quietgrad.objectives.people import OfRecords
-from quietgrad.objectives.person_ids import first_seen, hashed_ids, kind_of
+from quietgrad.objectives.person_ids import factorize_ids, hashed_ids, kind_of
+from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.rng import fresh_key
 
@@ -64,7 +64,7 @@ class Party:
     @cached_property
     def people(self) -> int:
         """The true number of people."""
-        return self.rows if self.person is None else first_seen(self.person, self.rows)[1]
+        return self.rows if self.person is None else factorize_ids(self.person, self.rows)[1]
 
     @property
     def size(self) -> int:
@@ -103,7 +103,7 @@ def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], Matching
     matching = Matching.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
     found = []
     for name, party in zip(names, parties, strict=True):
-        kept = matching.kept(name, OfRecords(party.data, party.person))
+        kept = matching.kept(name, RecordsWithIds(party.data, party.person))
         X, y = kept.data if party.y is not None else (kept.data, None)
         found.append(replace(party, X=X, y=y, person=kept.person))
     return found, matching

@@ -26,10 +26,10 @@ from quietgrad.federation.queries import off_plan, unpack
 from quietgrad.federation.wire import Message, limit
 from quietgrad.files import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
-from quietgrad.objectives.people import OfPeople, OfRecords, told
+from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.mechanisms import Source
+from quietgrad.privacy.mechanisms import NoiseSource
 from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.sampling import FixedSize
 from quietgrad.secure.faults import ProtocolError
@@ -81,12 +81,12 @@ class PartyCurator(Member):
         seed: int | None = None,
     ) -> None:
         self.name, self.objective, self.plan = name, plan.asks(objective), plan
-        if isinstance(data, OfRecords) != isinstance(self.objective, OfPeople):
+        if isinstance(data, RecordsWithIds) != isinstance(self.objective, UserLevelObjective):
             raise DataError(
                 f"{name}: the plan counts a {plan.unit} as one; "
                 + (
                     "leave out whose records they are."
-                    if isinstance(data, OfRecords)
+                    if isinstance(data, RecordsWithIds)
                     else "say whose each record is."
                 )
             )
@@ -126,7 +126,7 @@ class PartyCurator(Member):
         self._kinds = {
             "open": self._open, "close": self._close, **{kind: self._in_run(each) for kind, each in in_run.items()}
         }  # fmt: skip
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, NoiseSource] = {}
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
         self._last = LastReply(None if folder is None else Path(folder) / f"{name}.reply")
         self._approval = Approval(plan, self._place, people, self._journal, self.records.fingerprint_parts)
@@ -223,7 +223,7 @@ class PartyCurator(Member):
         }
         if self._member is not None:
             self._member.begin(noise)
-        if isinstance(self.objective, OfPeople):  # which of a person's records are looked at
+        if isinstance(self.objective, UserLevelObjective):  # which of a person's records are looked at
             self._inner = {
                 slot.name: SecureStream(samples, f"inner/{self.name}/{slot.name}")
                 for slot in self.plan.schedule.slots
@@ -274,7 +274,7 @@ class PartyCurator(Member):
 
     def _check_stability(self, fit: LocalFit) -> None:
         """A fit's noise follows from its claimed sensitivity: prove it here instead of believing it."""
-        proved = local_fit(told(self.objective), self.plan.n_public, fit.steps, fit.step_size, fit.row_bound)
+        proved = local_fit(public_loss(self.objective), self.plan.n_public, fit.steps, fit.step_size, fit.row_bound)
         if fit.n != self.plan.n_public or fit.sensitivity < proved.sensitivity * (1.0 - 1e-12):
             raise BudgetError(f"a fit of sensitivity {fit.sensitivity:g} is asked; it is {proved.sensitivity:g}.")
 

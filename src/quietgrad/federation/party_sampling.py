@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.sampling import FixedSize, Poisson, SinglePass, Turns
+from quietgrad.sampling import CyclicCohorts, FixedSize, Poisson, SinglePass
 
 Draw = Callable[[int], npt.NDArray[np.int64] | None]
 """Record positions of draw i of a slot; ``None`` means all records."""
@@ -44,7 +44,7 @@ def samplers(
         elif isinstance(sampling, FixedSize):
             batch = plan.batch_sizes(sampling.batch_size)[party]
             found[slot.name] = FixedSize(n_records, batch).sampler(n_records, stream).batch if batch else _nobody
-        elif isinstance(sampling, Turns) and ids is not None:
+        elif isinstance(sampling, CyclicCohorts) and ids is not None:
             found[slot.name] = sampling.by_id(ids, stream).batch
         elif isinstance(sampling, Poisson) and ids is not None:
             found[slot.name] = sampling.keyed_sampler(ids, stream).batch

@@ -26,13 +26,13 @@ from typing import Any, Literal, NamedTuple, get_args
 from quietgrad.errors import BudgetError
 from quietgrad.federation.queries import Template
 from quietgrad.federation.weights import shares
-from quietgrad.objectives.people import Combine, OfPeople, check_combination
+from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
-from quietgrad.privacy.banded import Banded
-from quietgrad.privacy.budget import Budget, Relation, Unit
-from quietgrad.privacy.correlated import Correlated
-from quietgrad.sampling import FixedSize, Poisson, PoissonTurns, SinglePass
+from quietgrad.privacy.banded import BandedToeplitzNoise
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
+from quietgrad.privacy.correlated import BufferedToeplitzNoise
+from quietgrad.sampling import CyclicPoisson, FixedSize, Poisson, SinglePass
 from quietgrad.secure.terms import Mode, Terms
 
 Trust = Literal["curator", "secure", "local"]
@@ -122,11 +122,11 @@ class FederatedPlan(Plan):
             )
         if self.cohort and any(isinstance(slot.sampling, SinglePass) for slot in self.schedule.slots):
             raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
-        if any(isinstance(slot.sampling, PoissonTurns) for slot in self.schedule.slots):
+        if any(isinstance(slot.sampling, CyclicPoisson) for slot in self.schedule.slots):
             raise ValueError(
                 "sampling='poisson-turns': is for one curator; parties take turns by sampling='turns'."
             )
-        if any(isinstance(slot.mechanism, Banded) for slot in self.schedule.slots):
+        if any(isinstance(slot.mechanism, BandedToeplitzNoise) for slot in self.schedule.slots):
             raise ValueError("noise in bands is for one curator; parties' turns have noise='correlated'.")
         if self.spare < 0:
             raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
@@ -153,7 +153,7 @@ class FederatedPlan(Plan):
                 "matched: is the digest that `quietgrad federate match` shows; with it everybody is kept by one "
                 "party, so leave out parties_per_person."
             )
-        if self.unit is Unit.RECORD:
+        if self.unit is PrivacyUnit.RECORD:
             if self.matched or times != 1 or self.combine != "mean" or self.records_per_person is not None:
                 raise ValueError(
                     "parties_per_person, matched, combine, records_per_person: are about people; give every party "
@@ -162,7 +162,7 @@ class FederatedPlan(Plan):
             return
         if times == 1 or self.budget is None:
             return
-        # A person's parts are drawn by each party on its own. For Poisson samples the mixture over who drew them is
+        # A person's parts are drawn by each party on its own. For PoissonSampled samples the mixture over who drew them is
         # dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches nothing is.
         samplings = [slot.sampling for slot in self.schedule.slots]
         if any(isinstance(sampling, FixedSize) for sampling in samplings):
@@ -183,9 +183,9 @@ class FederatedPlan(Plan):
 
     def asks(self, loss: Any) -> Any:
         """The loss as a party asks its records about it."""
-        if self.unit is Unit.RECORD:
+        if self.unit is PrivacyUnit.RECORD:
             return loss
-        return OfPeople(loss, self.combine, self.records_per_person)
+        return UserLevelObjective(loss, self.combine, self.records_per_person)
 
     def index(self, name: str) -> int:
         """The number of a party."""
@@ -251,9 +251,11 @@ class FederatedPlan(Plan):
         )
 
     @cached_property
-    def correlated(self) -> Correlated | None:
+    def correlated(self) -> BufferedToeplitzNoise | None:
         """The noise of a whole run, if its releases are correlated."""
-        found = [slot.mechanism for slot in self.schedule.slots if isinstance(slot.mechanism, Correlated)]
+        found = [
+            slot.mechanism for slot in self.schedule.slots if isinstance(slot.mechanism, BufferedToeplitzNoise)
+        ]
         return found[0] if found else None
 
     def scale(self, multiplier: float, bound: float, dimension: int) -> float:
@@ -312,7 +314,7 @@ class FederatedPlan(Plan):
         if not parts or (counts is not None and len(parts) < len(self._parts)):
             return self.event_of(None)
         same = all(part == parts[0] for part in parts)
-        return parts[0] if same and self.trust != "local" else events.PerParty(tuple(parts))
+        return parts[0] if same and self.trust != "local" else events.MaxOverParties(tuple(parts))
 
     def party_event(self, party: int, counts: Mapping[str, int] | None) -> events.Event | None:
         """What the records of one party gave away; ``None`` if they were never asked."""
@@ -323,7 +325,7 @@ class FederatedPlan(Plan):
         if not named or (counts is not None and not any(counts.get(name, 0) for name in named)):
             return None
         run = schedule.event(self.noise_multiplier, self._relation, counts)
-        slack = [events.Slack(self.slack)] if self.slack else []
+        slack = [events.TotalVariationSlack(self.slack)] if self.slack else []
         if (
             self.trust == "local" and self.parties_per_person > 1
         ):  # so many parties' noisy sums are about one person
@@ -332,9 +334,9 @@ class FederatedPlan(Plan):
 
     def filter_event(self, rho: float) -> events.Event:
         """What a run with a zCDP filter released when it spent ``rho`` of it."""
-        slack = [events.Slack(self.slack)] if self.slack else []
+        slack = [events.TotalVariationSlack(self.slack)] if self.slack else []
         part = events.composed([events.ZCDP(rho, self._relation), *slack])
-        return events.PerParty((part,) * len(self.names)) if self.trust == "local" else part
+        return events.MaxOverParties((part,) * len(self.names)) if self.trust == "local" else part
 
     @cached_property
     def _kinds(self) -> list[tuple[int, ...]]:
@@ -426,7 +428,7 @@ class FederatedPlan(Plan):
             shape=Shape(**data["shape"]),
             templates={slot: tuple(templates) for slot, templates in data["queries"].items()},
             dims=dict(data["dims"]),
-            unit=Unit.parse(data["unit"]),
+            unit=PrivacyUnit.parse(data["unit"]),
             records_public=data.get("records_public"),
             parties_per_person=data["parties_per_person"],
             matched=data.get("matched", ""),

@@ -16,9 +16,9 @@ from typing import Any
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.queries import Template, template
 from quietgrad.federation.weights import Weights, factors
-from quietgrad.objectives.people import Combine
-from quietgrad.plans.schedule import price
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.objectives.privacy_units import Combine
+from quietgrad.plans.schedule import calibrate_plan
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.secure.terms import Mode
 from quietgrad.training.minimizing import check_people
 from quietgrad.vectors import Vector
@@ -41,7 +41,7 @@ def federate(
     spare: int = 0,
     cohort: int | None = None,
     noise_multiplier: float | None = None,
-    unit: str | Unit = "record",
+    unit: str | PrivacyUnit = "record",
     parties_per_person: int | None = None,
     matched: str = "",
     records_public: int | None = None,
@@ -76,8 +76,8 @@ def federate(
     >>> plan.dims, plan.templates["gradient"][0]["query.clip"], plan.variance_factor
     ({'gradient': 2}, 1.0, 2.0)
     """
-    whom = Unit.parse(unit)
-    if whom is Unit.PERSON and parties_per_person is None and not matched:
+    whom = PrivacyUnit.parse(unit)
+    if whom is PrivacyUnit.PERSON and parties_per_person is None and not matched:
         raise ValueError(
             "parties_per_person: say how many parties may know one person, 1 if nobody is known to two: people in "
             "several parties add up, and no party can tell by itself. Or match their ids, and say so by matched."
@@ -132,7 +132,7 @@ def federate(
     if printed is not None:
         return FederatedPlan(**{**settings, "noise_multiplier": printed, "paper_noise": algorithm.name})
     if noise_multiplier is None:
-        return price(lambda z: FederatedPlan(**{**settings, "noise_multiplier": z}), budget)
+        return calibrate_plan(lambda z: FederatedPlan(**{**settings, "noise_multiplier": z}), budget)
     return FederatedPlan(**{**settings, "noise_multiplier": noise_multiplier})
 
 

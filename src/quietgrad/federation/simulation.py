@@ -27,8 +27,8 @@ from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.transport.processes import Processes
 from quietgrad.federation.weights import Weights
-from quietgrad.objectives.people import Combine, OfRecords
-from quietgrad.privacy.budget import Budget, Unit
+from quietgrad.objectives.privacy_units import Combine, RecordsWithIds
+from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
@@ -237,7 +237,7 @@ def _contents(objective: Any, parties: Sequence[Party]) -> Iterator[bytes | memo
 
 
 def _held(party: Party) -> Any:
-    return party.data if party.person is None else OfRecords(party.data, party.person)
+    return party.data if party.person is None else RecordsWithIds(party.data, party.person)
 
 
 def _party(name: str, *args: Any, secret: bytes, **settings: Any) -> PartyCurator:
@@ -296,7 +296,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
             f"secure sums by {plan.secure}: noise variance {plan.variance_factor:.4g} times a trusted curator's",
             *notes,
         )
-    if plan.unit is Unit.PERSON:
+    if plan.unit is PrivacyUnit.PERSON:
         notes = (f"people: {multiplicity(plan)}", *notes, *how_people_count(plan.asks(session.objective)))
     if local_batches(plan):
         notes = (local_batches(plan), *notes)
@@ -309,7 +309,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "secure": plan.secure,
         "parties": list(plan.names),
         "sizes": list(plan.sizes),
-        "parties_per_person": None if plan.unit is Unit.RECORD else plan.parties_per_person,
+        "parties_per_person": None if plan.unit is PrivacyUnit.RECORD else plan.parties_per_person,
         "matched": bool(plan.matched),
         "variance_factor": plan.variance_factor,
         "cohort": plan.cohort or None,

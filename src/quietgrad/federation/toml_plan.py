@@ -119,7 +119,7 @@ def read_text(path: str | Path) -> str:
     except FileNotFoundError:
         raise DataError(f"{path}: no such plan file.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({files.reason(error)}).") from None
+        raise DataError(f"{path}: cannot be read ({files.os_error_text(error)}).") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not a text file.") from None
 

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     key: bytes | None = None
 
 
-def tightened(clip: float) -> float:
+def rounding_safe_clip(clip: float) -> float:
     """The clip that float64 arithmetic works with: after rounding, what was cut to it is still no longer than C."""
     return clip / (1.0 + 1e-12)
 
@@ -81,15 +81,15 @@ Numbers = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ClippingRule:
     """One record contributes α·clip_A(g − βg′) + γ·clip_B(g), g and g′ its gradients at the two points of a query.
 
     Every sum of gradients in this library is one of these; build them by name. Where β = 0 the second point is
     never looked at. Rules are few and are made once: :attr:`numbers` is what compiled kernels read.
 
-    >>> Rule.momentum(0.25, 1.0, 0.5).bound
+    >>> ClippingRule.momentum(0.25, 1.0, 0.5).bound
     0.625
-    >>> Rule.momentum(0.25, 1.0, 0.0) == Rule(0.25, 0.0, 1.0)  # no difference is left: one point is enough
+    >>> ClippingRule.momentum(0.25, 1.0, 0.0) == ClippingRule(0.25, 0.0, 1.0)  # no difference is left: one point is enough
     True
     """
 
@@ -113,40 +113,40 @@ class Rule:
             check_clip(name, getattr(self, name))
         for name in ("alpha", "beta", "clip", "gamma", "second_clip"):  # a narrow float would round the bound down
             object.__setattr__(self, name, float(getattr(self, name)))
-        first, second = tightened(self.clip), tightened(self.second_clip)
+        first, second = rounding_safe_clip(self.clip), rounding_safe_clip(self.second_clip)
         numbers = (float(self.alpha), float(self.beta), first, float(self.gamma), second)
         object.__setattr__(self, "numbers", numbers)
         object.__setattr__(self, "bound", self.alpha * self.clip + self.gamma * self.second_clip)
 
     @staticmethod
     @lru_cache
-    def gradient(clip: float) -> Rule:
+    def gradient(clip: float) -> ClippingRule:
         """clip_C(g)."""
-        return Rule(1.0, 0.0, clip)
+        return ClippingRule(1.0, 0.0, clip)
 
     @staticmethod
     @lru_cache
-    def difference(clip: float) -> Rule:
+    def difference(clip: float) -> ClippingRule:
         """clip_C(g − g′)."""
-        return Rule(1.0, 1.0, clip)
+        return ClippingRule(1.0, 1.0, clip)
 
     @staticmethod
     @lru_cache
-    def momentum(gamma: float, clip: float, difference_clip: float) -> Rule:
+    def momentum(gamma: float, clip: float, difference_clip: float) -> ClippingRule:
         """(1−γ)·clip_C2(g − g′) + γ·clip_C1(g)."""
         if gamma == 1.0 or difference_clip == 0.0:
-            return Rule(gamma, 0.0, clip)
-        return Rule(1.0 - gamma, 1.0, difference_clip, gamma, clip)
+            return ClippingRule(gamma, 0.0, clip)
+        return ClippingRule(1.0 - gamma, 1.0, difference_clip, gamma, clip)
 
     @staticmethod
     @lru_cache
-    def joint(gamma: float, clip: float) -> Rule:
+    def joint(gamma: float, clip: float) -> ClippingRule:
         """clip_C(g − (1−γ)g′)."""
-        return Rule(1.0, 1.0 - gamma, clip)
+        return ClippingRule(1.0, 1.0 - gamma, clip)
 
 
 @dataclass(frozen=True)
-class Constants:
+class LossConstants:
     """What is true of a risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) whose rows are no longer than ``row_bound``.
 
     ``lipschitz`` G and ``record_smoothness`` M bound every fᵢ alone: what one record can change. All others are
@@ -173,7 +173,7 @@ class Constants:
         smoothness: float | None,
         hessian_lipschitz: float | None,
         convex: bool,
-    ) -> Constants:
+    ) -> LossConstants:
         """The constants of a risk: those that bound every fᵢ, and the regulariser's own added to them."""
 
         def total(own: float | None, added: float) -> float | None:
@@ -256,7 +256,7 @@ class NoRegularizer:
         return zeros_like(params)
 
 
-class Reading(Protocol):
+class RecordAdapter(Protocol):
     """How a curator reads data: all it needs to know to hold records that queries are asked about."""
 
     @property
@@ -278,10 +278,10 @@ class Reading(Protocol):
         ...
 
 
-class Objective(Reading, Protocol):
+class Objective(RecordAdapter, Protocol):
     """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums; defaults: :class:`BaseObjective`."""
 
-    def constants(self) -> Constants:
+    def constants(self) -> LossConstants:
         """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
         ...
 
@@ -293,7 +293,7 @@ class Objective(Reading, Protocol):
         """Raise :class:`~quietgrad.errors.DataError` at a point where the constants do not hold."""
         ...
 
-    def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
+    def add(self, batch: Batch, points: Sequence[Vector], rule: ClippingRule, out: Vector) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients at the points (θ, or θ and θ′).
 
         No record's contribution is longer than ``rule.bound``, whatever its values: kernels clip to C/(1+2e-5) in
@@ -319,9 +319,9 @@ class BaseObjective:
 
     silent_batches: ClassVar[bool] = False
 
-    def constants(self) -> Constants:
+    def constants(self) -> LossConstants:
         """None: nothing is known of the losses."""
-        return Constants(math.inf, None, None, None, None, 0.0, None)
+        return LossConstants(math.inf, None, None, None, None, 0.0, None)
 
     def negative_curvature(self) -> float | None:
         """What the constants say, if they hold."""
@@ -335,7 +335,7 @@ class BaseObjective:
 
 
 @runtime_checkable
-class Curved(Protocol):
+class HasHessian(Protocol):
     """An objective that can also sum its records' Hessians."""
 
     def add_hessians(self, batch: Batch, params: Vector, clip: float, out: npt.NDArray[np.float64]) -> None:
@@ -362,15 +362,15 @@ class Query(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RuledQuery:
-    """A sum of gradients at θ: its :class:`Rule` follows from the fields and is looked up once."""
+    """A sum of gradients at θ: its :class:`ClippingRule` follows from the fields and is looked up once."""
 
     params: Vector
-    rule: Rule = field(init=False, repr=False)
+    rule: ClippingRule = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", self._rule())
 
-    def _rule(self) -> Rule:
+    def _rule(self) -> ClippingRule:
         raise NotImplementedError
 
     @property
@@ -400,8 +400,8 @@ class Gradient(_RuledQuery):
 
     clip: float
 
-    def _rule(self) -> Rule:
-        return Rule.gradient(self.clip)
+    def _rule(self) -> ClippingRule:
+        return ClippingRule.gradient(self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -410,8 +410,8 @@ class GradientDifference(_TwoPointQuery):
 
     clip: float
 
-    def _rule(self) -> Rule:
-        return Rule.difference(self.clip)
+    def _rule(self) -> ClippingRule:
+        return ClippingRule.difference(self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -426,8 +426,8 @@ class RecursiveMomentum(_TwoPointQuery):
     clip: float
     difference_clip: float
 
-    def _rule(self) -> Rule:
-        return Rule.momentum(self.gamma, self.clip, self.difference_clip)
+    def _rule(self) -> ClippingRule:
+        return ClippingRule.momentum(self.gamma, self.clip, self.difference_clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -437,8 +437,8 @@ class JointMomentum(_TwoPointQuery):
     gamma: float
     clip: float
 
-    def _rule(self) -> Rule:
-        return Rule.joint(self.gamma, self.clip)
+    def _rule(self) -> ClippingRule:
+        return ClippingRule.joint(self.gamma, self.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,12 +41,12 @@ KINDS = (
 )
 
 
-def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
+def factorize_ids(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     """Number people 0, 1, … in the order of their first records: (each record's number, how many there are).
 
-    >>> first_seen(["b", "a", "b"])
+    >>> factorize_ids(["b", "a", "b"])
     (array([0, 1, 0]), 2)
-    >>> first_seen([1, "1"])
+    >>> factorize_ids([1, "1"])
     Traceback (most recent call last):
     quietgrad.errors.DataError: person: ids must be all whole numbers, all texts, all bytes or all dates. ...
     """
@@ -85,10 +85,10 @@ def first_seen(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     return codes.astype(np.int64), len(known)
 
 
-def asked_ids(person: Callable[[int], Any], records: int) -> list[Any]:
+def call_id_function(person: Callable[[int], Any], records: int) -> list[Any]:
     """The ids that a function of the record's number gives, asked for twice: one that changes is nobody's.
 
-    >>> asked_ids(lambda record: record // 2, 3)
+    >>> call_id_function(lambda record: record // 2, 3)
     [0, 0, 1]
     """
     try:
@@ -134,13 +134,13 @@ def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
 
 
 def hashed_people(ids: Any, key: bytes) -> tuple[Codes, list[bytes]]:
-    """Each record's number of a person, as :func:`first_seen` gives it, and a keyed hash of each person's id.
+    """Each record's number of a person, as :func:`factorize_ids` gives it, and a keyed hash of each person's id.
 
     >>> codes, hashes = hashed_people(["b", "a", "b"], b"k" * 32)
     >>> codes, set(hashes) == hashed_ids(["a", "b"], b"k" * 32)
     (array([0, 1, 0]), True)
     """
-    codes, _ = first_seen(ids)
+    codes, _ = factorize_ids(ids)
     cells = _cells(ids)
     firsts = np.unique(codes, return_index=True)[1]
     values = cells[firsts] if cells.dtype.kind == "M" else cells[firsts].tolist()
@@ -151,10 +151,10 @@ def _hashed(value: Any, key: bytes) -> bytes:
     return hmac.digest(key, f"{_kind(value)}\0{_written(value)}".encode(), "sha256")
 
 
-class Met:
+class SeenIds:
     """Who has come already, as hashes under a key: one that lives as long as this does, unless it is given.
 
-    >>> met = Met()
+    >>> met = SeenIds()
     >>> met.add(met.newcomers(["ann", "bob"]))
     >>> met.newcomers(["cleo", "bob"])
     Traceback (most recent call last):

@@ -12,13 +12,13 @@ from typing import Any
 
 from quietgrad import settings
 from quietgrad.errors import DataError
-from quietgrad.objectives.people import OfPeople
+from quietgrad.objectives.privacy_units import UserLevelObjective
 from quietgrad.objectives.tables.glm import LOSSES
 from quietgrad.objectives.tables.linear import Task
 
 
 @dataclass(frozen=True)
-class Entry:
+class LossSpec:
     """An objective by name: its class, and settings that probes use."""
 
     name: str
@@ -43,7 +43,9 @@ class Entry:
 
 _EXAMPLES: dict[str, dict[str, Any]] = {"multinomial": {"classes": 3}}
 
-TABLE_LOSSES: dict[str, Entry] = {name: Entry(name, kind, _EXAMPLES.get(name, {})) for name, kind in LOSSES.items()}
+TABLE_LOSSES: dict[str, LossSpec] = {
+    name: LossSpec(name, kind, _EXAMPLES.get(name, {})) for name, kind in LOSSES.items()
+}
 """The losses of tables by the name on the command line and in plan files."""
 
 NETWORKS = {"module": "networks.module.ModuleObjective"}
@@ -64,7 +66,7 @@ def usual_loss(task: str) -> str:
     return _USUAL[task]  # type: ignore[index]
 
 
-def loss_entry(text: str) -> tuple[Entry, dict[str, float]]:
+def loss_entry(text: str) -> tuple[LossSpec, dict[str, float]]:
     """The entry that NAME or NAME:NUMBER names, and the setting that the number makes.
 
     >>> loss_entry("huber:0.5")[1]
@@ -108,7 +110,7 @@ def make_objective(
     free = ready.get("classes", 1) if settings.read("intercept", values.get("intercept", False), bool) else 0
     if (found := make_regularizer(penalty, free)) is not None:
         ready["regularizer"] = found
-    objective = settings.build(entry.name, entry.kind, {**knob, **values}, ready=ready, hidden=_HIDDEN)
+    objective = settings.build_dataclass(entry.name, entry.kind, {**knob, **values}, ready=ready, hidden=_HIDDEN)
     facts = {
         "objective": entry.name if entry.knob is None else f"{entry.name}:{getattr(objective, entry.knob)!r}",
         "regularizer": None if found is None else str(penalty),
@@ -128,7 +130,7 @@ def facts_of(objective: Any) -> dict[str, Any] | None:
     >>> facts_of(Logistic(regularizer=L2(0.1)))["regularizer"], facts_of("anything else")
     ('l2:0.1', None)
     """
-    asked = objective.loss if isinstance(objective, OfPeople) else objective
+    asked = objective.loss if isinstance(objective, UserLevelObjective) else objective
     name = next((name for name, entry in TABLE_LOSSES.items() if entry.kind is type(asked)), None)
     if name is None:
         return None
@@ -181,7 +183,7 @@ def make_landscape(name: str, given: Mapping[str, Any]) -> Any:
 
     if name not in landscape_names():
         raise ValueError(f"landscape {name!r}: must be one of {', '.join(landscape_names())}.")
-    return settings.build(name, type(landscape(name)), given)
+    return settings.build_dataclass(name, type(landscape(name)), given)
 
 
 def _name_and_number(what: str, text: Any) -> tuple[str, float | None]:

@@ -12,14 +12,14 @@ from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.plans.schedule import Law, Plan, Slot
-from quietgrad.privacy.banded import Banded
-from quietgrad.privacy.correlated import Cancelling, Correlated
+from quietgrad.privacy.banded import BandedToeplitzNoise
+from quietgrad.privacy.correlated import BufferedToeplitzNoise, CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, PoissonTurns, Sampling, SinglePass, Turns
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, FullBatch, Poisson, Sampling, SinglePass
 from quietgrad.vectors import Vector
 
 SamplingName = Literal["poisson", "fixed-size", "full", "single-pass", "turns", "poisson-turns"]
-Noise = Literal["independent", "correlated"] | Cancelling
+Noise = Literal["independent", "correlated"] | CorrelatedNoise
 """Whether releases have noise of their own, or noise that the next ones take back (by name, or made already)."""
 
 
@@ -33,7 +33,7 @@ class Estimate:
     calls: int = 0
 
 
-class Error(NamedTuple):
+class EstimateError(NamedTuple):
     """What separates an estimate from the gradient: ``sampling`` in norm, ``noise`` in each coordinate.
 
     ``sampling`` is σ of paper 003, a bound on √E‖·‖²; ``noise`` is r, the standard deviation of the Gaussian part.
@@ -48,7 +48,7 @@ class Error(NamedTuple):
 
 
 class Oracle(Protocol):
-    """Turns releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business. Inherit from it."""
+    """CyclicCohorts releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business. Inherit from it."""
 
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
         """The releases that ``steps`` estimates may need."""
@@ -67,7 +67,7 @@ class Oracle(Protocol):
         """The bound M on per-record smoothness that was given to it, if it takes one."""
         return None
 
-    def error(self, door: Session) -> Error | None:
+    def error(self, door: Session) -> EstimateError | None:
         """How far its estimates are from the gradient, if it can say so."""
         return None
 
@@ -88,7 +88,7 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohor
     if (name in ("turns", "poisson-turns")) != (cohorts is not None):
         raise ValueError(f"sampling={name!r}, cohorts={cohorts}: name the cohorts exactly when they take turns.")
     if cohorts is not None:
-        turns = Turns(cohorts)  # refuses what is no number of them
+        turns = CyclicCohorts(cohorts)  # refuses what is no number of them
         if cohorts > n_public:
             raise ValueError(f"cohorts={cohorts}: must be at most n={n_public}.")
         if name == "turns" or batch_size is None:
@@ -98,7 +98,7 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohor
                 f"batch_size={batch_size}, cohorts={cohorts}: a cohort has about n ÷ cohorts = "
                 f"{n_public / cohorts:.4g} records; take smaller batches or fewer cohorts."
             )
-        return PoissonTurns(cohorts, cohorts * batch_size / n_public)
+        return CyclicPoisson(cohorts, cohorts * batch_size / n_public)
     if name == "full" or batch_size is None:
         return FullBatch()
     if not 1 <= batch_size <= n_public:
@@ -117,7 +117,7 @@ def slot_of(
 ) -> Slot:
     """A slot of ``steps`` releases with the noise that is named.
 
-    >>> slot_of("gradient", Turns(16), 64, "correlated").mechanism.participations
+    >>> slot_of("gradient", CyclicCohorts(16), 64, "correlated").mechanism.participations
     4
     """
     if isinstance(sampling, SinglePass) and steps * sampling.batch_size > sampling.n:
@@ -126,29 +126,29 @@ def slot_of(
             f"every record is used once. Plan {sampling.n // sampling.batch_size} steps, or smaller batches."
         )
     mechanism: Mechanism = GaussianNoise()
-    if isinstance(noise, Cancelling):
+    if isinstance(noise, CorrelatedNoise):
         mechanism = noise
-    elif noise == "correlated" and isinstance(sampling, PoissonTurns):
-        mechanism = Banded.made(steps, sampling.cohorts)
+    elif noise == "correlated" and isinstance(sampling, CyclicPoisson):
+        mechanism = BandedToeplitzNoise.made(steps, sampling.cohorts)
     elif noise == "correlated":
         held = sampling.participation(steps)
         # A strategy for one participation; where it is not known, the slot refuses any.
-        mechanism = Correlated.made(steps, *(held or (1, steps)))
+        mechanism = BufferedToeplitzNoise.made(steps, *(held or (1, steps)))
     elif noise != "independent":
         raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a mechanism made for it.")
     return Slot(name, sampling, steps, law=law, mechanism=mechanism)
 
 
-def read_noise(given: Any) -> Cancelling:
+def read_noise(given: Any) -> CorrelatedNoise:
     """A mechanism from the JSON of one, as a plan's settings state it.
 
-    >>> read_noise(Banded.made(8, 2).to_json()) == Banded.made(8, 2)
+    >>> read_noise(BandedToeplitzNoise.made(8, 2).to_json()) == BandedToeplitzNoise.made(8, 2)
     True
     """
     from quietgrad.privacy.mechanisms import from_json
 
     made = from_json(given) if isinstance(given, Mapping) else None
-    if not isinstance(made, Cancelling):
+    if not isinstance(made, CorrelatedNoise):
         raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism made for it.")
     return made
 
@@ -156,10 +156,12 @@ def read_noise(given: Any) -> Cancelling:
 def settings_of(oracle: Any) -> dict[str, Any]:
     """The public settings of an oracle as JSON values; the law of a random round is the algorithm's."""
     values = {f.name: getattr(oracle, f.name) for f in fields(oracle) if f.name != "law"}
-    return {name: value.to_json() if isinstance(value, Cancelling) else value for name, value in values.items()}
+    return {
+        name: value.to_json() if isinstance(value, CorrelatedNoise) else value for name, value in values.items()
+    }
 
 
-def preview(objective: Objective, plan: Plan) -> Any:
+def plan_preview(objective: Objective, plan: Plan) -> Any:
     """What a door of ``plan`` will say about itself: enough to derive settings, nothing that could be released."""
     return SimpleNamespace(
         plan=plan,
@@ -172,7 +174,7 @@ def preview(objective: Objective, plan: Plan) -> Any:
 def noise_multiplier(door: Session) -> float:
     """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to.
 
-    Correlated noise is louder in a single release, which is what is asked here.
+    BufferedToeplitzNoise noise is louder in a single release, which is what is asked here.
     """
     factor: float = getattr(door, "noise_sources", getattr(door.plan, "variance_factor", 1.0))
     louder = max(slot.mechanism.loudness for slot in door.plan.schedule.slots)

@@ -42,8 +42,8 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import (
-    Error,
     Estimate,
+    EstimateError,
     Noise,
     Oracle,
     SamplingName,
@@ -85,10 +85,10 @@ class MiniBatch(Oracle):
     def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
         yield "gradient", Asked(Gradient(params, self.clip))
 
-    def error(self, door: Session) -> Error:
+    def error(self, door: Session) -> EstimateError:
         """σ ≤ C/√b and r = zC/b."""
         size = door.expected_batch("gradient")
-        return Error(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
+        return EstimateError(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
 
     def config(self) -> dict[str, Any]:
         return {"name": type(self).__name__, **settings_of(self)}
@@ -306,12 +306,12 @@ class AdaptiveSpider(_PathIntegrated):
         full, difference = self.batches(door.plan.n_public)
         return (self.lipschitz(door) * difference / (self.smooth(door) * full)) ** 2
 
-    def error(self, door: Session) -> Error:
+    def error(self, door: Session) -> EstimateError:
         """Lemma 7 with its constants: σ² = G²/b₁ + M²κ/b₂ and r² = (zG/b₁)² + (zM/b₂)²κ."""
         full, difference = (door.expected_batch(slot) for slot in ("o1", "o2"))
         g, m_drift = self.lipschitz(door), self.smooth(door) * math.sqrt(self.drift_limit(door))
         z = noise_multiplier(door)
-        return Error(
+        return EstimateError(
             math.hypot(g / math.sqrt(full), m_drift / math.sqrt(difference)),
             z * math.hypot(g / full, m_drift / difference),
         )
@@ -391,4 +391,4 @@ def make_oracle(given: Any, kind: Any = object) -> Any:
     if found is None or not issubclass(found, kind):
         wanted = [n for n in ORACLES if issubclass(oracle_class(n), kind)]
         raise ValueError(f"oracle {name!r}: must be {' or '.join(wanted)} here.")
-    return settings.build(f"oracle {name}", found, values, hidden=_HIDDEN)
+    return settings.build_dataclass(f"oracle {name}", found, values, hidden=_HIDDEN)

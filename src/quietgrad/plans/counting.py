@@ -29,14 +29,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
-from quietgrad.privacy.composition import CannotProve, alternatives, bag
-from quietgrad.privacy.events import Composed, Event, Gaussian, PerParty, Pure, Upfront
+from quietgrad.privacy.composition import AccountantRefusal, count_releases, parallel_branches
+from quietgrad.privacy.events import Composed, Event, Gaussian, MaxOverParties, Pure, Upfront
 from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise
 
 if TYPE_CHECKING:
-    from quietgrad.algorithms.base import Releases
+    from quietgrad.algorithms.base import HasSchedule
 
 COUNT = "count"
 """The name of the release."""
@@ -66,7 +66,7 @@ class PublicCount:
         if self.multiplier is not None:
             self.event(Relation.ADD_REMOVE)  # refuses what is no multiplier
 
-    def at_least(self, algorithm: Releases) -> PublicCount:
+    def at_least(self, algorithm: HasSchedule) -> PublicCount:
         """This number, doubled until ``algorithm`` has a schedule for it: a count may come out below its batch."""
         n = self.n
         while n < NOMINAL:
@@ -104,14 +104,14 @@ class PublicCount:
         first = self.event(relation)
         if first is None:
             return event
-        if isinstance(event, PerParty):
-            return PerParty(tuple(Composed((first, own)) for own in event.parties))
+        if isinstance(event, MaxOverParties):
+            return MaxOverParties(tuple(Composed((first, own)) for own in event.parties))
         return Composed((first, event))
 
-    def describe(self, unit: Unit) -> str:
+    def describe(self, unit: PrivacyUnit) -> str:
         """What a statement says of a number that was counted.
 
-        >>> PublicCount(1203, 26.4).describe(Unit.RECORD)
+        >>> PublicCount(1203, 26.4).describe(PrivacyUnit.RECORD)
         'n = 1203 records were counted privately, with Gaussian noise of scale 26.4'
         """
         words = f"{self.mechanism.noise.removeprefix('L2-')} noise of scale {self.multiplier:.4g}"
@@ -172,12 +172,12 @@ def only_gaussian(event: Event) -> bool:
     (True, False)
     """
     try:
-        return all(isinstance(part, Gaussian) for core in alternatives(event) for part in bag(core))
-    except CannotProve:
+        return all(isinstance(part, Gaussian) for core in parallel_branches(event) for part in count_releases(core))
+    except AccountantRefusal:
         return False
 
 
-def plans_gaussian(algorithm: Releases, relation: Relation) -> bool:
+def plans_gaussian(algorithm: HasSchedule, relation: Relation) -> bool:
     """Whether the releases of ``algorithm`` are un-sampled Gaussian ones, whatever the number of records."""
     try:
         return only_gaussian(algorithm.schedule(NOMINAL).under(relation).event(1.0, relation))

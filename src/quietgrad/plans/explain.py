@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.budget import Relation, Unit
+from quietgrad.privacy.budget import PrivacyUnit, Relation
 
 _NEIGHBOURS = {
     Relation.ADD_REMOVE: "adding or removing one record",
@@ -38,7 +38,7 @@ def explain(plan: Plan) -> str:
 
 
 def _records(plan: Plan) -> str:
-    whom = "" if plan.unit is Unit.RECORD else "; one is a person with everything that is recorded of them"
+    whom = "" if plan.unit is PrivacyUnit.RECORD else "; one is a person with everything that is recorded of them"
     known = "a public number" if plan.counted is None else "counted privately"
     head = f"{plan.algorithm} on n = {plan.n_public} records ({known}{whom})"
     if plan.budget is None:
@@ -90,7 +90,7 @@ _MATRIX = frozenset({"second-moments", "information"})
 
 
 @dataclass(frozen=True)
-class PassCost:
+class ScanCostModel:
     """Processor seconds of the machine the model was fitted on; errors are relative, of unseen runs."""
 
     fixed: float
@@ -102,14 +102,14 @@ class PassCost:
     worst_error: float
 
     @classmethod
-    def measured(cls) -> PassCost:
+    def measured(cls) -> ScanCostModel:
         """The fitted model."""
         return cls(**json.loads((files("quietgrad.plans") / "pass_cost.json").read_text()))
 
     def seconds(self, rows: int, columns: int, passes: int, matrix_passes: int) -> float:
         """Processor seconds of a run.
 
-        >>> PassCost(1.0, 0.0, 0.0, 1e-9, 0.0, 0.1, 0.2).seconds(10**6, 100, 10, 0)
+        >>> ScanCostModel(1.0, 0.0, 0.0, 1e-9, 0.0, 0.1, 0.2).seconds(10**6, 100, 10, 0)
         2.0
         """
         reading = passes * (self.per_pass + rows * (self.per_row + self.per_value * columns))
@@ -117,7 +117,7 @@ class PassCost:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ScanCostEstimate:
     """What a run on a scan is expected to take."""
 
     passes: int
@@ -146,9 +146,9 @@ class Expected:
         ]
 
 
-def expected_cost(plan: Plan, columns: int, machines: int, cores: int) -> Expected:
+def expected_cost(plan: Plan, columns: int, machines: int, cores: int) -> ScanCostEstimate:
     """What ``plan`` takes on ``machines`` of ``cores`` each, its table being ``n_public`` rows of ``columns``."""
-    cost, rows = PassCost.measured(), plan.n_public
+    cost, rows = ScanCostModel.measured(), plan.n_public
     slots = plan.schedule.slots
     passes = 1 + sum(slot.count for slot in slots)
     full = plan.config.get("moments") == "full"
@@ -158,7 +158,7 @@ def expected_cost(plan: Plan, columns: int, machines: int, cores: int) -> Expect
     waiting = passes * _RELEASE_SECONDS if machines > 1 else 0.0
     hours = (processor / (machines * cores) + waiting) / 3600.0
     bytes_read = passes * rows * (columns + 1) * BYTES_PER_VALUE
-    return Expected(passes, bytes_read, processor / 3600.0, hours, cost.typical_error, cost.worst_error)
+    return ScanCostEstimate(passes, bytes_read, processor / 3600.0, hours, cost.typical_error, cost.worst_error)
 
 
 def _sized(count: int) -> str:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.sampling import Sampling, SinglePass
 
 if TYPE_CHECKING:
-    from quietgrad.algorithms.base import Releases
-    from quietgrad.privacy.accounting import Proof
+    from quietgrad.algorithms.base import HasSchedule
+    from quietgrad.privacy.accounting import ProvedGuarantee
 
 
 Law = tuple[tuple[int, float], ...]
@@ -42,7 +42,7 @@ class Slot:
     ``count`` releases at most, each by ``mechanism`` on a sample; the noise multiplier is the plan's times
     ``noise``, or ``fixed`` whatever the plan's is (a look that has its own share of the budget). With a ``law`` the
     number of releases is a random round drawn before the run (see
-    :class:`~quietgrad.privacy.events.RandomRound`).
+    :class:`~quietgrad.privacy.events.RandomNumberOfReleases`).
     """
 
     name: str
@@ -87,7 +87,9 @@ class Slot:
         """The event of ``count`` releases (default: all) at the plan's noise multiplier."""
         z = self.multiplier(noise_multiplier)
         if count is None and self.law is not None:
-            return events.RandomRound(self.mechanism.event(self.sampling.event, z, relation, 1), self.law)
+            return events.RandomNumberOfReleases(
+                self.mechanism.event(self.sampling.event, z, relation, 1), self.law
+            )
         count = count or self.count
         held = None if self.mechanism.whole_run else self.sampling.participation(count)
         # Where a record is certainly not in every release, it pays for those that it is in.
@@ -144,7 +146,7 @@ class Schedule:
         if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
             raise ValueError("select: a private search has one slot, its round, and the law of their number.")
         if any(slot.mechanism.together for slot in self.slots):
-            # A look before the run has its own part of the budget. Releases of other slots in between would need a
+            # A look before the run has its own part of the budget. HasSchedule of other slots in between would need a
             # theorem on concurrent composition, and none of our methods does.
             run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.together]
             if self.composition != "sequential" or len(run) > 1:
@@ -221,7 +223,7 @@ class Plan:
     budget: Budget | None
     noise_multiplier: float
     paper_noise: str | None = None
-    unit: Unit = Unit.RECORD
+    unit: PrivacyUnit = PrivacyUnit.RECORD
     records_public: int | None = None
     condition: str | None = None
     counted: PublicCount | None = None
@@ -240,7 +242,7 @@ class Plan:
     def counts(self) -> str:
         """The public numbers in words.
 
-        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=Unit.PERSON, records_public=1203554).counts
+        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=PrivacyUnit.PERSON, records_public=1203554).counts
         '40 218 people, 1 203 554 records'
         """
         people = self.unit.in_words(f"{_spaced(self.n_public)} records")
@@ -303,7 +305,7 @@ class Plan:
         return self.schedule.event(self.noise_multiplier, self._relation, counts)
 
     @cached_property
-    def proof(self) -> Proof:
+    def proof(self) -> ProvedGuarantee:
         """The best proof of the plan's ε at the budget's δ."""
         from quietgrad.privacy.accounting import prove
 
@@ -429,7 +431,7 @@ class Plan:
             budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
             noise_multiplier=data["noise_multiplier"],
             paper_noise=data["paper_noise"],
-            unit=Unit.parse(data["unit"]),
+            unit=PrivacyUnit.parse(data["unit"]),
             records_public=data.get("records_public"),
             condition=data.get("condition"),
             counted=None
@@ -479,11 +481,11 @@ DECLARED = "declared public"
 """What :attr:`Plan.declared` ends with."""
 
 
-def check_records_public(records: int | None, n: int, unit: Unit) -> None:
+def check_records_public(records: int | None, n: int, unit: PrivacyUnit) -> None:
     """Raise ValueError unless ``records`` may be the public number of records of n people."""
     if records is None:
         return
-    if unit is Unit.RECORD:
+    if unit is PrivacyUnit.RECORD:
         raise ValueError("records_public: is how many records people have together; without person= n says it.")
     if isinstance(records, bool) or not isinstance(records, int) or records < n:
         raise ValueError(
@@ -498,7 +500,7 @@ def _spaced(count: int) -> str:
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
-def price(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
+def calibrate_plan(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
     """The plan ``make(z)`` with the least noise multiplier z whose events are proved to meet ``budget``."""
     from quietgrad.privacy.calibration import calibrate_event
 
@@ -509,13 +511,13 @@ def price(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
 
 
 def plan(
-    algorithm: Releases,
+    algorithm: HasSchedule,
     *,
     n: int | PublicCount,
     budget: Budget | None,
     noise_multiplier: float | None = None,
     looks: tuple[Slot, ...] = (),
-    unit: str | Unit = "record",
+    unit: str | PrivacyUnit = "record",
     records_public: int | None = None,
 ) -> Plan:
     """Price ``algorithm`` on ``n`` records without touching any: find the noise that meets ``budget``.
@@ -536,7 +538,7 @@ def plan(
     >>> round(p.noise_multiplier, 1), round(p.epsilon(), 2)
     (20.4, 1.0)
     """
-    kind = Unit.parse(unit)
+    kind = PrivacyUnit.parse(unit)
     size = n if isinstance(n, PublicCount) else PublicCount(n)
     n, counted = size.n, size if size.counted else None
     check_records_public(records_public, int(n), kind)
@@ -563,4 +565,4 @@ def plan(
         return made(printed, algorithm.name)
     if counted is not None and counted.gaussian and not only_gaussian(schedule.event(1.0, budget.relation)):
         raise ValueError(f"{algorithm.name}: its releases are not Gaussian, and the records were counted as if.")
-    return price(made, budget) if noise_multiplier is None else made(noise_multiplier)
+    return calibrate_plan(made, budget) if noise_multiplier is None else made(noise_multiplier)

@@ -30,10 +30,10 @@ from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Budget, Relation, check_delta
 from quietgrad.privacy.closed_form_accountants import gaussian_profile, pure_profile
 from quietgrad.privacy.composition import (
-    CannotProve,
-    alternatives,
-    bag,
+    AccountantRefusal,
+    count_releases,
     describe,
+    parallel_branches,
     total_failure,
     total_slack,
     total_upfront,
@@ -43,7 +43,7 @@ from quietgrad.privacy.events import Event
 ACCOUNTANTS = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
 
 
-class Profile(Protocol):
+class PrivacyProfile(Protocol):
     """What an accountant proves about a composition."""
 
     @property
@@ -61,10 +61,10 @@ class Profile(Protocol):
 
 
 @dataclass(frozen=True)
-class Proof:
+class ProvedGuarantee:
     """A proved guarantee: (ε, δ) under a relation, and by which accountant.
 
-    >>> Proof(1.0, 1e-5, Relation.ADD_REMOVE, "pld-poisson").to_json()
+    >>> ProvedGuarantee(1.0, 1e-5, Relation.ADD_REMOVE, "pld-poisson").to_json()
     {'epsilon': 1.0, 'delta': 1e-05, 'relation': 'add-remove', 'accountant': 'pld-poisson'}
     """
 
@@ -83,7 +83,7 @@ class Proof:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Proof:
+    def from_json(cls, data: dict[str, Any]) -> ProvedGuarantee:
         """Rebuild a proof from :meth:`to_json`."""
         return cls(data["epsilon"], data["delta"], Relation.parse(data["relation"]), data["accountant"])
 
@@ -115,20 +115,20 @@ def noise_multiplier_for_rho(rho: float, relation: str | Relation) -> float:
     return sensitivity_factor(relation) / math.sqrt(2 * rho)
 
 
-def mu_of(event: Event, *, relation: str | Relation) -> float:
+def gdp_mu(event: Event, *, relation: str | Relation) -> float:
     """Return μ of un-sampled Gaussian releases, which together are exactly μ-GDP: μ² = Σ (Δ/σ)².
 
     >>> from quietgrad.privacy.events import Gaussian, Repeated
-    >>> mu_of(Repeated(Gaussian(10.0), 25), relation="add-remove")
+    >>> gdp_mu(Repeated(Gaussian(10.0), 25), relation="add-remove")
     0.5
     """
     relation = Relation.parse(relation)
     try:
         profile = gaussian_profile(event, sensitivity_factor(relation))
-    except CannotProve as refusal:
+    except AccountantRefusal as refusal:
         raise _unprovable(relation, [refusal]) from None
     if len(profile.components) > 1:
-        raise _unprovable(relation, [CannotProve(event, "random rounds are a mixture, not one Gaussian")])
+        raise _unprovable(relation, [AccountantRefusal(event, "random rounds are a mixture, not one Gaussian")])
     return profile.components[0][1]
 
 
@@ -149,7 +149,7 @@ def account(event: Event, *, delta: float, relation: str | Relation, accountant:
     return prove(event, delta=delta, relation=relation, accountant=accountant).epsilon
 
 
-def prove(event: Event, *, delta: float, relation: str | Relation, accountant: str = "best") -> Proof:
+def prove(event: Event, *, delta: float, relation: str | Relation, accountant: str = "best") -> ProvedGuarantee:
     """Return the smallest proved ε of ``event`` at ``delta``, with the accountant that proved it.
 
     Arguments as for :func:`account`. Raises ``UnprovableError`` naming the event that no accountant can take.
@@ -160,7 +160,7 @@ def prove(event: Event, *, delta: float, relation: str | Relation, accountant: s
     """
     delta = check_delta(delta)
     relation = Relation.parse(relation)
-    proof = bound(event, delta, relation, accountant)
+    proof = prove_or_infinite(event, delta, relation, accountant)
     if math.isinf(proof.epsilon):
         slack = total_slack(event)
         cause = (
@@ -173,11 +173,13 @@ def prove(event: Event, *, delta: float, relation: str | Relation, accountant: s
 
 
 @lru_cache(maxsize=512)  # a plan is proved when it is priced, explained, reserved and stated
-def bound(event: Event, delta: float, relation: Relation, accountant: str = "best") -> Proof:
+def prove_or_infinite(event: Event, delta: float, relation: Relation, accountant: str = "best") -> ProvedGuarantee:
     """``prove`` for inputs already checked, with ε = ∞ where it raises for too little noise."""
     slack, failure, upfront = total_slack(event), total_failure(event), _upfront(event, relation)
     rest = delta - failure
-    worst = Proof(upfront if 2 * slack <= rest else math.inf, delta, relation, "pure" if upfront else "none")
+    worst = ProvedGuarantee(
+        upfront if 2 * slack <= rest else math.inf, delta, relation, "pure" if upfront else "none"
+    )
     if rest <= 0.0:
         return worst
     for core in _cores(event):
@@ -186,7 +188,7 @@ def bound(event: Event, delta: float, relation: Relation, accountant: str = "bes
         )
         epsilon += upfront - math.log1p(-failure)
         if epsilon >= worst.epsilon:
-            worst = Proof(epsilon, delta, relation, name)
+            worst = ProvedGuarantee(epsilon, delta, relation, name)
     return worst
 
 
@@ -215,18 +217,18 @@ def delta_of(event: Event, *, epsilon: float, relation: str | Relation, accounta
 def _upfront(event: Event, relation: Relation) -> float:
     try:
         return total_upfront(event, relation)
-    except CannotProve as refusal:
+    except AccountantRefusal as refusal:
         raise _unprovable(relation, [refusal]) from None
 
 
 def _cores(event: Event) -> list[Event]:
     try:
-        return alternatives(event)
-    except CannotProve:
+        return parallel_branches(event)
+    except AccountantRefusal:
         return [event]  # too many choices of parallel parts: only curves, which take maxima, can follow
 
 
-def _epsilon_with_slack(profile: Profile, delta: float, slack: float) -> float:
+def _epsilon_with_slack(profile: PrivacyProfile, delta: float, slack: float) -> float:
     """The smallest ε with δ(ε) + (1 + e^ε)·slack ≤ δ, approached from below and checked."""
     if slack == 0.0:
         return profile.epsilon(delta)
@@ -246,7 +248,7 @@ def _best(
     event: Event,
     relation: Relation,
     accountant: str,
-    ask: Callable[[Profile], float],
+    ask: Callable[[PrivacyProfile], float],
     *,
     delta: float | None = None,
     epsilon: float | None = None,
@@ -254,22 +256,22 @@ def _best(
     """The smallest answer to ``ask`` among the accountants that can prove ``event``, and whose it is."""
     factor = sensitivity_factor(relation)
 
-    def pld() -> Profile:
+    def pld() -> PrivacyProfile:
         from quietgrad.privacy.pld_accountant import pld_profile
 
         return pld_profile(event, relation, factor, delta=delta, epsilon=epsilon)
 
-    def zcdp() -> Profile:
+    def zcdp() -> PrivacyProfile:
         from quietgrad.privacy.closed_form_accountants import zcdp_profile
 
         return zcdp_profile(event, relation, factor)
 
-    def rdp() -> Profile:
+    def rdp() -> PrivacyProfile:
         from quietgrad.privacy.closed_form_accountants import rdp_profile
 
         return rdp_profile(event, relation, factor)
 
-    attempts: dict[str, Callable[[], Profile]] = {
+    attempts: dict[str, Callable[[], PrivacyProfile]] = {
         "gaussian-exact": lambda: gaussian_profile(event, factor),
         "pure": lambda: pure_profile(event, relation, factor),
         "pld": pld,
@@ -281,13 +283,13 @@ def _best(
             raise ValueError(f"accountant={accountant!r}: must be 'best' or one of {', '.join(ACCOUNTANTS)}.")
         attempts = {accountant: attempts[accountant]}
     best, winner = math.inf, ""
-    refusals: list[CannotProve] = []
+    refusals: list[AccountantRefusal] = []
     for name, attempt in attempts.items():
         if math.isfinite(best) and (name in ("zcdp", "rdp") or _settled(winner, event)):
             break
         try:
             profile = attempt()
-        except CannotProve as refusal:
+        except AccountantRefusal as refusal:
             refusals.append(refusal)
             continue
         value = ask(profile)
@@ -300,10 +302,10 @@ def _best(
 
 def _settled(winner: str, event: Event) -> bool:
     """Whether no other accountant is worth asking: the exact one answered, or one pure release stands alone."""
-    return winner == "gaussian-exact" or (winner == "pure" and sum(bag(event).values()) == 1)
+    return winner == "gaussian-exact" or (winner == "pure" and sum(count_releases(event).values()) == 1)
 
 
-def _unprovable(relation: Relation, refusals: list[CannotProve]) -> UnprovableError:
+def _unprovable(relation: Relation, refusals: list[AccountantRefusal]) -> UnprovableError:
     """The error for a composition nobody can prove: what stopped the most capable accountants, PLD and Rényi."""
     asked = [refusals[-1]] if len(refusals) < 3 else [refusals[-3], refusals[-1]]
     if asked[0].event == asked[-1].event:

@@ -1,6 +1,6 @@
 """Noise that cancels within bands, on secret samples: what correlation and amplification buy together.
 
-Records are in b cohorts that take turns (:class:`~quietgrad.sampling.PoissonTurns`): release t asks a Poisson
+Records are in b cohorts that take turns (:class:`~quietgrad.sampling.CyclicPoisson`): release t asks a PoissonSampled
 sample, at rate q, of cohort t mod b. Its noise is z·C·s·w_t with w = S⁻¹u, S lower triangular and Toeplitz with at
 most b coefficients c₀ = 1 > c₁ ≥ … ≥ 0 and s = ‖c‖.
 
@@ -13,14 +13,14 @@ rows t … t + b − 1 of S·sums, by c₀Δ, c₁Δ, …, and no row after them
   follows from earlier releases, and the rest of the window are fixed multiples of it;
 - given the coins of the others and all steps before, the window is, after subtraction of what the others give (a
   function of earlier steps), N(0, σ²I) without the record and (1 − q)·N(0, σ²I) + q·N(c⊗Δ, σ²I) with it,
-  σ = z·C·s and ‖c⊗Δ‖ = s·‖Δ‖ ≤ s·C: **one Poisson sample of one Gaussian release of noise multiplier z**;
+  σ = z·C·s and ‖c⊗Δ‖ = s·‖Δ‖ ≤ s·C: **one PoissonSampled sample of one Gaussian release of noise multiplier z**;
 - its coin is independent of everything before, so windows compose adaptively. A record has at most ⌈T/b⌉ of them;
   the last may be cut off, which is post-processing of a whole one, and before its first nothing depends on it.
 
 The coins of the others are independent of the record's and may as well be known: the bound holds for each outcome.
 Under replace-one the new record has the cohort and the coins of the old one, and the window is the two mixtures
-of a Poisson-sampled release of as many dimensions. C may follow from earlier releases: each step is divided by its
-own. A run is therefore ``Repeated(Poisson(q, Gaussian(z)), ⌈T/b⌉)``, for either relation.
+of a PoissonSampled-sampled release of as many dimensions. C may follow from earlier releases: each step is divided by its
+own. A run is therefore ``Repeated(PoissonSampled(q, Gaussian(z)), ⌈T/b⌉)``, for either relation.
 
 What breaks it: more bands than cohorts (a row would hear two contributions of the record), samples of everybody (a
 record twice within a window), a rate that forgets that a cohort is b times smaller than the table.
@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.correlated import ROUNDED_UP, Cancelling, Rows
+from quietgrad.privacy.correlated import ROUNDED_UP, CorrelatedNoise, NoiseRecurrence
 from quietgrad.privacy.mechanisms import Sampled
 
 Floats = npt.NDArray[np.float64]
@@ -47,7 +47,7 @@ _MOST_BANDS = 1024  # as many vectors are kept
 
 
 @dataclass(frozen=True)
-class Banded(Cancelling, kind="banded"):
+class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
     """Gaussian noise that the next releases take back, up to as many as there are bands.
 
     Build it with :meth:`made`. Plans carry the coefficients; whoever reads one computes the sensitivity again.
@@ -57,11 +57,11 @@ class Banded(Cancelling, kind="banded"):
         column: c₀ = 1 > c₁ ≥ … ≥ 0, the first column of S: as many bands. Falling coefficients have all zeros of
             Σc_k x^k outside of the unit disc (Eneström and Kakeya), so the recursion is stable.
 
-    >>> bands = Banded.made(560, 16)
+    >>> bands = BandedToeplitzNoise.made(560, 16)
     >>> round(bands.factor, 3), round(bands.loudness, 2)
     (1.394, 1.58)
-    >>> bands.event(lambda inner: events.Poisson(0.1, inner), 2.0, Relation.ADD_REMOVE, 35)
-    Repeated(inner=Poisson(rate=0.1, inner=Gaussian(noise_multiplier=2.0)), count=35)
+    >>> bands.event(lambda inner: events.PoissonSampled(0.1, inner), 2.0, Relation.ADD_REMOVE, 35)
+    Repeated(inner=PoissonSampled(rate=0.1, inner=Gaussian(noise_multiplier=2.0)), count=35)
     """
 
     releases: int
@@ -85,10 +85,10 @@ class Banded(Cancelling, kind="banded"):
             raise ValueError("column: must fall.")
 
     @classmethod
-    def made(cls, releases: int, bands: int) -> Banded:
+    def made(cls, releases: int, bands: int) -> BandedToeplitzNoise:
         """The first coefficients of (1−x)^(−1/2), whose square makes prefix sums: a matter of use, not of privacy.
 
-        >>> Banded.made(10, 4).column
+        >>> BandedToeplitzNoise.made(10, 4).column
         (1.0, 0.5, 0.375, 0.3125)
         """
         if not 2 <= bands <= _MOST_BANDS:
@@ -121,9 +121,9 @@ class Banded(Cancelling, kind="banded"):
 
         return np.asarray(lfilter([1.0], self.column, np.eye(1, self.releases)[0]), np.float64)
 
-    def rows(self, key: bytes, label: str) -> BandRows:
+    def rows(self, key: bytes, label: str) -> BandedRecurrence:
         """By the last rows, one less than there are bands."""
-        return BandRows(self, key, label)
+        return BandedRecurrence(self, key, label)
 
     # --- what a mechanism is ----------------------------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class Banded(Cancelling, kind="banded"):
         """``count`` windows, each on a secret sample: as many as a record has turns."""
         return events.repeated(sampled(self.once(multiplier, relation)), count)
 
-    def over(self, releases: int, participations: int, separation: int) -> Banded:
+    def over(self, releases: int, participations: int, separation: int) -> BandedToeplitzNoise:
         """The same bands for another run."""
-        return Banded(releases, self.column)
+        return BandedToeplitzNoise(releases, self.column)
 
     def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
         """Refuse releases that the windows are not proved for."""
@@ -165,10 +165,10 @@ class Banded(Cancelling, kind="banded"):
         )
 
 
-class BandRows(Rows):
+class BandedRecurrence(NoiseRecurrence):
     """w_k = u_k − Σ_{0<m<b} c_m·w_{k−m}: of the b − 1 rows that are kept, row k takes the place of the oldest."""
 
-    def __init__(self, mechanism: Banded, key: bytes, label: str) -> None:
+    def __init__(self, mechanism: BandedToeplitzNoise, key: bytes, label: str) -> None:
         super().__init__(mechanism, key, label, mechanism.bands - 1)
         self._past = np.array(mechanism.column[1:])
 

@@ -39,7 +39,7 @@ DEFAULT_RELATION = Relation.ADD_REMOVE.value
 """What every front end promises unless it is told otherwise: as Opacus, DP-EBM and dp-accounting do."""
 
 
-class Unit(StrEnum):
+class PrivacyUnit(StrEnum):
     """Whom a promise is about: what a "record" of a relation is.
 
     ``record``: one row of the data. ``person``: somebody with all their rows, however many. An ε of one says little
@@ -50,10 +50,10 @@ class Unit(StrEnum):
     PERSON = "person"
 
     @classmethod
-    def parse(cls, value: str | Unit) -> Unit:
+    def parse(cls, value: str | PrivacyUnit) -> PrivacyUnit:
         """Return the unit named ``value``.
 
-        >>> Unit.parse("person").in_words("every record, of 3 records")
+        >>> PrivacyUnit.parse("person").in_words("every record, of 3 records")
         'every person, of 3 people'
         """
         try:
@@ -63,7 +63,7 @@ class Unit(StrEnum):
 
     def in_words(self, text: str) -> str:
         """A sentence about records, said of this unit."""
-        if self is Unit.RECORD:
+        if self is PrivacyUnit.RECORD:
             return text
         return re.sub(r"\brecord\b", "person", re.sub(r"\brecords\b", "people", text))
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quietgrad.errors import BudgetError
-from quietgrad.privacy.accounting import bound, sensitivity_factor
+from quietgrad.privacy.accounting import prove_or_infinite, sensitivity_factor
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
-from quietgrad.privacy.composition import root_search, rough_mu
-from quietgrad.privacy.events import Event, FixedSize, Gaussian, Poisson, repeated
+from quietgrad.privacy.composition import approximate_mu, root_search
+from quietgrad.privacy.events import Event, FixedSizeSampled, Gaussian, PoissonSampled, repeated
 
 # Raise when any accountant's or calibration's numbers change.
 _REVISION = 1
@@ -39,7 +39,7 @@ def directory() -> Path:
     return Path(os.environ.get("QUIETGRAD_CACHE") or Path.home() / ".cache" / "quietgrad")
 
 
-def recall(question: dict[str, Any]) -> float | None:
+def load_calibration(question: dict[str, Any]) -> float | None:
     """Return the remembered answer to ``question``, or None."""
     key = _key(question)
     try:
@@ -51,7 +51,7 @@ def recall(question: dict[str, Any]) -> float | None:
     return float(answer) if intact else None
 
 
-def remember(question: dict[str, Any], answer: float) -> None:
+def store_calibration(question: dict[str, Any], answer: float) -> None:
     """Keep ``answer`` to ``question`` for later processes, if the directory can be written."""
     key = _key(question)
     answer = float(answer)
@@ -112,8 +112,8 @@ def calibrate(
         delta: target δ in (0, 1).
         steps: number of releases.
         n: number of records; with ``batch_size`` it gives the sampling rate (fixed-size needs both).
-        batch_size: expected (Poisson) or exact (fixed-size) number of records per release.
-        rate: sampling rate, instead of ``n`` and ``batch_size``, for Poisson sampling.
+        batch_size: expected (PoissonSampled) or exact (fixed-size) number of records per release.
+        rate: sampling rate, instead of ``n`` and ``batch_size``, for PoissonSampled sampling.
         sampling: ``"poisson"``, ``"fixed-size"`` or ``"full"``.
         relation: ``"add-remove"`` or ``"replace-one"``.
         cache: whether to look the answer up on disk, and keep it there.
@@ -150,17 +150,17 @@ def calibrate_event(
         "key": key,
     }
     # A remembered number was written to a file that anybody may have changed: it is proved again, or forgotten.
-    known = recall(question) if cache else None
+    known = load_calibration(question) if cache else None
     if known is not None and _keeps(make_event, known, budget):
         return known
     factor = sensitivity_factor(budget.relation)
     answer = _least_noise(
-        lambda z: bound(make_event(z), budget.delta, budget.relation).epsilon,
+        lambda z: prove_or_infinite(make_event(z), budget.delta, budget.relation).epsilon,
         budget,
-        _guess_noise(lambda z: rough_mu(make_event(z), factor), gaussian_mu(budget.epsilon, budget.delta)),
+        _guess_noise(lambda z: approximate_mu(make_event(z), factor), gaussian_mu(budget.epsilon, budget.delta)),
     )
     if cache:
-        remember(question, answer)
+        store_calibration(question, answer)
     return answer
 
 
@@ -228,19 +228,19 @@ def _sampler(sampling: str, n: int | None, batch_size: int | None, rate: float |
         case "fixed-size":
             if n is None or batch_size is None or rate is not None:
                 raise ValueError("sampling='fixed-size': needs n and batch_size, and no rate.")
-            return lambda inner: FixedSize(n, batch_size, inner)
+            return lambda inner: FixedSizeSampled(n, batch_size, inner)
         case "poisson":
             if (rate is None) == (n is None or batch_size is None):
                 raise ValueError("sampling='poisson': needs either rate, or both n and batch_size.")
             chance = rate if rate is not None else (batch_size or 0) / (n or 1)
-            return lambda inner: Poisson(chance, inner)
+            return lambda inner: PoissonSampled(chance, inner)
     raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'fixed-size' or 'full'.")
 
 
 def _keeps(make: Callable[[Any], Event], number: float, budget: Budget) -> bool:
     """Whether the event at a remembered number is proved to keep the budget."""
     try:
-        return bound(make(number), budget.delta, budget.relation).epsilon <= budget.epsilon
+        return prove_or_infinite(make(number), budget.delta, budget.relation).epsilon <= budget.epsilon
     except ValueError:  # not even a number that an event can be made of
         return False
 
@@ -296,12 +296,12 @@ def _most(make: Callable[[int], Event], name: str, budget: Budget, limit: int, p
         "events": [make(1).to_json(), make(min(2, limit)).to_json()],
         "limit": limit,
     }
-    known = recall(question) if cache else None
+    known = load_calibration(question) if cache else None
     if known is not None and 1 <= known <= limit and _keeps(make, int(known), budget):
         return int(known)
 
     def epsilon_at(count: int) -> float:
-        return bound(make(count), budget.delta, budget.relation).epsilon
+        return prove_or_infinite(make(count), budget.delta, budget.relation).epsilon
 
     low, high = 1, limit + 1  # ε(low) ≤ target < ε(high)
     epsilon = epsilon_at(1)
@@ -324,5 +324,5 @@ def _most(make: Callable[[int], Event], name: str, budget: Budget, limit: int, p
         else:
             high = count
     if cache:
-        remember(question, low)
+        store_calibration(question, low)
     return low

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.files import check_regular, read_json, reason, write_atomically
+from quietgrad.files import check_regular, os_error_text, read_json, write_atomically
 
 FORMAT = "quietgrad-ledger"
 _BEFORE_FIRST = "0" * 64
@@ -51,7 +51,7 @@ def canonical(value: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ChainEntry:
     """One line: what happened (``kind``, ``body``), when, and its place in the chain."""
 
     seq: int
@@ -67,7 +67,7 @@ class Entry:
         return hashlib.sha256(canonical(content)).hexdigest()
 
     @classmethod
-    def parse(cls, line: bytes) -> Entry:
+    def parse(cls, line: bytes) -> ChainEntry:
         """Read a line back; ``ValueError`` if it is not exactly what was written."""
         try:
             entry = cls(**json.loads(line))
@@ -80,12 +80,12 @@ class Entry:
         return entry
 
 
-def anchor(entry: Entry) -> str:
+def anchor(entry: ChainEntry) -> str:
     """The short text that commits to ``entry`` and, through the chain, to every line before it."""
     return f"{entry.seq}-{entry.hash[:_ANCHOR_DIGITS]}"
 
 
-def check_anchor(entries: Sequence[Entry], text: str) -> str:
+def check_anchor(entries: Sequence[ChainEntry], text: str) -> str:
     """What is wrong with a chain that should begin with the one anchored, in one sentence; '' if nothing.
 
     >>> check_anchor((), "3-" + "0" * 40)
@@ -103,10 +103,10 @@ def check_anchor(entries: Sequence[Entry], text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ChainContents:
     """What a file holds: its entries, the bytes of an append that never finished, and what is wrong."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ChainEntry, ...] = ()
     torn: bytes = b""
     problems: tuple[str, ...] = ()
 
@@ -120,9 +120,9 @@ class Chain:
         self.head = self.path.with_name(self.path.name + ".head")
         self.timeout = timeout
         self._one_thread = threading.Lock()
-        self._seen: tuple[tuple[int, ...], Reading] = ((), Reading())
+        self._seen: tuple[tuple[int, ...], ChainContents] = ((), ChainContents())
 
-    def read(self) -> Reading:
+    def read(self) -> ChainContents:
         """Return what the file holds, good or bad; only a file that cannot be opened or locked raises."""
         with self._one_thread:
             try:
@@ -130,7 +130,7 @@ class Chain:
                     return self._reading(fd)
             except FileNotFoundError:
                 gone = f"the file is gone, but {self.head.name} says that it existed; restore it."
-                return Reading(problems=(gone,) if self.head.exists() else ())
+                return ChainContents(problems=(gone,) if self.head.exists() else ())
 
     @contextlib.contextmanager
     def writing(self, *, adopt: bool = False) -> Iterator[Writer]:
@@ -168,7 +168,7 @@ class Chain:
                     raise LedgerError(f"{self.path}: the folder does not exist; create it first.") from None
                 raise
             except OSError as error:
-                raise LedgerError(f"{self.path}: cannot open the ledger ({reason(error)}).") from None
+                raise LedgerError(f"{self.path}: cannot open the ledger ({os_error_text(error)}).") from None
             try:
                 fcntl.flock(fd, kind | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
@@ -192,7 +192,7 @@ class Chain:
             fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough if a thread forked meanwhile
             os.close(fd)
 
-    def _reading(self, fd: int, *, trust_head: bool = True) -> Reading:
+    def _reading(self, fd: int, *, trust_head: bool = True) -> ChainContents:
         seq, stated, problem = self._read_head() if trust_head else (0, "", "")
         state = (seq, *_signature(fd))
         if state != self._seen[0]:
@@ -228,13 +228,13 @@ _HOW_TO_ADOPT = "bring it back, or accept the file as it is with `quietgrad ledg
 class Writer:
     """Appends to a locked, checked chain; lives inside ``Chain.writing`` only."""
 
-    def __init__(self, chain: Chain, fd: int, reading: Reading) -> None:
+    def __init__(self, chain: Chain, fd: int, reading: ChainContents) -> None:
         self._chain = chain
         self._fd = fd
         self._reading = reading
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ChainEntry, ...]:
         """All entries, those just appended included."""
         return self._reading.entries
 
@@ -252,11 +252,11 @@ class Writer:
             kept = base64.b64encode(torn).decode("ascii")
             self.append("quarantine", {"reason": "an append that never finished", "bytes": kept})
 
-    def append(self, kind: str, body: dict[str, Any]) -> Entry:
+    def append(self, kind: str, body: dict[str, Any]) -> ChainEntry:
         """Add one entry; it and the head are on the disk when this returns, or ``LedgerError`` and no trace."""
         previous = self.entries[-1].hash if self.entries else _BEFORE_FIRST
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        entry = Entry(len(self.entries) + 1, now, kind, body, previous)
+        entry = ChainEntry(len(self.entries) + 1, now, kind, body, previous)
         entry = replace(entry, hash=entry.digest())
         size = os.fstat(self._fd).st_size
         try:
@@ -273,31 +273,31 @@ class Writer:
                 os.ftruncate(self._fd, size)
                 os.fsync(self._fd)
             raise self._failed(error) from None
-        self._reading = Reading((*self.entries, entry))
+        self._reading = ChainContents((*self.entries, entry))
         self._chain._seen = ((entry.seq, *_signature(self._fd)), self._reading)
         return entry
 
-    def _write_head(self, entry: Entry) -> None:
+    def _write_head(self, entry: ChainEntry) -> None:
         """Replace the head in one step. A head that is a line behind after a crash is still a true head."""
         content = canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n"
         write_atomically(self._chain.head, content, sync_name=False)
 
     def _failed(self, error: OSError) -> LedgerError:
         return LedgerError(
-            f"{self._chain.path}: cannot write the ledger ({reason(error)}); nothing was reserved, so nothing "
+            f"{self._chain.path}: cannot write the ledger ({os_error_text(error)}); nothing was reserved, so nothing "
             "may be released. Make room or permit writing, then run again."
         )
 
 
-def _check_lines(data: bytes, *, acknowledged: int) -> Reading:
+def _check_lines(data: bytes, *, acknowledged: int) -> ChainContents:
     """Split into lines and check each by itself and against the one before."""
     *lines, torn = data.split(b"\n")
-    entries: list[Entry] = []
+    entries: list[ChainEntry] = []
     problems: list[str] = []
     previous: str | None = _BEFORE_FIRST
     for number, line in enumerate(lines, start=1):
         try:
-            entry = Entry.parse(line)
+            entry = ChainEntry.parse(line)
         except ValueError as error:
             if 0 < acknowledged < number == len(lines) and not problems:
                 # A power cut can keep the end of a line and lose its middle; nobody was told that it is there.
@@ -316,7 +316,7 @@ def _check_lines(data: bytes, *, acknowledged: int) -> Reading:
         problems.append("this is not a quietgrad ledger; choose another file.")
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"… and {len(problems) - _MAX_PROBLEMS} more."]
-    return Reading(tuple(entries), torn, tuple(problems))
+    return ChainContents(tuple(entries), torn, tuple(problems))
 
 
 def _signature(fd: int) -> tuple[int, ...]:

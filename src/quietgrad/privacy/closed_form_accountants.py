@@ -28,23 +28,23 @@ import numpy.typing as npt
 from scipy.special import log_ndtr
 
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.composition import CannotProve, bag, check_relation, root_search
+from quietgrad.privacy.composition import AccountantRefusal, check_relation, count_releases, root_search
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
-    Failure,
-    FixedSize,
+    FailureProbability,
+    FixedSizeSampled,
     Gaussian,
     Laplace,
+    MaxOverParties,
     Parallel,
-    PerParty,
-    Poisson,
+    PoissonSampled,
     Pure,
-    RandomRound,
+    RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
-    Slack,
+    TotalVariationSlack,
     Upfront,
 )
 
@@ -106,13 +106,13 @@ def _rho(event: Event, relation: Relation, factor: float) -> float:
             return count * _rho(inner, relation, factor)
         case Composed(parts=parts):
             return math.fsum(_rho(part, relation, factor) for part in parts)
-        case Parallel(parts=parts) | PerParty(parties=parts):
+        case Parallel(parts=parts) | MaxOverParties(parties=parts):
             return max(_rho(part, relation, factor) for part in parts)
-        case RandomRound(inner=inner, law=law):
+        case RandomNumberOfReleases(inner=inner, law=law):
             return max(number for number, _ in law) * _rho(inner, relation, factor)
-        case Slack() | Failure() | Upfront():
+        case TotalVariationSlack() | FailureProbability() | Upfront():
             return 0.0
-    raise CannotProve(event, f"a {event.kind} event is not zCDP")
+    raise AccountantRefusal(event, f"a {event.kind} event is not zCDP")
 
 
 def _curve(event: Event, relation: Relation, factor: float) -> Array:
@@ -131,44 +131,46 @@ def _curve(event: Event, relation: Relation, factor: float) -> Array:
             e = factor / z
             near, far = np.log(a / (2 * a - 1)) + (a - 1) * e, np.log((a - 1) / (2 * a - 1)) - a * e
             return _array(np.logaddexp(near, far) / (a - 1))
-        case Poisson() | FixedSize():
+        case PoissonSampled() | FixedSizeSampled():
             return _sampled_curve(event, relation, factor)
         case Repeated(inner=inner, count=count):
             return count * _curve(inner, relation, factor)
         case Composed(parts=parts):
             return _array(np.sum([_curve(part, relation, factor) for part in parts], axis=0))
-        case Parallel(parts=parts) | PerParty(parties=parts):
+        case Parallel(parts=parts) | MaxOverParties(parties=parts):
             return _array(np.max([_curve(part, relation, factor) for part in parts], axis=0))
-        case RandomRound(inner=inner, law=law):
+        case RandomNumberOfReleases(inner=inner, law=law):
             one = (a - 1) * _curve(inner, relation, factor)
             logs = [math.log(weight) + number * one for number, weight in law if weight > 0]
             return _array(np.logaddexp.reduce(logs, axis=0) / (a - 1))
         case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
             return _select(_curve(inner, relation, factor), mean, shape)
-        case Slack() | Failure() | Upfront():
+        case TotalVariationSlack() | FailureProbability() | Upfront():
             return np.zeros_like(a)
-    raise CannotProve(event, f"a {event.kind} event has no Rényi curve")
+    raise AccountantRefusal(event, f"a {event.kind} event has no Rényi curve")
 
 
 def _array(values: npt.ArrayLike) -> Array:
     return np.asarray(values, dtype=np.float64)
 
 
-def _sampled_curve(event: Poisson | FixedSize, relation: Relation, factor: float) -> Array:
-    releases = list(bag(event.inner))
+def _sampled_curve(event: PoissonSampled | FixedSizeSampled, relation: Relation, factor: float) -> Array:
+    releases = list(count_releases(event.inner))
     if event.rate == 1.0:
         return _curve(event.inner, relation, factor)
     if len(releases) != 1 or not isinstance(releases[0], Gaussian):
-        raise CannotProve(event, "Rényi curves are known for samples of Gaussian releases only")
+        raise AccountantRefusal(event, "Rényi curves are known for samples of Gaussian releases only")
     noise = releases[0].noise_multiplier / factor
-    if isinstance(event, FixedSize):
+    if isinstance(event, FixedSizeSampled):
         if relation is not Relation.REPLACE_ONE:
-            raise CannotProve(event, "Rényi curves of fixed-size samples are known under replace-one only")
+            raise AccountantRefusal(event, "Rényi curves of fixed-size samples are known under replace-one only")
         return _dp_accounting_curve(event.rate, (event.n, event.batch_size), noise)
     if relation is Relation.ADD_REMOVE:
         return _dp_accounting_curve(event.rate, None, noise)
     if not isinstance(event.inner, Gaussian):
-        raise CannotProve(event, "under replace-one only Poisson samples of a single Gaussian release are known")
+        raise AccountantRefusal(
+            event, "under replace-one only Poisson samples of a single Gaussian release are known"
+        )
     return _poisson_replace_curve(event.rate, 1 / noise)
 
 
@@ -212,9 +214,9 @@ def _poisson_replace_curve(rate: float, mu: float) -> Array:
 
 
 def _select(curve: Array, mean: float, shape: float) -> Array:
-    """The curve of the best of K runs (Papernot, Steinke 2022): Thm. 2, or Thm. 6 for a Poisson K.
+    """The curve of the best of K runs (Papernot, Steinke 2022): Thm. 2, or Thm. 6 for a PoissonSampled K.
 
-    A truncated law of mean 1 is K = 1 for certain and costs one run. A Poisson K of mean 1 is not: it is 0 or more
+    A truncated law of mean 1 is K = 1 for certain and costs one run. A PoissonSampled K of mean 1 is not: it is 0 or more
     than 1 in 63 % of all cases, and who sees the result learns from that too.
     """
     a = _ORDERS
@@ -273,7 +275,7 @@ def _total(event: Event, relation: Relation, factor: float) -> float:
             return math.fsum(_total(part, relation, factor) for part in parts)
         case Repeated(inner=inner, count=count):
             return count * _total(inner, relation, factor)
-    raise CannotProve(event, f"a {event.kind} event is not pure DP")
+    raise AccountantRefusal(event, f"a {event.kind} event is not pure DP")
 
 
 # Mixtures of more Gaussians than this are left to the PLD accountant, which mixes them by Fourier transform.
@@ -361,7 +363,7 @@ class GaussianProfile:
 def gaussian_profile(event: Event, factor: float) -> GaussianProfile:
     """Return the exact profile of un-sampled Gaussian releases, also with random rounds.
 
-    ``factor`` is Δ/C. Refuses (``CannotProve``) every other event.
+    ``factor`` is Δ/C. Refuses (``AccountantRefusal``) every other event.
     """
     squares = _squares(event, factor)
     return GaussianProfile(tuple((weight, math.sqrt(square)) for weight, square in squares))
@@ -375,19 +377,19 @@ def _squares(event: Event, factor: float) -> list[tuple[float, float]]:
         case Repeated(inner=inner, count=count):
             law = _squares(inner, factor)
             if len(law) > 1:  # each repetition draws anew
-                raise CannotProve(event, "the exact Gaussian accountant does not repeat random rounds")
+                raise AccountantRefusal(event, "the exact Gaussian accountant does not repeat random rounds")
             return [(weight, square * count) for weight, square in law]
         case Composed(parts=parts):
             law = [(1.0, 0.0)]
             for part in parts:
                 other = _squares(part, factor)
                 if len(law) * len(other) > _MOST_COMPONENTS:
-                    raise CannotProve(event, "too many random rounds for the exact Gaussian accountant")
+                    raise AccountantRefusal(event, "too many random rounds for the exact Gaussian accountant")
                 law = [(w * v, s + t) for w, s in law for v, t in other]
             return law
-        case RandomRound(inner=inner, law=rounds):
+        case RandomNumberOfReleases(inner=inner, law=rounds):
             base = _squares(inner, factor)
             if len(base) > 1:
-                raise CannotProve(event, "the exact Gaussian accountant does not nest random rounds")
+                raise AccountantRefusal(event, "the exact Gaussian accountant does not nest random rounds")
             return [(weight, base[0][1] * count) for count, weight in rounds]
-    raise CannotProve(event, "only un-sampled Gaussian releases are exactly Gaussian")
+    raise AccountantRefusal(event, "only un-sampled Gaussian releases are exactly Gaussian")

@@ -1,11 +1,11 @@
 """Walking event trees: what every accountant needs to know about a composition before it can prove anything.
 
-* ``alternatives``: under ``Parallel`` and ``PerParty`` a record lies in one part, so a composition costs what its
+* ``parallel_branches``: under ``Parallel`` and ``MaxOverParties`` a record lies in one part, so a composition costs what its
   worst choice of parts costs; an event becomes the list of its choices, none of which is parallel any more.
-* ``total_slack``, ``total_failure``, ``total_upfront``: what ``Slack``, ``Failure`` and ``Upfront`` events of a
+* ``total_slack``, ``total_failure``, ``total_upfront``: what ``TotalVariationSlack``, ``FailureProbability`` and ``Upfront`` events of a
   composition add up to.
-* ``bag``: a composition as a multiset of releases, un-sampled Gaussians merged into one.
-* ``rough_mu``: an asymptotic size of the privacy loss. A starting point for searches, never a guarantee.
+* ``count_releases``: a composition as a multiset of releases, un-sampled Gaussians merged into one.
+* ``approximate_mu``: an asymptotic size of the privacy loss. A starting point for searches, never a guarantee.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from quietgrad.privacy.events import (
     ZCDP,
     Composed,
     Event,
-    Failure,
-    FixedSize,
+    FailureProbability,
+    FixedSizeSampled,
     Gaussian,
     Laplace,
+    MaxOverParties,
     Parallel,
-    PerParty,
-    Poisson,
+    PoissonSampled,
     Pure,
-    RandomRound,
+    RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
-    Slack,
+    TotalVariationSlack,
     Upfront,
     composed,
     repeated,
@@ -41,7 +41,7 @@ from quietgrad.privacy.events import (
 _MOST_CHOICES = 256
 
 
-class CannotProve(Exception):
+class AccountantRefusal(Exception):
     """One accountant's refusal: the event that stopped it, and why."""
 
     def __init__(self, event: Event, reason: str) -> None:
@@ -53,7 +53,7 @@ class CannotProve(Exception):
 def check_relation(event: Event, proved: Relation, asked: Relation) -> None:
     """Refuse a result that was proved under another relation than the one asked for."""
     if proved is not asked:
-        raise CannotProve(
+        raise AccountantRefusal(
             event, f"it was proved under {proved}, not under {asked}; prove and record it under {asked}"
         )
 
@@ -65,13 +65,13 @@ def describe(event: Event, limit: int = 160) -> str:
 
 
 def total_slack(event: Event) -> float:
-    """Return the total variation distance that all ``Slack`` events of a composition may add up to."""
-    return _total(event, lambda part: part.total_variation if isinstance(part, Slack) else 0.0)
+    """Return the total variation distance that all ``TotalVariationSlack`` events of a composition may add up to."""
+    return _total(event, lambda part: part.total_variation if isinstance(part, TotalVariationSlack) else 0.0)
 
 
 def total_failure(event: Event) -> float:
-    """Return the probability that any ``Failure`` of a composition happens, by the union bound."""
-    return _total(event, lambda part: part.probability if isinstance(part, Failure) else 0.0)
+    """Return the probability that any ``FailureProbability`` of a composition happens, by the union bound."""
+    return _total(event, lambda part: part.probability if isinstance(part, FailureProbability) else 0.0)
 
 
 def total_upfront(event: Event, relation: Relation) -> float:
@@ -85,16 +85,18 @@ def total_upfront(event: Event, relation: Relation) -> float:
 
     def outside(part: Event) -> bool:
         match part:
-            case Composed(parts=parts) | Parallel(parts=parts) | PerParty(parties=parts):
+            case Composed(parts=parts) | Parallel(parts=parts) | MaxOverParties(parties=parts):
                 return all(map(outside, parts))
             case Repeated(inner=inner):
                 return outside(inner)
-            case Poisson() | FixedSize() | RandomRound() | RepeatAndSelect():
+            case PoissonSampled() | FixedSizeSampled() | RandomNumberOfReleases() | RepeatAndSelect():
                 return _total(part.inner, added) == 0.0
         return True
 
     if not outside(event):
-        raise CannotProve(event, "a release that decides about others stands before them, never inside a sample")
+        raise AccountantRefusal(
+            event, "a release that decides about others stands before them, never inside a sample"
+        )
     return _total(event, added)
 
 
@@ -102,36 +104,36 @@ def _total(event: Event, measure: Callable[[Event], float]) -> float:
     match event:
         case Composed(parts=parts):
             return math.fsum(_total(part, measure) for part in parts)
-        case Parallel(parts=parts) | PerParty(parties=parts):
+        case Parallel(parts=parts) | MaxOverParties(parties=parts):
             return max(_total(part, measure) for part in parts)
         case Repeated(inner=inner, count=count):
             return count * _total(inner, measure)
-        case RandomRound(inner=inner, law=law):
+        case RandomNumberOfReleases(inner=inner, law=law):
             return math.fsum(weight * count for count, weight in law) * _total(inner, measure)
         case RepeatAndSelect(inner=inner, mean=mean):
             return mean * _total(inner, measure)
-        case Poisson(inner=inner) | FixedSize(inner=inner):
+        case PoissonSampled(inner=inner) | FixedSizeSampled(inner=inner):
             return _total(inner, measure)
     return measure(event)
 
 
-def alternatives(event: Event) -> list[Event]:
+def parallel_branches(event: Event) -> list[Event]:
     """Return the choices of parts of ``event``, without what is added up apart: its ε is the largest of theirs.
 
-    An empty list means that nothing but slack was released. Raises ``CannotProve`` when there are too many
+    An empty list means that nothing but slack was released. Raises ``AccountantRefusal`` when there are too many
     choices to try; the Rényi accountant takes such an event whole.
     """
     match event:
-        case Slack() | Failure() | Upfront():
+        case TotalVariationSlack() | FailureProbability() | Upfront():
             return []
         case Composed(parts=parts):
-            lists = [choices for part in parts if (choices := alternatives(part))]
+            lists = [choices for part in parts if (choices := parallel_branches(part))]
             _check_number(event, math.prod(len(choices) for choices in lists))
             return _distinct([composed(pick) for pick in product(*lists)]) if lists else []
-        case Parallel(parts=parts) | PerParty(parties=parts):
-            return _undominated(_distinct([choice for part in parts for choice in alternatives(part)]))
+        case Parallel(parts=parts) | MaxOverParties(parties=parts):
+            return _undominated(_distinct([choice for part in parts for choice in parallel_branches(part)]))
         case Repeated(inner=inner, count=count):
-            choices = alternatives(inner)
+            choices = parallel_branches(inner)
             if len(choices) < 2:
                 return [repeated(choice, count) for choice in choices]
             _check_number(event, math.comb(count + len(choices) - 1, count))
@@ -139,19 +141,19 @@ def alternatives(event: Event) -> list[Event]:
                 composed([repeated(c, pick.count(c)) for c in dict.fromkeys(pick)])
                 for pick in combinations_with_replacement(choices, count)
             ]
-        case RandomRound(inner=inner, law=law):
-            choices = alternatives(inner) if any(number for number, _ in law) else []
+        case RandomNumberOfReleases(inner=inner, law=law):
+            choices = parallel_branches(inner) if any(number for number, _ in law) else []
             if len(choices) > 1:
-                raise CannotProve(event, "random rounds of parallel parts have too many choices of parts")
-            return [RandomRound(choice, law) for choice in choices]
-        case Poisson(rate=rate, inner=inner):
-            choices = alternatives(inner)
-            return choices if rate == 1.0 else [Poisson(rate, choice) for choice in choices]
-        case FixedSize(n=n, batch_size=batch_size, inner=inner):
-            choices = alternatives(inner)
-            return choices if n == batch_size else [FixedSize(n, batch_size, choice) for choice in choices]
+                raise AccountantRefusal(event, "random rounds of parallel parts have too many choices of parts")
+            return [RandomNumberOfReleases(choice, law) for choice in choices]
+        case PoissonSampled(rate=rate, inner=inner):
+            choices = parallel_branches(inner)
+            return choices if rate == 1.0 else [PoissonSampled(rate, choice) for choice in choices]
+        case FixedSizeSampled(n=n, batch_size=batch_size, inner=inner):
+            choices = parallel_branches(inner)
+            return choices if n == batch_size else [FixedSizeSampled(n, batch_size, choice) for choice in choices]
         case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
-            choices = alternatives(inner)
+            choices = parallel_branches(inner)
             if len(choices) > 1:
                 return [event]
             return [RepeatAndSelect(choice, mean, shape) for choice in choices]
@@ -160,7 +162,7 @@ def alternatives(event: Event) -> list[Event]:
 
 def _check_number(event: Event, number: int) -> None:
     if number > _MOST_CHOICES:
-        raise CannotProve(event, f"its parallel parts combine in {number} ways, more than {_MOST_CHOICES}")
+        raise AccountantRefusal(event, f"its parallel parts combine in {number} ways, more than {_MOST_CHOICES}")
 
 
 def _distinct(events: list[Event]) -> list[Event]:
@@ -191,7 +193,7 @@ def _strength(event: Event) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
     count, rate = 1.0, 1.0
     while isinstance(event, Repeated):
         count, event = count * event.count, event.inner
-    if isinstance(event, (Poisson, FixedSize)):
+    if isinstance(event, (PoissonSampled, FixedSizeSampled)):
         kinds.append(event.kind)
         rate, event = event.rate, event.inner
     match event:
@@ -200,12 +202,12 @@ def _strength(event: Event) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
     return None
 
 
-def bag(event: Event) -> dict[Event, int]:
+def count_releases(event: Event) -> dict[Event, int]:
     """Return a parallel-free composition as releases and how often each happens.
 
     Un-sampled Gaussians become one: adaptive Gaussian releases are exactly one Gaussian with Σ 1/z² as its 1/z².
 
-    >>> bag(Composed((Gaussian(2.0), Repeated(Gaussian(2.0), 3))))
+    >>> count_releases(Composed((Gaussian(2.0), Repeated(Gaussian(2.0), 3))))
     {Gaussian(noise_multiplier=1.0): 1}
     """
     counts: dict[Event, int] = {}
@@ -227,12 +229,12 @@ def bag(event: Event) -> dict[Event, int]:
     if precision:
         merged = 1 / math.sqrt(math.fsum(precision))
         if merged < LEAST_NUMBER:
-            raise CannotProve(event, "its Gaussian releases together have too little noise for any finite ε")
+            raise AccountantRefusal(event, "its Gaussian releases together have too little noise for any finite ε")
         counts[Gaussian(min(merged, LARGEST_NUMBER))] = 1
     return counts
 
 
-def rough_mu(event: Event, factor: float) -> float:
+def approximate_mu(event: Event, factor: float) -> float:
     """Return about how many standard deviations apart neighbours look (a central limit, for starting points).
 
     ``factor`` is Δ/C. Sampled Gaussians count q√(e^{μ²} − 1) each. The value may err to either side.
@@ -244,19 +246,19 @@ def rough_mu(event: Event, factor: float) -> float:
             return epsilon
         case ZCDP(rho=rho):
             return math.sqrt(2 * rho)
-        case Poisson(rate=rate, inner=inner) | FixedSize(rate=rate, inner=inner):
-            mu = rough_mu(inner, factor)
+        case PoissonSampled(rate=rate, inner=inner) | FixedSizeSampled(rate=rate, inner=inner):
+            mu = approximate_mu(inner, factor)
             return min(mu, rate * math.sqrt(math.expm1(min(mu**2, 600.0))))
         case Repeated(inner=inner, count=count):
-            return math.sqrt(count) * rough_mu(inner, factor)
+            return math.sqrt(count) * approximate_mu(inner, factor)
         case Composed(parts=parts):
-            return math.hypot(*(rough_mu(part, factor) for part in parts))
-        case Parallel(parts=parts) | PerParty(parties=parts):
-            return max(rough_mu(part, factor) for part in parts)
-        case RandomRound(inner=inner, law=law):
-            return math.sqrt(max(count for count, _ in law)) * rough_mu(inner, factor)
+            return math.hypot(*(approximate_mu(part, factor) for part in parts))
+        case Parallel(parts=parts) | MaxOverParties(parties=parts):
+            return max(approximate_mu(part, factor) for part in parts)
+        case RandomNumberOfReleases(inner=inner, law=law):
+            return math.sqrt(max(count for count, _ in law)) * approximate_mu(inner, factor)
         case RepeatAndSelect(inner=inner):
-            return 2 * rough_mu(inner, factor)
+            return 2 * approximate_mu(inner, factor)
     return 0.0
 
 

@@ -3,7 +3,7 @@
 Release k of T is sum_k + z·C·s·w_k with w = S⁻¹u, u independent standard normals and S lower triangular and
 Toeplitz with coefficients c₀ = 1, c_k = Σ_i α_i λ_i^(k−1). Later releases take back most of what earlier ones
 added, so that *sums* of releases, which is what a descent method makes of them, carry far less noise; a single
-release carries more (:attr:`Correlated.loudness`).
+release carries more (:attr:`BufferedToeplitzNoise.loudness`).
 
 **Why it is private.** S is lower triangular and invertible, so the transcript is a causal bijection of
 S·sums + z·C·s·u. A record that takes part in the releases π moves step k of it by r_k = Σ_j S_kj Δ_j, a vector that
@@ -18,7 +18,7 @@ from earlier releases: divide each step by its own C.
 in j and in j − i, because c₁ ≥ c₂ ≥ … ≥ 0. Compared term by term, no π exceeds {0, b, 2b, …}: s is the norm of the
 sum of those columns, and it is attained.
 
-What must not depend on other people is *when* a record takes part (see :class:`~quietgrad.sampling.Turns`).
+What must not depend on other people is *when* a record takes part (see :class:`~quietgrad.sampling.CyclicCohorts`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ import numpy.typing as npt
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.mechanisms import Mechanism, Sampled, Source, UnitNoise
-from quietgrad.privacy.noise import release_gaussian, sigma_for
+from quietgrad.privacy.mechanisms import Mechanism, NoiseSource, Sampled, StandardNormals
+from quietgrad.privacy.noise import add_discretized_gaussian, sigma_for
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,7 +45,7 @@ ROUNDED_UP = 1.0 + 1e-12
 _MOST_RELEASES = 2**20  # beyond, a λ comes so near to 1 that float64 sums of T terms lose digits
 
 
-class Cancelling(Mechanism, ABC):
+class CorrelatedNoise(Mechanism, ABC):
     """Gaussian noise w = S⁻¹u over the releases of a run, S lower triangular and Toeplitz with c₀ = 1.
 
     The transcript is a causal bijection of S·sums + z·C·s·u with independent normals u, whatever S is; subclasses
@@ -61,7 +61,7 @@ class Cancelling(Mechanism, ABC):
         """c₀, c₁, … of the first ``releases`` (default: all), the first column of S."""
 
     @abstractmethod
-    def rows(self, key: bytes, label: str) -> Rows:
+    def rows(self, key: bytes, label: str) -> NoiseRecurrence:
         """The noise of unit scale, by number of the release."""
 
     @property
@@ -78,8 +78,8 @@ class Cancelling(Mechanism, ABC):
         """The event of what has a price together."""
         return events.Gaussian(multiplier)
 
-    def source(self, key: bytes, label: str, count: int) -> Source:
-        """Rows of S⁻¹u, scaled by z·C·s."""
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        """NoiseRecurrence of S⁻¹u, scaled by z·C·s."""
         return _CancellingSource(self, key, label)
 
     def reach(self, dim: int) -> float:
@@ -101,7 +101,7 @@ class Cancelling(Mechanism, ABC):
 
 
 @dataclass(frozen=True)
-class Correlated(Cancelling, kind="correlated"):
+class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
     """Gaussian noise correlated over ``releases`` releases; the whole run costs one ``Gaussian(z)``.
 
     Build it with :meth:`made`. Plans carry the coefficients; whoever reads one computes the sensitivity again.
@@ -112,7 +112,7 @@ class Correlated(Cancelling, kind="correlated"):
         lam, alpha: λ and α of the buffers, all in (0, 1) with Σα ≤ 1, which makes c positive and falling and the
             recursion stable.
 
-    >>> once = Correlated.made(256)
+    >>> once = BufferedToeplitzNoise.made(256)
     >>> round(once.sensitivity(), 3), round(once.loudness, 2), round(once.gain(), 2)
     (1.546, 1.73, 4.3)
     >>> once.event(lambda event: event, 2.0, Relation.ADD_REMOVE, 256)
@@ -144,14 +144,14 @@ class Correlated(Cancelling, kind="correlated"):
             raise ValueError("alpha: every weight must be above 0, and all together at most 1.")
 
     @classmethod
-    def made(cls, releases: int, participations: int = 1, separation: int | None = None) -> Correlated:
+    def made(cls, releases: int, participations: int = 1, separation: int | None = None) -> BufferedToeplitzNoise:
         """The strategy for T releases of which a record is in at most k, at least b apart (default: in one).
 
         Quadrature of (1−x)^(−1/2), whose square makes prefix sums: C(2k,k)/4^k = (1/π)∫λ^k (λ(1−λ))^(−1/2) dλ with
         λ = 1/(1+e^x), on 4 points of [log(1/2H), log 3]. H is T for one participation and else the one of T, T/2,
         T/4, … with the least error of prefix sums; nothing of this is a matter of privacy.
 
-        >>> Correlated.made(64, 4, 16).separation
+        >>> BufferedToeplitzNoise.made(64, 4, 16).separation
         16
         """
         return _made(releases, participations, releases if separation is None else separation)
@@ -200,9 +200,9 @@ class Correlated(Cancelling, kind="correlated"):
             return events.Gaussian(multiplier)
         return events.Gaussian(multiplier * (self.factor / self.sensitivity(count)))
 
-    def over(self, releases: int, participations: int, separation: int) -> Correlated:
+    def over(self, releases: int, participations: int, separation: int) -> BufferedToeplitzNoise:
         """Made again for another run."""
-        return Correlated.made(releases, participations, separation)
+        return BufferedToeplitzNoise.made(releases, participations, separation)
 
     def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
         """Refuse releases that the sensitivity is not proved for."""
@@ -239,15 +239,15 @@ class Correlated(Cancelling, kind="correlated"):
             f"record in at most {self.participations} releases, at least {self.separation} apart"
         )
 
-    def rows(self, key: bytes, label: str) -> BufferRows:
+    def rows(self, key: bytes, label: str) -> BufferedToeplitzRecurrence:
         """By four buffers and no past."""
-        return BufferRows(self, key, label)
+        return BufferedToeplitzRecurrence(self, key, label)
 
 
-class Rows(ABC):
+class NoiseRecurrence(ABC):
     """w_k = (S⁻¹u)_k by number k, from what is kept of the rows before it.
 
-    Rows are a function of the key and of k alone: after an interruption the buffers are made again from the
+    NoiseRecurrence are a function of the key and of k alone: after an interruption the buffers are made again from the
     stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
     Numbers that are skipped (a release of bound 0, a lost round, a draw that was never released) are run through
     all the same: a recursion that stood still would cancel what was never added.
@@ -258,15 +258,15 @@ class Rows(ABC):
     buffers would instead give the same noise to two different sums.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> on, again = (Correlated.made(8).rows(seed_key(0), "noise") for _ in range(2))
+    >>> on, again = (BufferedToeplitzNoise.made(8).rows(seed_key(0), "noise") for _ in range(2))
     >>> kept = [on.row(k, 3) for k in range(8)]
     >>> bool((again.row(5, 3) == kept[5]).all())
     True
     """
 
-    def __init__(self, mechanism: Cancelling, key: bytes, label: str, kept: int) -> None:
+    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str, kept: int) -> None:
         self._releases, self._kept = mechanism.releases, kept
-        self._units = UnitNoise(key, f"unit/{label}", mechanism.releases)
+        self._units = StandardNormals(key, f"unit/{label}", mechanism.releases)
         self._next = 0
         self._buffers: Floats | None = None
 
@@ -292,10 +292,10 @@ class Rows(ABC):
         """w of ``number`` as a new array, from u and what is ``kept``, which is brought up to date."""
 
 
-class BufferRows(Rows):
+class BufferedToeplitzRecurrence(NoiseRecurrence):
     """w = u_k − α·B and B ← λ·B + w, with four buffers B that start empty."""
 
-    def __init__(self, mechanism: Correlated, key: bytes, label: str) -> None:
+    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
         super().__init__(mechanism, key, label, len(mechanism.alpha))
         self._lam, self._alpha = np.array(mechanism.lam)[:, None], np.array(mechanism.alpha)
 
@@ -306,8 +306,8 @@ class BufferRows(Rows):
         return row
 
 
-class _CancellingSource(Source):
-    def __init__(self, mechanism: Cancelling, key: bytes, label: str) -> None:
+class _CancellingSource(NoiseSource):
+    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str) -> None:
         self._rows = mechanism.rows(key, label)
         self._louder = mechanism.factor
         self._asked: tuple[float, float, int] | None = None
@@ -320,11 +320,11 @@ class _CancellingSource(Source):
         asked = (multiplier * self._louder, bound, len(total))
         if asked != self._asked:
             self._grid, self._asked = sigma_for(*asked), asked
-        release_gaussian(total, self._rows.row(release, len(total)), *self._grid)
+        add_discretized_gaussian(total, self._rows.row(release, len(total)), *self._grid)
 
 
 @lru_cache(maxsize=256)
-def _sensitivity(mechanism: Correlated, count: int) -> float:
+def _sensitivity(mechanism: BufferedToeplitzNoise, count: int) -> float:
     c = mechanism.coefficients(count)
     columns = np.zeros(count)
     for first in range(0, count, mechanism.separation)[: mechanism.participations]:
@@ -333,10 +333,10 @@ def _sensitivity(mechanism: Correlated, count: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def _made(releases: int, participations: int, separation: int) -> Correlated:
+def _made(releases: int, participations: int, separation: int) -> BufferedToeplitzNoise:
     horizons = [releases / 2**j for j in range(1 + (0 if participations == 1 else releases.bit_length()))]
     found = [
-        Correlated(releases, participations, separation, *_buffers(max(1.0, horizon)))
+        BufferedToeplitzNoise(releases, participations, separation, *_buffers(max(1.0, horizon)))
         for horizon in sorted({max(1.0, h) for h in horizons}, reverse=True)
     ]
     return min(found, key=lambda mechanism: mechanism._error()) if len(found) > 1 else found[0]

@@ -38,8 +38,8 @@ class Event:
 def from_json(data: dict[str, Any]) -> Event:
     """Rebuild an event from :meth:`Event.to_json`.
 
-    >>> from_json(Poisson(0.01, Gaussian(1.1)).to_json())
-    Poisson(rate=0.01, inner=Gaussian(noise_multiplier=1.1))
+    >>> from_json(PoissonSampled(0.01, Gaussian(1.1)).to_json())
+    PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1))
     """
     try:
         kind = _KINDS[data["event"]]
@@ -142,7 +142,7 @@ class ZCDP(Event, kind="zcdp"):
 
 
 @dataclass(frozen=True)
-class Poisson(Event, kind="poisson"):
+class PoissonSampled(Event, kind="poisson"):
     """``inner`` on a sample that every record enters independently with probability ``rate``."""
 
     rate: float
@@ -156,7 +156,7 @@ class Poisson(Event, kind="poisson"):
 
 
 @dataclass(frozen=True)
-class FixedSize(Event, kind="fixed-size"):
+class FixedSizeSampled(Event, kind="fixed-size"):
     """``inner`` on ``batch_size`` of ``n`` records drawn without replacement."""
 
     n: int
@@ -211,7 +211,7 @@ class Parallel(Event, kind="parallel"):
 
 
 @dataclass(frozen=True)
-class PerParty(Event, kind="per-party"):
+class MaxOverParties(Event, kind="per-party"):
     """One event per party, each about its own records only: ε is the worst party's."""
 
     parties: tuple[Event, ...]
@@ -223,7 +223,7 @@ class PerParty(Event, kind="per-party"):
 
 
 @dataclass(frozen=True)
-class RandomRound(Event, kind="random-round"):
+class RandomNumberOfReleases(Event, kind="random-round"):
     """``inner`` repeated R times, R drawn before and independently of the data from ``law``.
 
     ``law`` holds pairs (rounds, probability) that sum to one. Then δ(ε) = E_R[δ_R(ε)] by joint convexity,
@@ -244,8 +244,8 @@ class RandomRound(Event, kind="random-round"):
 class RepeatAndSelect(Event, kind="repeat-and-select"):
     """Private search: ``inner`` run K times, only the best result released, K negative binomial.
 
-    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf Poisson). All laws
-    but the Poisson one make at least one run; under that one K may be 0, and then nothing is released.
+    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf PoissonSampled). All laws
+    but the PoissonSampled one make at least one run; under that one K may be 0, and then nothing is released.
     """
 
     inner: Event
@@ -261,7 +261,7 @@ class RepeatAndSelect(Event, kind="repeat-and-select"):
 
 
 @dataclass(frozen=True)
-class Slack(Event, kind="slack"):
+class TotalVariationSlack(Event, kind="slack"):
     """The outputs released are within ``total_variation`` of those the other events describe.
 
     A mechanism within total variation τ of an (ε, δ) one is (ε, δ + (1 + e^ε)τ): discrete noise
@@ -275,7 +275,7 @@ class Slack(Event, kind="slack"):
 
 
 @dataclass(frozen=True)
-class Failure(Event, kind="failure"):
+class FailureProbability(Event, kind="failure"):
     """With ``probability`` at most p, and independently of the rest, something else was released as well.
 
     The other events describe what is released otherwise. An (ε, δ) mechanism that fails so is
@@ -315,17 +315,17 @@ def gaussian(noise_multiplier: float, steps: int = 1) -> Event:
 
 
 def poisson_gaussian(rate: float, noise_multiplier: float, steps: int = 1) -> Event:
-    """``steps`` Gaussian releases, each on a Poisson sample of the given rate (DP-SGD).
+    """``steps`` Gaussian releases, each on a PoissonSampled sample of the given rate (DP-SGD).
 
     >>> poisson_gaussian(rate=0.01, noise_multiplier=1.1)
-    Poisson(rate=0.01, inner=Gaussian(noise_multiplier=1.1))
+    PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1))
     """
-    return repeated(Poisson(rate, Gaussian(noise_multiplier)), steps)
+    return repeated(PoissonSampled(rate, Gaussian(noise_multiplier)), steps)
 
 
 def fixed_size_gaussian(n: int, batch_size: int, noise_multiplier: float, steps: int = 1) -> Event:
     """``steps`` Gaussian releases, each on ``batch_size`` of ``n`` records without replacement."""
-    return repeated(FixedSize(n, batch_size, Gaussian(noise_multiplier)), steps)
+    return repeated(FixedSizeSampled(n, batch_size, Gaussian(noise_multiplier)), steps)
 
 
 def repeated(inner: Event, count: int) -> Event:

@@ -19,9 +19,9 @@ from quietgrad.errors import QuietgradError
 from quietgrad.files import (
     check_path_name,
     is_path_name,
+    os_error_text,
     read_bytes,
     read_json,
-    reason,
     sync_folder,
     write_atomically,
 )
@@ -35,7 +35,7 @@ class KeyFileError(QuietgradError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class WaitingKey:
+class PendingKey:
     """A key that waits: its run, since when (seconds since 1970), and the run's folder if it was noted."""
 
     run: str
@@ -70,11 +70,11 @@ class KeyFile:
         return (Path(state) if state else Path.home() / ".local" / "state" / "quietgrad") / "keys"
 
     @classmethod
-    def waiting(cls) -> list[WaitingKey]:
+    def waiting(cls) -> list[PendingKey]:
         """All keys that wait for their runs to be resumed or closed, oldest first."""
         folder = cls.directory()
         found = [path for path in (folder.glob("*.key") if folder.is_dir() else ()) if is_path_name(path.stem)]
-        keys = [WaitingKey(path.stem, path.lstat().st_mtime, _place_of(path)) for path in found]
+        keys = [PendingKey(path.stem, path.lstat().st_mtime, _place_of(path)) for path in found]
         return sorted(keys, key=lambda key: key.since)
 
     @classmethod
@@ -96,7 +96,7 @@ class KeyFile:
             ) from None
         except OSError as error:
             raise KeyFileError(
-                f"cannot write a key to {path.parent} ({reason(error)}): "
+                f"cannot write a key to {path.parent} ({os_error_text(error)}): "
                 "set QUIETGRAD_STATE to a folder that can be written, best on the volume of the runs."
             ) from None
         key = fresh_key()
@@ -112,7 +112,7 @@ class KeyFile:
         except OSError as error:
             cls.destroy(run_id)
             raise KeyFileError(
-                f"cannot write a key to {path.parent} ({reason(error)}); nothing was released."
+                f"cannot write a key to {path.parent} ({os_error_text(error)}); nothing was released."
             ) from None
         return key
 
@@ -135,7 +135,7 @@ class KeyFile:
                 "Start a new run; it draws fresh noise and is charged again."
             ) from None
         except OSError as error:
-            raise KeyFileError(f"cannot read the key {path} ({reason(error)}).") from None
+            raise KeyFileError(f"cannot read the key {path} ({os_error_text(error)}).") from None
         if len(key) != KEY_BYTES:
             raise KeyFileError(
                 f"the key {path} has {len(key)} bytes instead of {KEY_BYTES}: it was cut short. "
@@ -162,7 +162,9 @@ class KeyFile:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise KeyFileError(f"cannot destroy the key {path} ({reason(error)}): remove it by hand.") from None
+            raise KeyFileError(
+                f"cannot destroy the key {path} ({os_error_text(error)}): remove it by hand."
+            ) from None
         sync_folder(path.parent)
 
     @classmethod

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition, check_delta
-from quietgrad.privacy.chain import Chain, Entry, anchor, check_anchor
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition, check_delta
+from quietgrad.privacy.chain import Chain, ChainEntry, anchor, check_anchor
 from quietgrad.privacy.ledger_state import (
-    Book,
-    Held,
+    LedgerState,
     Reservation,
-    checked,
+    ReservationState,
+    canonical_account_name,
+    check_account_name,
+    compose_events,
     fingerprint,
-    identity,
     may_give_back,
-    total,
 )
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.accounting import Proof
+    from quietgrad.privacy.accounting import ProvedGuarantee
 
 __all__ = ["Ledger", "Reservation", "VerifyReport", "fingerprint"]
 
@@ -65,7 +65,7 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str], *, timeout: float = 120.0) -> None:
         self._chain = Chain(path, timeout=timeout)
         self.path = self._chain.path
-        self._folded = Book()
+        self._folded = LedgerState()
 
     def reserve(
         self,
@@ -79,7 +79,7 @@ class Ledger:
         note: str = "",
         fingerprint: str | None = None,
         part: bool = False,
-        unit: str | Unit = "record",
+        unit: str | PrivacyUnit = "record",
         condition: str | None = None,
     ) -> Reservation:
         """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
@@ -94,7 +94,7 @@ class Ledger:
         a person with k records is not known.
         ``condition`` is the clause under which the event's ε holds; the account's total holds under those of all.
         """
-        account = checked(account)
+        account = check_account_name(account)
         if not isinstance(run, str):
             raise ValueError(f"run={run!r}: must be the run's name, or '' for one that is never resumed.")
         new_id = os.urandom(8).hex()
@@ -105,7 +105,7 @@ class Ledger:
             "event": _check_event("event", event).to_json(),
             "delta": check_delta(delta),
             "relation": str(Relation.parse(relation)),
-            "unit": str(Unit.parse(unit)),
+            "unit": str(PrivacyUnit.parse(unit)),
             **({} if condition is None else {"condition": check_condition(condition)}),
             "cap": None if cap is None else cap.to_json(),
             "note": note,
@@ -114,7 +114,7 @@ class Ledger:
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
             body["account"] = account = book.name(account)
-            check_unit(account, book.units(account), Unit.parse(unit))
+            check_unit(account, book.units(account), PrivacyUnit.parse(unit))
             _check_caps(book, account, event, relation, cap)
             found = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
             for message in found:  # before the append: where warnings are errors, nothing gets spent
@@ -129,12 +129,12 @@ class Ledger:
         *,
         relation: str | Relation,
         cap: Budget | None = None,
-        unit: str | Unit = "record",
+        unit: str | PrivacyUnit = "record",
     ) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
         book = self.book()
-        check_unit(checked(account), book.units(account), Unit.parse(unit))
-        _check_caps(book, checked(account), _check_event("event", event), relation, cap)
+        check_unit(check_account_name(account), book.units(account), PrivacyUnit.parse(unit))
+        _check_caps(book, check_account_name(account), _check_event("event", event), relation, cap)
 
     def close(
         self,
@@ -223,10 +223,12 @@ class Ledger:
 
     def set_cap(self, account: str, budget: Budget) -> None:
         """Bound the account's total from now on; the newest cap counts, the old ones stay on record."""
-        account = checked(account)
+        account = check_account_name(account)
         with self._chain.writing() as writer:
             shown = self._book(writer.entries).name(account)
-            writer.append("cap", {"account": shown, "identity": identity(account), **budget.to_json()})
+            writer.append(
+                "cap", {"account": shown, "identity": canonical_account_name(account), **budget.to_json()}
+            )
 
     def adopt(self, *, reason: str) -> None:
         """Accept a file whose head is missing or disagrees, on the user's word that its end is not cut."""
@@ -236,7 +238,7 @@ class Ledger:
             self._book(writer.entries)
             writer.append("adopt", {"reason": reason})
 
-    def spent(self, account: str, *, delta: float, relation: str | Relation) -> Proof:
+    def spent(self, account: str, *, delta: float, relation: str | Relation) -> ProvedGuarantee:
         """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged.
 
         Runs planned under replace-one are not priced under add-remove (``UnprovableError``): they publish n, and
@@ -250,7 +252,7 @@ class Ledger:
         """The account's newest cap, if it has one."""
         return self.book().cap(account)
 
-    def find(self, run: str) -> Held | None:
+    def find(self, run: str) -> ReservationState | None:
         """What ``run`` has paid: its newest open reservation, else its newest closed one, else None.
 
         Look at ``state`` before releasing anything under it: a closed one is booked. ``reservation.event`` is what
@@ -265,16 +267,16 @@ class Ledger:
             raise LedgerError(f"{self.path}: nothing is written yet, so there is no head to keep.")
         return anchor(entries[-1])
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ChainEntry, ...]:
         """All lines, oldest first; ``LedgerError`` if the file is cut or altered."""
         reading = self._chain.read()
         if reading.problems:
             raise LedgerError(f"{self.path}: {reading.problems[0]}")
         return reading.entries
 
-    def book(self) -> Book:
+    def book(self) -> LedgerState:
         """The reservations, caps and charges that the entries add up to."""
-        book = Book()  # not the writers' own, which another thread may be changing
+        book = LedgerState()  # not the writers' own, which another thread may be changing
         self._fold(book, self.entries())
         return book
 
@@ -287,7 +289,7 @@ class Ledger:
         problems = list(reading.problems)
         if head is not None and (problem := check_anchor(reading.entries, head)):
             problems.append(problem)
-        book = Book()
+        book = LedgerState()
         if not problems:
             try:
                 for entry in reading.entries:
@@ -322,15 +324,15 @@ class Ledger:
             rows.append((name, f"ε = {epsilon:.4g}{left} at δ = {promise.delta:g} ({promise.relation})"))
         return in_a_notebook(f"Ledger {self.path.name}", rows, (Bars("Budget by account", bars, "ε"),))
 
-    def _book(self, entries: Sequence[Entry]) -> Book:
+    def _book(self, entries: Sequence[ChainEntry]) -> LedgerState:
         """For writers: fold what is new since the last call, or everything if the past is not the same."""
         last = self._folded.last
         if last is None or len(entries) < last.seq or entries[last.seq - 1].hash != last.hash:
-            self._folded = Book()
+            self._folded = LedgerState()
         self._fold(self._folded, entries)
         return self._folded
 
-    def _fold(self, book: Book, entries: Sequence[Entry]) -> None:
+    def _fold(self, book: LedgerState, entries: Sequence[ChainEntry]) -> None:
         done = book.last.seq if book.last else 0
         try:
             for entry in entries[done:]:
@@ -338,7 +340,7 @@ class Ledger:
         except LedgerError as error:
             raise LedgerError(f"{self.path}: {error}") from None
 
-    def _held(self, entries: Sequence[Entry], reservation_id: str) -> Held:
+    def _held(self, entries: Sequence[ChainEntry], reservation_id: str) -> ReservationState:
         """The reservation of that id, open or closed."""
         book = self._book(entries)
         held = book.held.get(reservation_id)
@@ -356,10 +358,10 @@ def _check_event(name: str, value: events.Event) -> events.Event:
     return value
 
 
-def check_unit(account: str, known: Sequence[Unit], asked: Unit) -> None:
+def check_unit(account: str, known: Sequence[PrivacyUnit], asked: PrivacyUnit) -> None:
     """Raise ``BudgetError`` if an account that counts one unit is to be charged for another."""
     if any(unit is not asked for unit in known):
-        other = Unit.PERSON if asked is Unit.RECORD else Unit.RECORD
+        other = PrivacyUnit.PERSON if asked is PrivacyUnit.RECORD else PrivacyUnit.RECORD
         raise BudgetError(
             f"account {account!r}: its entries are about a {other} each and this run about a {asked}, so they do "
             f"not add up. Run it by {other} too, or name another account; nothing was reserved."
@@ -373,17 +375,17 @@ def _check_relation(planned: Sequence[Relation], asked: Relation) -> None:
         )
 
 
-def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> Proof:
-    from quietgrad.privacy.accounting import Proof, prove
+def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> ProvedGuarantee:
+    from quietgrad.privacy.accounting import ProvedGuarantee, prove
 
-    event = total(parts)
+    event = compose_events(parts)
     if event is None:
-        return Proof(epsilon=0.0, delta=delta, relation=relation, accountant="none")
+        return ProvedGuarantee(epsilon=0.0, delta=delta, relation=relation, accountant="none")
     return prove(event, delta=delta, relation=relation)
 
 
 def _check_caps(
-    book: Book, account: str, event: events.Event, relation: str | Relation, cap: Budget | None
+    book: LedgerState, account: str, event: events.Event, relation: str | Relation, cap: Budget | None
 ) -> None:
     """Hold ``event`` against the account's own cap in the ledger and the one given."""
     for bound in dict.fromkeys([*book.caps_of(account), cap]):

@@ -7,7 +7,7 @@ did not depend on the data, or the event is a zCDP filter (whose accounting allo
 Names of accounts: which spellings mean the same people, and which names are refused.
 
 An account is a group of people by the user's word, and a cap per spelling is no cap. So names are compared by
-:func:`identity`, which only ever brings spellings together: too much is then charged, never too little.
+:func:`canonical_account_name`, which only ever brings spellings together: too much is then charged, never too little.
 
 Keyed fingerprints of tables: they let a ledger warn about mixed-up accounts and tell nobody else anything.
 
@@ -31,8 +31,8 @@ from typing import Any
 
 from quietgrad.errors import LedgerError
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation, Unit, check_condition, check_delta
-from quietgrad.privacy.chain import Entry
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition, check_delta
+from quietgrad.privacy.chain import ChainEntry
 
 DEFAULT = "default"  # the account of whoever names none
 NAMELESS = (DEFAULT, "held-out")  # accounts that nobody named: what front ends say if they are not told
@@ -42,10 +42,10 @@ LONGEST = 120  # characters; a name is a label in tables and messages
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")  # controls, formats (zero-width, direction marks), what is no character
 
 
-def identity(name: str) -> str:
+def canonical_account_name(name: str) -> str:
     """What two spellings of one account have in common: no case, no width, no spaces around, nothing invisible.
 
-    >>> identity("Patients ") == identity("patients") == identity("Ｐatients")
+    >>> canonical_account_name("Patients ") == identity("patients") == identity("Ｐatients")
     True
     """
     # Folding case can undo a normal form and the other way round, so both are repeated until nothing moves.
@@ -57,10 +57,10 @@ def identity(name: str) -> str:
     return folded
 
 
-def checked(name: object) -> str:
+def check_account_name(name: object) -> str:
     """Return the name as it is shown, without spaces around; ``ValueError`` says what is wrong with it.
 
-    >>> checked(" patients ")
+    >>> check_account_name(" patients ")
     'patients'
     """
     if not isinstance(name, str) or not name.strip():
@@ -70,7 +70,7 @@ def checked(name: object) -> str:
         raise ValueError(f"account={shown[:20]!r}…: has {len(shown)} characters; use at most {LONGEST}.")
     if any(unicodedata.category(c) in _INVISIBLE for c in shown):
         raise ValueError(f"account={shown!r}: holds characters that cannot be seen; use letters, digits and signs.")
-    if "/" in shown or "\\" in shown or not identity(shown):
+    if "/" in shown or "\\" in shown or not canonical_account_name(shown):
         raise ValueError(f"account={shown!r}: name the people, not a file; leave out / and \\.")
     return shown
 
@@ -92,8 +92,8 @@ def same(name: str, other: str | None) -> bool:
     """
     if other is None:
         return False
-    return identity(name) == identity(other) or (
-        identity(other) in NAMELESS and _UNNAMED.fullmatch(name) is not None
+    return canonical_account_name(name) == canonical_account_name(other) or (
+        canonical_account_name(other) in NAMELESS and _UNNAMED.fullmatch(name) is not None
     )
 
 
@@ -122,7 +122,7 @@ class Reservation:
     event: events.Event
     delta: float
     relation: Relation
-    unit: Unit = Unit.RECORD
+    unit: PrivacyUnit = PrivacyUnit.RECORD
     condition: str | None = None
 
     @cached_property
@@ -142,13 +142,13 @@ class Reservation:
             event=events.from_json(body["event"]),
             delta=check_delta(body["delta"]),
             relation=Relation.parse(body["relation"]),
-            unit=Unit.parse(body.get("unit", "record")),  # older entries do not say: they were about records
+            unit=PrivacyUnit.parse(body.get("unit", "record")),  # older entries do not say: they were about records
             condition=check_condition(body.get("condition")),
         )
 
 
 @dataclass(frozen=True)
-class Held:
+class ReservationState:
     """A reservation, when it was made, how it stands, and the event that it counts as (None: nothing)."""
 
     reservation: Reservation
@@ -161,18 +161,18 @@ class Held:
 
 
 @dataclass
-class Book:
+class LedgerState:
     """The entries of a ledger, folded one by one."""
 
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, ReservationState] = field(default_factory=dict)
     caps: dict[str, dict[str, Budget]] = field(default_factory=dict)  # by identity, then by spelling, newest last
     names: dict[str, str] = field(default_factory=dict)  # by identity: the first spelling, which is shown
     openings: dict[str, int] = field(
         default_factory=dict
     )  # by run: how often it was opened, the first time included
-    last: Entry | None = None
+    last: ChainEntry | None = None
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: ChainEntry) -> None:
         """Fold in the next entry; ``LedgerError`` names a line that chains but makes no sense."""
         try:
             self._apply(entry.kind, entry.body, entry.time)
@@ -185,8 +185,10 @@ class Book:
             new = Reservation.from_body(body)
             if new.id in self.held:
                 raise ValueError(f"reservation {new.id} is already there.")
-            self.names.setdefault(identity(new.account), new.account)
-            self.held[new.id] = Held(new, time, str(body["note"]), body["fingerprint"], counts=new.event)
+            self.names.setdefault(canonical_account_name(new.account), new.account)
+            self.held[new.id] = ReservationState(
+                new, time, str(body["note"]), body["fingerprint"], counts=new.event
+            )
             self.openings.setdefault(new.run, 1)
         elif kind in ("close", "cancel"):
             old = self.open(str(body["id"]))
@@ -213,12 +215,12 @@ class Book:
 
     def _cap(self, account: str, budget: Budget, *, every_spelling: bool) -> None:
         """Old ledgers capped each spelling by itself: until a cap for all of them is set, all of those hold."""
-        who = identity(account)
+        who = canonical_account_name(account)
         self.names.setdefault(who, account)
         kept = {} if every_spelling else {k: v for k, v in self.caps.get(who, {}).items() if k != account}
         self.caps[who] = {**kept, account: budget}
 
-    def open(self, reservation_id: str) -> Held:
+    def open(self, reservation_id: str) -> ReservationState:
         """The open reservation of that id; ``ValueError`` if there is none."""
         held = self.held.get(reservation_id)
         if held is None or held.state != "open":
@@ -226,10 +228,10 @@ class Book:
             raise ValueError(f"reservation {reservation_id!r} is {state}; only an open one can be closed.")
         return held
 
-    def of(self, account: str) -> list[Held]:
+    def of(self, account: str) -> list[ReservationState]:
         """The reservations of one account, oldest first."""
-        who = identity(account)
-        return [held for held in self.held.values() if identity(held.reservation.account) == who]
+        who = canonical_account_name(account)
+        return [held for held in self.held.values() if canonical_account_name(held.reservation.account) == who]
 
     def accounts(self) -> tuple[str, ...]:
         """All accounts with a reservation or a cap, in the order in which they appeared, as first spelled."""
@@ -237,7 +239,7 @@ class Book:
 
     def name(self, account: str) -> str:
         """How the account is shown: as it was first spelled."""
-        return self.names.get(identity(account), account)
+        return self.names.get(canonical_account_name(account), account)
 
     def cap(self, account: str) -> Budget | None:
         """The account's newest cap."""
@@ -245,9 +247,9 @@ class Book:
 
     def caps_of(self, account: str) -> tuple[Budget, ...]:
         """The caps that hold for the account, the newest last."""
-        return tuple(self.caps.get(identity(account), {}).values())
+        return tuple(self.caps.get(canonical_account_name(account), {}).values())
 
-    def find(self, run: str) -> Held | None:
+    def find(self, run: str) -> ReservationState | None:
         """The newest reservation of ``run`` that is open, else the newest that was closed."""
         mine = [h for h in self.held.values() if h.reservation.run == run and h.state != "cancelled"]
         return max(reversed(mine), key=lambda held: held.state == "open", default=None)  # max takes the first
@@ -264,7 +266,7 @@ class Book:
         """The relations that what counts for one account was planned under."""
         return tuple(dict.fromkeys(h.reservation.relation for h in self.of(account) if h.counts is not None))
 
-    def units(self, account: str) -> tuple[Unit, ...]:
+    def units(self, account: str) -> tuple[PrivacyUnit, ...]:
         """What was counted as one in what counts for one account."""
         return tuple(dict.fromkeys(h.reservation.unit for h in self.of(account) if h.counts is not None))
 
@@ -299,13 +301,13 @@ class Book:
         return found
 
 
-def total(parts: Iterable[events.Event]) -> events.Event | None:
+def compose_events(parts: Iterable[events.Event]) -> events.Event | None:
     """All of ``parts`` on the same people as one event, equal ones counted together; None if there are none.
 
     Counting keeps accounting quick: k equal parallel events have far fewer worst cases than k different ones.
 
     >>> g = events.Gaussian(2.0)
-    >>> total([g, events.Laplace(3.0), g])
+    >>> compose_events([g, events.Laplace(3.0), g])
     Composed(parts=(Repeated(inner=Gaussian(noise_multiplier=2.0), count=2), Laplace(noise_multiplier=3.0)))
     """
     counts = Counter(parts)
@@ -319,9 +321,9 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
 
     Only then is giving back safe whatever the accountant: fewer repetitions, some members of a composition in
     their order, some of the disjoint parts, every party's own part, a smaller ρ, more noise.
-    A :class:`~quietgrad.privacy.events.Slack`, a failure and an upfront release always stay.
+    A :class:`~quietgrad.privacy.events.TotalVariationSlack`, a failure and an upfront release always stay.
 
-    >>> step = events.Poisson(0.01, events.Gaussian(1.1))
+    >>> step = events.PoissonSampled(0.01, events.Gaussian(1.1))
     >>> is_part(events.Repeated(step, 40), events.Repeated(step, 100))
     True
     >>> is_part(events.Gaussian(5.0), events.Repeated(step, 100))
@@ -342,7 +344,7 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
         return _in_order(_flat(spent), _flat(reserved))
     if isinstance(reserved, events.Parallel):
         return _in_order(spent.parts if isinstance(spent, events.Parallel) else (spent,), reserved.parts)
-    if isinstance(reserved, events.PerParty) and isinstance(spent, events.PerParty):
+    if isinstance(reserved, events.MaxOverParties) and isinstance(spent, events.MaxOverParties):
         # Parties are told apart by their place, so none may be left out.
         same = len(spent.parties) == len(reserved.parties)
         return same and all(map(is_part, spent.parties, reserved.parties))
@@ -355,7 +357,7 @@ def _in_order(wanted: Sequence[events.Event], whole: Sequence[events.Event]) -> 
     for part in whole:
         if found < len(wanted) and is_part(wanted[found], part):
             found += 1
-        elif isinstance(part, (events.Slack, events.Failure, events.Upfront)):
+        elif isinstance(part, (events.TotalVariationSlack, events.FailureProbability, events.Upfront)):
             return False
     return found == len(wanted)
 

@@ -42,7 +42,7 @@ from scipy.special import ndtr, ndtri
 Array = npt.NDArray[np.float64]
 
 
-class Pair(Protocol):
+class DominatingPair(Protocol):
     """Two distributions by the tails of their privacy loss."""
 
     @property
@@ -228,7 +228,7 @@ LARGEST_LOSS = 600.0  # beyond it e^ℓ leaves the range of doubles; such losses
 
 
 @dataclass(frozen=True)
-class LossGrid:
+class DiscretizedPLD:
     """A discrete pair: P-mass at losses h·(first + i), and the masses P and Q put where the other has none."""
 
     step: float
@@ -249,11 +249,11 @@ class LossGrid:
         mean = float(np.dot(self.mass, self.losses))
         return float(np.dot(self.mass, (self.losses - mean) ** 2))
 
-    def reversed(self) -> LossGrid:
+    def reversed(self) -> DiscretizedPLD:
         """The pair (Q, P): Q-mass at loss −ℓ is e^{−ℓ} times the P-mass at ℓ."""
         mass = (self.mass * np.exp(-self.losses))[::-1]
         first = -(self.first + self.mass.size - 1)
-        return LossGrid(self.step, first, mass, self.infinite_reversed, self.infinite)
+        return DiscretizedPLD(self.step, first, mass, self.infinite_reversed, self.infinite)
 
     def tilted(self, order: float) -> tuple[Array, float]:
         """The finite losses' masses times e^{order·ℓ}, scaled to add up to 1, and log of what they added up to."""
@@ -307,11 +307,11 @@ class LossGrid:
         return self.step * (self.first + zero + high) + math.log((float(above[high]) - delta) / seen)
 
 
-def discretise(pair: Pair, step: float, tail: float) -> LossGrid:
+def discretize_pair(pair: DominatingPair, step: float, tail: float) -> DiscretizedPLD:
     """Round ``pair`` to the grid by connecting the dots, cutting tails of at most ``tail``.
 
     >>> from quietgrad.privacy.loss_distribution import GaussianPair
-    >>> grid = discretise(GaussianPair(1.0), 1e-2, 1e-12)
+    >>> grid = discretize_pair(GaussianPair(1.0), 1e-2, 1e-12)
     >>> abs(float(grid.mass.sum()) + grid.infinite - 1.0) < 1e-14
     True
     """
@@ -327,7 +327,7 @@ def discretise(pair: Pair, step: float, tail: float) -> LossGrid:
     mirrored = down * np.exp(-step * np.arange(down.size))
     centre = up[0] + down[0] + max(0.0, 1.0 - p_up - p_down)
     mass = np.concatenate((mirrored[:0:-1], [centre], up[1:]))
-    return LossGrid(step, -(down.size - 1), mass, infinite, infinite_reversed)
+    return DiscretizedPLD(step, -(down.size - 1), mass, infinite, infinite_reversed)
 
 
 def _points(reach: float, step: float) -> Array:

@@ -24,10 +24,10 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.device_stream import DeviceStream
 from quietgrad.privacy.noise import (
     NoiseStream,
+    add_discretized_gaussian,
     l2_laplace,
     l2_laplace_for,
     noisy_argmax,
-    release_gaussian,
     release_l2_laplace,
     sigma_for,
 )
@@ -51,7 +51,7 @@ _KINDS: dict[str, type[Mechanism]] = {}
 _BLOCK_NUMBERS = 2**16  # large enough to amortise a call into the stream, small enough for the cache
 
 
-class Source:
+class NoiseSource:
     """The noise of one slot, addressed by the number of the release; one number serves one release only.
 
     A source answers the verbs of its mechanism and no others.
@@ -115,7 +115,7 @@ class Mechanism(ABC):
         return events.repeated(self.once(multiplier, relation), count)
 
     @abstractmethod
-    def source(self, key: bytes, label: str, count: int) -> Source:
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Noise for at most ``count`` releases under ``key`` and a label that no other source uses."""
 
     @property
@@ -163,8 +163,8 @@ class Mechanism(ABC):
 def from_json(data: Any) -> Mechanism:
     """Rebuild a mechanism from :meth:`Mechanism.to_json`; whatever is not known exactly is refused.
 
-    >>> from_json("gaussian"), from_json(FrequentLabels(1e-9).to_json())
-    (GaussianNoise(), FrequentLabels(failure=1e-09))
+    >>> from_json("gaussian"), from_json(GaussianPartitionSelection(1e-9).to_json())
+    (GaussianNoise(), GaussianPartitionSelection(failure=1e-09))
     """
     import quietgrad.privacy.banded  # noqa: F401 — registers kinds of noise that build on this module
 
@@ -194,15 +194,15 @@ class GaussianNoise(Mechanism, kind="gaussian"):
         """Amplified by the secrecy of the sample."""
         return events.repeated(sampled(self.once(multiplier, relation)), count)
 
-    def source(self, key: bytes, label: str, count: int) -> Source:
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Unit normals in blocks, scaled by z·C."""
         return _GaussianSource(key, label, count)
 
 
-class _GaussianSource(Source):
+class _GaussianSource(NoiseSource):
     def __init__(self, key: bytes, label: str, count: int) -> None:
         self._key, self._label = key, label
-        self._units = UnitNoise(key, f"unit/{label}", count)
+        self._units = StandardNormals(key, f"unit/{label}", count)
         self._asked: tuple[float, float, int] | None = None  # what the scale below is for
         self._scale = (0.0, 0.0)
 
@@ -219,7 +219,7 @@ class _GaussianSource(Source):
             noise.add_gaussian(total, unit, *self._scale)
             return
         for where, piece in self._units.pieces(release, len(total)):
-            release_gaussian(total[where], piece, *self._scale)
+            add_discretized_gaussian(total[where], piece, *self._scale)
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class L2LaplaceNoise(Mechanism, kind="pure"):
         """``Pure(Δ/(z·C))``."""
         return events.Pure(sensitivity_factor(relation) / multiplier, relation)
 
-    def source(self, key: bytes, label: str, count: int) -> Source:
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """A Gamma length in a uniform direction."""
         return _L2LaplaceSource(NoiseStream(key, f"noise/{label}"))
 
@@ -243,7 +243,7 @@ class L2LaplaceNoise(Mechanism, kind="pure"):
         return dim + 40.0 + 10.0 * math.sqrt(dim)
 
 
-class _L2LaplaceSource(Source):
+class _L2LaplaceSource(NoiseSource):
     def __init__(self, stream: NoiseStream) -> None:
         self._stream = stream
 
@@ -253,7 +253,7 @@ class _L2LaplaceSource(Source):
 
 
 @dataclass(frozen=True)
-class NoisyChoice(Mechanism, kind="choice"):
+class ExponentialMechanism(Mechanism, kind="choice"):
     """The least of several sums by the exponential mechanism, whose bounded range makes it ε²/8-zCDP.
 
     Where nobody may see exact sums (parties with their own noise, secure sums) the sums are released with
@@ -268,7 +268,7 @@ class NoisyChoice(Mechanism, kind="choice"):
         """ρ-zCDP with the ρ of a Gaussian release of this multiplier."""
         return events.ZCDP((sensitivity_factor(relation) / multiplier) ** 2 / 2.0, relation)
 
-    def source(self, key: bytes, label: str, count: int) -> Source:
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Gumbel noise for exact scores, Gaussian noise for shared ones."""
         return _ChoiceSource(key, label, count)
 
@@ -302,12 +302,12 @@ class AboveThreshold(Mechanism, kind="threshold"):
         """``Pure(Δ/(z·C))``."""
         return events.Pure(sensitivity_factor(relation) / multiplier, relation)
 
-    def source(self, key: bytes, label: str, count: int) -> Source:
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """A block of Laplace numbers per search."""
         return _ThresholdSource(NoiseStream(key, f"noise/{label}"))
 
 
-class _ThresholdSource(Source):
+class _ThresholdSource(NoiseSource):
     def __init__(self, stream: NoiseStream) -> None:
         self._stream = stream
 
@@ -333,14 +333,14 @@ class _ThresholdSource(Source):
 
 
 @dataclass(frozen=True)
-class FrequentLabels(Mechanism, kind="labels"):
+class GaussianPartitionSelection(Mechanism, kind="labels"):
     """Which labels a table has: a Gaussian count per label, and only those above a threshold leave.
 
     For labels that both of two neighbouring tables have, the counts are a Gaussian release. A label that only one
     of them has occurs there once, and passes the threshold with probability at most ``failure``, independently of
     the other counts; otherwise it might as well not be there. Hence a Gaussian release that may fail.
 
-    >>> FrequentLabels(1e-9).threshold(10.0, 1.0) > 50
+    >>> GaussianPartitionSelection(1e-9).threshold(10.0, 1.0) > 50
     True
     """
 
@@ -357,7 +357,7 @@ class FrequentLabels(Mechanism, kind="labels"):
 
     def once(self, multiplier: float, relation: Relation) -> events.Event:
         """A Gaussian release of the counts, and the failure of the threshold."""
-        return events.Composed((events.Gaussian(multiplier), events.Failure(self.failure)))
+        return events.Composed((events.Gaussian(multiplier), events.FailureProbability(self.failure)))
 
     def counts_noise(self, multiplier: float, bound: float) -> tuple[float, float]:
         """σ and the grid's step of the counts.
@@ -374,23 +374,23 @@ class FrequentLabels(Mechanism, kind="labels"):
         sigma, step = self.counts_noise(multiplier, bound)
         return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
 
-    def source(self, key: bytes, label: str, count: int) -> Source:
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Normals for as many labels as there are."""
         return _LabelSource(self, NoiseStream(key, f"noise/{label}"))
 
 
-class _LabelSource(Source):
-    def __init__(self, mechanism: FrequentLabels, stream: NoiseStream) -> None:
+class _LabelSource(NoiseSource):
+    def __init__(self, mechanism: GaussianPartitionSelection, stream: NoiseStream) -> None:
         self._mechanism, self._stream = mechanism, stream
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         total = np.array(counts, dtype=np.float64)
         unit = self._stream.normal(release, len(total))
-        release_gaussian(total, unit, *self._mechanism.counts_noise(multiplier, bound))
+        add_discretized_gaussian(total, unit, *self._mechanism.counts_noise(multiplier, bound))
         return np.asarray(total > self._mechanism.threshold(multiplier, bound))
 
 
-class UnitNoise:
+class StandardNormals:
     """N(0, 1) numbers addressed by release and length, made many releases at a time; one serves one draw only.
 
     One call into the stream costs more than a short vector.
@@ -400,7 +400,7 @@ class UnitNoise:
         count: how many releases there can be, if that is known: a short run draws no more.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> noise = UnitNoise(seed_key(0), "noise")
+    >>> noise = StandardNormals(seed_key(0), "noise")
     >>> noise.row(3, 5).tolist() == noise.row(3, 5).tolist(), noise.row(3, 5).tolist() == noise.row(4, 5).tolist()
     (True, False)
     """
@@ -420,7 +420,7 @@ class UnitNoise:
     def pieces(self, release: int, dim: int) -> Iterator[tuple[slice, Floats]]:
         """The same numbers, of a long vector a piece at a time in memory that the next one overwrites.
 
-        >>> noise = UnitNoise(bytes(32), "noise")
+        >>> noise = StandardNormals(bytes(32), "noise")
         >>> whole = np.concatenate([piece.copy() for _, piece in noise.pieces(1, 70000)])
         >>> bool((whole == noise.row(1, 70000)).all())
         True

@@ -144,7 +144,7 @@ def _inversion(size: int) -> Callable[[npt.NDArray[np.float64]], object]:
         from scipy.special import ndtri
 
         return lambda p: ndtri(p, out=p)
-    from quietgrad.privacy.inversion import lower_quantiles
+    from quietgrad.privacy.normal_quantile import lower_quantiles
 
     return lower_quantiles
 
@@ -193,7 +193,7 @@ def sigma_for(noise_multiplier: float, bound: float, dim: int) -> tuple[float, f
     return noise_multiplier * grid_bound(bound, dim, step), step
 
 
-def release_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: float, step: float) -> None:
+def add_discretized_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: float, step: float) -> None:
     """Replace the sum ``total`` by what may be published: (rint(total/step) + rint(unit·σ/step))·step.
 
     Sums beyond ±2⁵² units are clamped coordinate by coordinate. Clamping is a projection, so it brings
@@ -207,7 +207,7 @@ def release_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: float, st
 
     >>> total = np.array([0.3, -1.0])
     >>> sigma, step = sigma_for(1.0, 1.0, dim=2)
-    >>> release_gaussian(total, np.array([0.5, 0.1]), sigma, step)
+    >>> add_discretized_gaussian(total, np.array([0.5, 0.1]), sigma, step)
     >>> total.round(3).tolist(), (total / step % 1).tolist()
     ([0.8, -0.9], [0.0, 0.0])
     """
@@ -298,7 +298,7 @@ def release_l2_laplace(total: Any, scale: float, step: float, stream: NoiseStrea
     [0.0, 0.0, 0.0]
     """
     noise = l2_laplace(math.prod(total.shape), scale, stream, block, step)
-    release_gaussian(total, noise.reshape(tuple(total.shape)), 1.0, step)
+    add_discretized_gaussian(total, noise.reshape(tuple(total.shape)), 1.0, step)
 
 
 def noisy_argmax(scores: npt.ArrayLike, epsilon: float, sensitivity: float, stream: NoiseStream, block: int) -> int:
@@ -328,7 +328,7 @@ _DEVICE_CLAMP = 2.0**52  # as in privacy.noise
 
 
 def add_gaussian(total: Tensor, unit: Tensor, sigma: float, step: float) -> None:
-    """Replace ``total`` by (rint(total/step) + rint(unit·σ/step))·step: :func:`noise.release_gaussian` on a device.
+    """Replace ``total`` by (rint(total/step) + rint(unit·σ/step))·step: :func:`noise.add_discretized_gaussian` on a device.
 
     >>> import torch
     >>> total = torch.tensor([0.3, -1.0], dtype=torch.float64)

@@ -41,24 +41,33 @@ import numpy.typing as npt
 
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
-from quietgrad.privacy.composition import CannotProve, bag, check_relation, rough_mu
-from quietgrad.privacy.events import ZCDP, Event, FixedSize, Gaussian, Laplace, Poisson, Pure, RandomRound
+from quietgrad.privacy.composition import AccountantRefusal, approximate_mu, check_relation, count_releases
+from quietgrad.privacy.events import (
+    ZCDP,
+    Event,
+    FixedSizeSampled,
+    Gaussian,
+    Laplace,
+    PoissonSampled,
+    Pure,
+    RandomNumberOfReleases,
+)
 from quietgrad.privacy.loss_distribution import (
     LARGEST_LOSS,
     Array,
+    DiscretizedPLD,
+    DominatingPair,
     FixedSizePair,
     GaussianPair,
     LaplacePair,
-    LossGrid,
-    Pair,
     PoissonPair,
     PoissonReplacePair,
     PurePair,
-    discretise,
+    discretize_pair,
 )
 
 Releases = Mapping[Event, int]
-Grids = Mapping[Event, LossGrid]
+Grids = Mapping[Event, DiscretizedPLD]
 Spectrum = npt.NDArray[np.complex128]
 _Numbers = TypeVar("_Numbers", Array, Spectrum)
 
@@ -72,7 +81,7 @@ _NOTICED = 1e-4  # so it is relied on only where it is a 10⁻⁴ part of δ
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ChernoffBounds:
     """Chernoff's bounds of a composition: all but e^{−need} of it on each side lies between ``low`` and ``high``.
 
     ``moment`` is log E e^{θL} as a function of θ, ``orders`` some θ > 0 around those worth trying.
@@ -136,8 +145,8 @@ class SummedLosses:
     ``infinite`` bounds the mass of infinite losses, ``wrong`` how far rounding may move a moment at θ.
     """
 
-    grid: LossGrid
-    bounds: Bounds
+    grid: DiscretizedPLD
+    bounds: ChernoffBounds
     infinite: float
     wrong: Callable[[float], float]
 
@@ -161,11 +170,11 @@ class SummedLosses:
         return tail + self.bounds.moment(order) + self.wrong(order)
 
 
-def add_losses(
+def compose_plds(
     releases: Releases,
     uses: Releases,
     grids: Grids,
-    bounds: Bounds,
+    bounds: ChernoffBounds,
     *,
     tail: float,
     one_tail: float,
@@ -177,7 +186,7 @@ def add_losses(
     ``uses`` says how often each leaf of ``grids`` happens at most, ``tail`` bounds the mass above the window,
     ``one_tail`` what was cut off each grid. Where rounding could be a 10⁻⁴ part of δ, the losses are tilted.
     """
-    add = partial(compose, releases, uses, grids, bounds, tail=tail, one_tail=one_tail)
+    add = partial(compose_tilted, releases, uses, grids, bounds, tail=tail, one_tail=one_tail)
     spreads = {leaf: float(np.dot(grid.mass, np.abs(grid.losses))) for leaf, grid in grids.items()}
 
     def wrong(order: float) -> float:
@@ -186,10 +195,10 @@ def add_losses(
 
     infinite = _infinite(releases, grids)
 
-    def found(grid: LossGrid) -> SummedLosses:
+    def found(grid: DiscretizedPLD) -> SummedLosses:
         return SummedLosses(grid, bounds, infinite, wrong)
 
-    def value(grid: LossGrid) -> float:
+    def value(grid: DiscretizedPLD) -> float:
         return grid.delta(epsilon or 0.0) if delta is None else grid.epsilon(delta)
 
     rounding = _PER_RELEASE * (math.fsum(uses.values()) + 64.0)
@@ -225,10 +234,17 @@ def _allowance(tilt: float, spread: float, one_tail: float) -> float:
     return _UNIT * (64.0 + 16.0 * math.log(1 / one_tail) + tilt * (16.0 + 4.0 * spread))
 
 
-def compose(
-    releases: Releases, uses: Releases, grids: Grids, bounds: Bounds, tilt: float, *, tail: float, one_tail: float
-) -> LossGrid:
-    """:func:`add_losses` at one tilt. With a tilt every mass is an upper bound, and so is every δ read off it."""
+def compose_tilted(
+    releases: Releases,
+    uses: Releases,
+    grids: Grids,
+    bounds: ChernoffBounds,
+    tilt: float,
+    *,
+    tail: float,
+    one_tail: float,
+) -> DiscretizedPLD:
+    """:func:`compose_plds` at one tilt. With a tilt every mass is an upper bound, and so is every δ read off it."""
     window = bounds.window(tilt)
     step = next(iter(grids.values())).step
     first = math.floor(window[0] / step)
@@ -239,10 +255,10 @@ def compose(
     composed = np.fft.irfft(_evaluate(releases, spectra, moments), size)
     mass = np.maximum(np.roll(composed, -first % size if first >= 0 else -first), 0.0)
     infinite = _infinite(releases, grids) + tail
-    moment = log_character(releases, moments)
+    moment = extend_log_over_composition(releases, moments)
     if tilt == 0.0:
         rounding = _PER_RELEASE * (math.fsum(uses.values()) + 64.0)
-        return LossGrid(step, first, mass * math.exp(moment), infinite + rounding)
+        return DiscretizedPLD(step, first, mass * math.exp(moment), infinite + rounding)
 
     allowances = {
         leaf: _allowance(tilt, float(np.dot(tilted[leaf][0], np.abs(grid.losses))), one_tail)
@@ -253,12 +269,14 @@ def compose(
     slack = 1.0 + 4.0 * _UNIT * (size + 64 + float(np.abs(exponents[[0, -1]]).max()))
     # No mass exceeds one, so nothing is lost where e^x would overflow.
     mass = np.minimum((mass + error) * slack * np.exp(np.minimum(exponents, 700.0)), 1.0)
-    return LossGrid(step, first, mass, infinite)
+    return DiscretizedPLD(step, first, mass, infinite)
 
 
 def _infinite(releases: Releases, grids: Grids) -> float:
     """The probability that any of the losses is infinite."""
-    return -math.expm1(log_character(releases, {leaf: math.log1p(-grid.infinite) for leaf, grid in grids.items()}))
+    return -math.expm1(
+        extend_log_over_composition(releases, {leaf: math.log1p(-grid.infinite) for leaf, grid in grids.items()})
+    )
 
 
 def _composed_error(
@@ -278,7 +296,7 @@ def _composed_error(
         more = wrong + allowances[leaf] + _PER_PRODUCT * _UNIT * seen
         sizes[leaf] = seen + more
         share += uses[leaf] * more / sizes[leaf]
-    mixed = [(event, count) for event, count in releases.items() if isinstance(event, RandomRound)]
+    mixed = [(event, count) for event, count in releases.items() if isinstance(event, RandomNumberOfReleases)]
     sums = sum(count * (len(event.law) + 8) for event, count in mixed)
     relative = np.minimum(share, 1.0) + (wrong + 8.0 * _UNIT * (sums + 64))
     return 2.0 / size * float(np.dot(_evaluate(releases, sizes, moments), relative))
@@ -293,10 +311,10 @@ def _evaluate(releases: Releases, values: Mapping[Event, _Numbers], moments: Map
     """The polynomial that composes spectra, or their magnitudes; a random round's law is tilted by its moments."""
     total = np.ones_like(next(iter(values.values())))
     for event, count in releases.items():
-        if isinstance(event, RandomRound):
-            parts = bag(event.inner)
-            inner, log_inner = _evaluate(parts, values, moments), log_character(parts, moments)
-            log_mixed = log_character({event: 1}, moments)
+        if isinstance(event, RandomNumberOfReleases):
+            parts = count_releases(event.inner)
+            inner, log_inner = _evaluate(parts, values, moments), extend_log_over_composition(parts, moments)
+            log_mixed = extend_log_over_composition({event: 1}, moments)
             mixed, power, rounds = np.zeros_like(total), np.ones_like(total), 0
             steps: dict[int, _Numbers] = {}  # evenly spaced laws need one power only
             for number, weight in sorted(event.law):
@@ -329,12 +347,12 @@ def _fast_length(least: int) -> int:
     return next(m * scale for m in (4, 5, 6, 8) if m * scale >= least)
 
 
-def log_character(releases: Releases, values: Mapping[Event, float]) -> float:
+def extend_log_over_composition(releases: Releases, values: Mapping[Event, float]) -> float:
     """Extend the logarithm of a multiplicative quantity (a moment, a mass) from releases to their composition."""
     total = 0.0
     for event, count in releases.items():
-        if isinstance(event, RandomRound):
-            inner = log_character(bag(event.inner), values)
+        if isinstance(event, RandomNumberOfReleases):
+            inner = extend_log_over_composition(count_releases(event.inner), values)
             logs = [math.log(weight) + number * inner for number, weight in event.law if weight > 0]
             largest = max(logs)
             total += count * (largest + math.log(math.fsum(math.exp(value - largest) for value in logs)))
@@ -343,7 +361,7 @@ def log_character(releases: Releases, values: Mapping[Event, float]) -> float:
     return total
 
 
-def chernoff(releases: Releases, grids: Grids, deviation: float, tail: float) -> Bounds:
+def chernoff(releases: Releases, grids: Grids, deviation: float, tail: float) -> ChernoffBounds:
     """Bound the losses of the composition, all but ``tail`` on either side.
 
     ``deviation`` is about the standard deviation of the total loss; it only tells which orders are worth trying.
@@ -351,18 +369,18 @@ def chernoff(releases: Releases, grids: Grids, deviation: float, tail: float) ->
 
     @cache
     def moment(order: float) -> float:
-        return log_character(releases, {leaf: grid.log_moment(order) for leaf, grid in grids.items()})
+        return extend_log_over_composition(releases, {leaf: grid.log_moment(order) for leaf, grid in grids.items()})
 
     need = math.log(1 / tail)
     if deviation == 0.0:  # too little noise: all losses are infinite
-        return Bounds(0.0, 0.0, need, (), moment)
+        return ChernoffBounds(0.0, 0.0, need, (), moment)
     best = math.sqrt(2 * need) / deviation
     # Gaussian losses are best bounded near ``best``; rare large losses of tiny samples at smaller orders.
     orders = [scale * best for scale in (0.12, 0.25, 0.5, 0.8, 1.2)]
     orders += [order for order in (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0) if order < orders[0]]
     low = -min((moment(-order) + need) / order for order in orders)
     high = min((moment(order) + need) / order for order in orders)
-    return Bounds(min(low, 0.0), max(high, 0.0), need, tuple(orders), moment)
+    return ChernoffBounds(min(low, 0.0), max(high, 0.0), need, tuple(orders), moment)
 
 
 _COARSEST_STEP = 1e-4
@@ -375,7 +393,7 @@ _TAIL_AT_EPSILON = 1e-16  # where ε is given, δ is not known beforehand
 _LEAST_TAIL = 1e-280
 
 
-class _Asked(TypedDict):
+class _EvaluationPoint(TypedDict):
     tail: float
     one_tail: float
     delta: float | None
@@ -413,16 +431,16 @@ def pld_profile(
     """Return the composition's profile, fine enough to be asked at ``delta`` or at ``epsilon``.
 
     The grid's step is at most 10⁻⁴, ε/2000 and a fraction of the releases' own losses, unless ``step`` is given;
-    a coarser one stays valid and becomes looser. ``factor`` is Δ/C. Refuses with ``CannotProve``.
+    a coarser one stays valid and becomes looser. ``factor`` is Δ/C. Refuses with ``AccountantRefusal``.
     """
-    releases = bag(event)
+    releases = count_releases(event)
     uses = _uses(releases)
     pairs = {leaf: pair_of(leaf, relation, factor) for leaf in uses}
     tail = _TAIL_AT_EPSILON if delta is None else max(_LEAST_TAIL, _TAIL_PER_DELTA * delta)
     number = math.fsum(uses.values())
     one_tail = max(tail / (8 * number), 1e-300)
     reach = max(max(p.reach_above(one_tail), p.reach_below(one_tail)) for p in pairs.values())
-    deviation = math.sqrt(math.fsum(count * rough_mu(leaf, factor) ** 2 for leaf, count in uses.items()))
+    deviation = math.sqrt(math.fsum(count * approximate_mu(leaf, factor) ** 2 for leaf, count in uses.items()))
     adapt = step is None
     if step is None:
         about = epsilon if epsilon is not None else gaussian_epsilon(min(deviation, 30.0), delta or 1e-6)
@@ -430,7 +448,7 @@ def pld_profile(
     floor = max(_FINEST_STEP, 2 * min(reach, LARGEST_LOSS) / _MOST_POINTS)
     while True:
         step = max(step, floor) if adapt else step
-        grids = {leaf: discretise(pair, step, one_tail) for leaf, pair in pairs.items()}
+        grids = {leaf: discretize_pair(pair, step, one_tail) for leaf, pair in pairs.items()}
         deviation = math.sqrt(math.fsum(uses[leaf] * grid.variance for leaf, grid in grids.items()))
         fine = deviation / math.sqrt(number) / _STEPS_PER_DEVIATION
         if adapt and step > max(1.5 * fine, floor):
@@ -442,11 +460,11 @@ def pld_profile(
             floor = step = step * points / _MOST_POINTS * 1.01
             continue
         break
-    asked: _Asked = {"tail": tail, "one_tail": one_tail, "delta": delta, "epsilon": epsilon}
-    orders = [add_losses(releases, uses, grids, bounds, **asked)]
+    asked: _EvaluationPoint = {"tail": tail, "one_tail": one_tail, "delta": delta, "epsilon": epsilon}
+    orders = [compose_plds(releases, uses, grids, bounds, **asked)]
     if not all(pair.symmetric for pair in pairs.values()):
         turned = {leaf: grid.reversed() for leaf, grid in grids.items()}
-        orders.append(add_losses(releases, uses, turned, chernoff(releases, turned, deviation, tail), **asked))
+        orders.append(compose_plds(releases, uses, turned, chernoff(releases, turned, deviation, tail), **asked))
     return ComposedPLD(tuple(orders), _name(uses))
 
 
@@ -454,9 +472,9 @@ def _uses(releases: Mapping[Event, int]) -> dict[Event, int]:
     """How often each single release happens at most."""
     uses: dict[Event, int] = {}
     for event, count in releases.items():
-        if isinstance(event, RandomRound):
+        if isinstance(event, RandomNumberOfReleases):
             most = max(number for number, _ in event.law)
-            for leaf, times in _uses(bag(event.inner)).items():
+            for leaf, times in _uses(count_releases(event.inner)).items():
                 uses[leaf] = uses.get(leaf, 0) + count * most * times
         else:
             uses[event] = uses.get(event, 0) + count
@@ -468,23 +486,23 @@ def _name(leaves: Mapping[Event, int]) -> str:
     return f"pld-{kinds.pop()}" if len(kinds) == 1 else "pld"
 
 
-def pair_of(event: Event, relation: Relation, factor: float) -> Pair:
-    """Return the dominating pair of one release, or refuse with ``CannotProve``; ``factor`` is Δ/C."""
+def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair:
+    """Return the dominating pair of one release, or refuse with ``AccountantRefusal``; ``factor`` is Δ/C."""
     match event:
-        case Poisson(rate=rate, inner=inner) if relation is Relation.ADD_REMOVE:
+        case PoissonSampled(rate=rate, inner=inner) if relation is Relation.ADD_REMOVE:
             return PoissonPair(_sampled_base(event, inner, relation, factor), rate)
-        case Poisson(rate=rate, inner=Gaussian(noise_multiplier=z)):
+        case PoissonSampled(rate=rate, inner=Gaussian(noise_multiplier=z)):
             return PoissonReplacePair(factor / z, rate)
-        case Poisson():
-            raise CannotProve(
+        case PoissonSampled():
+            raise AccountantRefusal(
                 event,
                 "under replace-one only Poisson samples of a single Gaussian release are understood; "
                 "use FixedSize, or the relation add-remove",
             )
-        case FixedSize(inner=inner) if relation is Relation.REPLACE_ONE:
+        case FixedSizeSampled(inner=inner) if relation is Relation.REPLACE_ONE:
             return FixedSizePair(_sampled_base(event, inner, relation, factor), event.rate)
-        case FixedSize():
-            raise CannotProve(
+        case FixedSizeSampled():
+            raise AccountantRefusal(
                 event,
                 "fixed-size batches hide a record only among data sets of the same size; "
                 "use the relation replace-one, or Poisson sampling",
@@ -503,14 +521,16 @@ def _base(event: Event, relation: Relation, factor: float) -> _Base:
             return PurePair(epsilon)
         case ZCDP(relation=proved):
             check_relation(event, proved, relation)
-    raise CannotProve(event, f"nothing is known about the losses of a {event.kind} event beyond its curve or parts")
+    raise AccountantRefusal(
+        event, f"nothing is known about the losses of a {event.kind} event beyond its curve or parts"
+    )
 
 
 def _sampled_base(event: Event, inner: Event, relation: Relation, factor: float) -> _Base:
     """The pair of what happens on one sample: a single release, or Gaussians that merge into one."""
-    releases = list(bag(inner).items())
+    releases = list(count_releases(inner).items())
     if len(releases) != 1 or releases[0][1] != 1:
-        raise CannotProve(
+        raise AccountantRefusal(
             event, "one sample may feed Gaussian releases or a single other one; sample anew for more"
         )
     return _base(releases[0][0], relation, factor)

@@ -14,7 +14,7 @@ from typing import Any
 from quietgrad.files import read_json
 from quietgrad.plans.schedule import DECLARED, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Relation, Unit
+from quietgrad.privacy.budget import PrivacyUnit, Relation
 from quietgrad.privacy.mechanisms import from_json as mechanism_from
 from quietgrad.training.result import Privacy, Result, digest_of
 
@@ -41,8 +41,8 @@ _ACCOUNTANTS = {
     "pure": "pure ε-differential privacy, which holds with δ = 0",
 }
 _WHOM = {
-    Unit.RECORD: "One person is one record. Someone with k records is protected only at the k-fold group level.",
-    Unit.PERSON: "Records were told apart by the ids that were given: whoever had several ids is protected only as "
+    PrivacyUnit.RECORD: "One person is one record. Someone with k records is protected only at the k-fold group level.",
+    PrivacyUnit.PERSON: "Records were told apart by the ids that were given: whoever had several ids is protected only as "
     "each of them.",
 }
 _ASSUMPTIONS = (
@@ -116,7 +116,7 @@ class RunCertificate:
         if self.privacy.relation is None:
             return ""
         words = self.privacy.unit.in_words(RELATION_WORDS[self.privacy.relation])
-        if self.privacy.unit is Unit.RECORD:
+        if self.privacy.unit is PrivacyUnit.RECORD:
             return words
         if any(str(note).endswith(DECLARED) for note in self.privacy.notes):
             return f"{words} A person is somebody with all the records about them, however many."
@@ -127,7 +127,11 @@ class RunCertificate:
     @property
     def whom(self) -> str:
         """What an attacker learns little about."""
-        return "one person's record" if self.privacy.unit is Unit.RECORD else "one person, with all their records"
+        return (
+            "one person's record"
+            if self.privacy.unit is PrivacyUnit.RECORD
+            else "one person, with all their records"
+        )
 
     @property
     def unit_words(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from quietgrad.charts import Bars, Chart, Intervals, Lines, in_a_file
 from quietgrad.errors import QuietgradError
 from quietgrad.files import write_atomically
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 
 _COLOURS = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66")
 _STYLES = ("-", "--", ":", "-.", "-", "--")
@@ -33,7 +33,7 @@ def save_chart(path: Path, chart: Chart) -> Path:
         rows = 0 if isinstance(chart, Lines) else len(chart.rows)
         figure = Figure(figsize=(6.4, max(4.0, 0.35 * rows + 1.2)), layout="constrained")
         axes: Any = figure.add_subplot()
-        axes.set_title(shown(chart.title), loc="left", fontsize=12)
+        axes.set_title(sanitize(chart.title), loc="left", fontsize=12)
         match chart:
             case Lines():
                 _lines(axes, chart)
@@ -49,12 +49,12 @@ def _lines(axes: Any, chart: Lines) -> None:
     for k, line in enumerate(chart.drawn):
         colour, style = _COLOURS[k % 6], _STYLES[k % 6]
         if line.level:
-            axes.axhline(line.points[-1][1], color=colour, linestyle=style, linewidth=2, label=shown(line.name))
+            axes.axhline(line.points[-1][1], color=colour, linestyle=style, linewidth=2, label=sanitize(line.name))
             continue
         xs, ys = zip(*line.points, strict=True)
         bars = list(line.bars) if len(line.bars) == len(xs) else None
-        axes.errorbar(xs, ys, yerr=bars, color=colour, linestyle=style, linewidth=2, label=shown(line.name))
-    axes.set(xlabel=shown(chart.x_label), ylabel=shown(chart.y_label))
+        axes.errorbar(xs, ys, yerr=bars, color=colour, linestyle=style, linewidth=2, label=sanitize(line.name))
+    axes.set(xlabel=sanitize(chart.x_label), ylabel=sanitize(chart.y_label))
     if chart.log_x:
         axes.set_xscale("log")
     if chart.log_y:
@@ -67,10 +67,10 @@ def _lines(axes: Any, chart: Lines) -> None:
 
 
 def _bars(axes: Any, chart: Bars) -> None:
-    names = [shown(name, most=30) for name, _, _ in chart.rows]
+    names = [sanitize(name, most=30) for name, _, _ in chart.rows]
     axes.barh(names, [bound or 0.0 for _, _, bound in chart.rows], color="#ddd9d0")
     axes.barh(names, [value for _, value, _ in chart.rows], color=_COLOURS[0], height=0.5)
-    axes.set_xlabel(shown(chart.label))
+    axes.set_xlabel(sanitize(chart.label))
     axes.invert_yaxis()
 
 
@@ -79,6 +79,6 @@ def _intervals(axes: Any, chart: Intervals) -> None:
         axes.plot([low, high], [k, k], color=_COLOURS[0], linewidth=2)
         axes.plot([value], [k], "o", color=_COLOURS[0])
     axes.axvline(0.0, color="#bbbbbb", linewidth=0.8)
-    axes.set_yticks(range(len(chart.rows)), [shown(name, most=30) for name, *_ in chart.rows])
-    axes.set_xlabel(shown(chart.label))
+    axes.set_yticks(range(len(chart.rows)), [sanitize(name, most=30) for name, *_ in chart.rows])
+    axes.set_xlabel(sanitize(chart.label))
     axes.invert_yaxis()

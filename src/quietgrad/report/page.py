@@ -26,7 +26,7 @@ from quietgrad.report.certificate import (
 )
 from quietgrad.report.repeating import command_of
 from quietgrad.report.tables import table_section
-from quietgrad.shown import shown
+from quietgrad.sanitize import sanitize
 from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
 
 _METRICS = {
@@ -297,7 +297,7 @@ def _promises(runs: Sequence[Run]) -> int:
 
 def _fit_for_a_page(value: Any) -> Any:
     """Names and notes come from files: marks that turn a line around have no place on a page either."""
-    return shown(value) if type(value) is str else value
+    return sanitize(value) if type(value) is str else value
 
 
 def _power(value: float | None) -> str:

@@ -1,11 +1,11 @@
 """Which records take part in a release: public value objects that know what their secrecy is worth.
 
-``FullBatch`` · ``Poisson`` · ``FixedSize`` (without replacement) · ``SinglePass`` (disjoint, every record once) ·
-``Turns`` (cohorts, one after the other) · ``PoissonTurns`` (secret samples of them).
+``FullBatch`` · ``PoissonSampled`` · ``FixedSizeSampled`` (without replacement) · ``SinglePass`` (disjoint, every record once) ·
+``CyclicCohorts`` (cohorts, one after the other) · ``CyclicPoisson`` (secret samples of them).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
-Poisson batch is released like any other, as pure noise.
+PoissonSampled batch is released like any other, as pure noise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quietgrad.privacy.budget import Relation
 
 if TYPE_CHECKING:
     from quietgrad.privacy.rng import SecureStream
-    from quietgrad.sampling.samplers import KeyedSampler, SlotSampler
+    from quietgrad.sampling.samplers import KeyedPoissonSampler, SlotSampler
 
 __all__ = [
     "FixedSize",
@@ -99,8 +99,8 @@ class Sampling(ABC):
 def from_json(data: dict[str, Any]) -> Sampling:
     """Rebuild a sampling scheme from :meth:`Sampling.to_json`.
 
-    >>> from_json(Poisson(0.01).to_json())
-    Poisson(rate=0.01)
+    >>> from_json(PoissonSampled(0.01).to_json())
+    PoissonSampled(rate=0.01)
     """
     try:
         kind = _KINDS[data["sampling"]]
@@ -142,9 +142,9 @@ class Poisson(Sampling, kind="poisson"):
     The rate is chosen without looking at the number of records (under add-remove that number is private):
     rate = wanted batch ÷ declared n_public.
 
-    >>> Poisson(0.01).event(events.Gaussian(1.1), steps=100)
-    Repeated(inner=Poisson(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=100)
-    >>> Poisson(1.5)
+    >>> PoissonSampled(0.01).event(events.Gaussian(1.1), steps=100)
+    Repeated(inner=PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=100)
+    >>> PoissonSampled(1.5)
     Traceback (most recent call last):
     ...
     ValueError: rate=1.5: must be in (0, 1]; it is the expected batch ÷ n.
@@ -157,8 +157,8 @@ class Poisson(Sampling, kind="poisson"):
             raise ValueError(f"rate={self.rate!r}: must be in (0, 1]; it is the expected batch ÷ n.")
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
-        """Return ``steps`` Poisson-sampled ``inner``; a rate of 1 samples nothing."""
-        one = inner if self.rate == 1.0 else events.Poisson(self.rate, inner)
+        """Return ``steps`` PoissonSampled-sampled ``inner``; a rate of 1 samples nothing."""
+        one = inner if self.rate == 1.0 else events.PoissonSampled(self.rate, inner)
         return events.repeated(one, steps)
 
     def expected_batch(self, n_public: int) -> float:
@@ -179,21 +179,21 @@ class Poisson(Sampling, kind="poisson"):
 
         return _Everyone() if self.rate == 1.0 else PoissonScan(n_records, self.rate, stream)
 
-    def keyed_sampler(self, record_ids: npt.ArrayLike, stream: SecureStream) -> KeyedSampler:
+    def keyed_sampler(self, record_ids: npt.ArrayLike, stream: SecureStream) -> KeyedPoissonSampler:
         """Return a sampler that decides by record id, so that any split of the records gives the same union.
 
         It looks at every record in every release: slower, for data that several curators hold.
 
         >>> from quietgrad.privacy.rng import SecureStream, seed_key
         >>> stream = SecureStream(seed_key(0), "batches")
-        >>> whole = Poisson(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
-        >>> first, second = (Poisson(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12, 13]))
+        >>> whole = PoissonSampled(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
+        >>> first, second = (PoissonSampled(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12, 13]))
         >>> whole.tolist() == [*first, *(second + 2)]
         True
         """
-        from quietgrad.sampling.samplers import KeyedSampler
+        from quietgrad.sampling.samplers import KeyedPoissonSampler
 
-        return KeyedSampler(record_ids, self.rate, stream)
+        return KeyedPoissonSampler(record_ids, self.rate, stream)
 
     def describe(self) -> str:
         """Return one line for people."""
@@ -204,8 +204,8 @@ class Poisson(Sampling, kind="poisson"):
 class FixedSize(Sampling, kind="fixed-size"):
     """``batch_size`` of ``n`` records without replacement, afresh for every release; n is public.
 
-    >>> FixedSize(1000, 10).event(events.Gaussian(3.0))
-    FixedSize(n=1000, batch_size=10, inner=Gaussian(noise_multiplier=3.0))
+    >>> FixedSizeSampled(1000, 10).event(events.Gaussian(3.0))
+    FixedSizeSampled(n=1000, batch_size=10, inner=Gaussian(noise_multiplier=3.0))
     """
 
     n: int
@@ -219,7 +219,7 @@ class FixedSize(Sampling, kind="fixed-size"):
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
         """Return ``steps`` releases of ``inner`` on fixed-size batches; a batch of n samples nothing."""
-        one = inner if self.batch_size == self.n else events.FixedSize(self.n, self.batch_size, inner)
+        one = inner if self.batch_size == self.n else events.FixedSizeSampled(self.n, self.batch_size, inner)
         return events.repeated(one, steps)
 
     def expected_batch(self, n_public: int) -> float:
@@ -289,11 +289,11 @@ class SinglePass(Sampling, kind="single-pass"):
 
         Under replace-one that is as sound as a permutation: a slot goes by the record's place, whatever it holds.
         """
-        from quietgrad.sampling.samplers import SlotScan
+        from quietgrad.sampling.samplers import SinglePassScan
 
         if self.relation is Relation.REPLACE_ONE and n_records != self.n:
             raise ValueError(f"{n_records} records: SinglePass was declared for n={self.n}. Declare the true n.")
-        return SlotScan(n_records, self.n, self.batch_size, stream)
+        return SinglePassScan(n_records, self.n, self.batch_size, stream)
 
     def participation(self, count: int) -> tuple[int, int]:
         """Return (1, ``count``): once."""
@@ -309,7 +309,7 @@ class SinglePass(Sampling, kind="single-pass"):
 
 
 @dataclass(frozen=True)
-class Turns(Sampling, kind="turns"):
+class CyclicCohorts(Sampling, kind="turns"):
     """Cohorts that take turns: every record belongs to one of b ``cohorts``; release t asks all of number t mod b.
 
     Nothing is claimed for secrecy: who is in which cohort may be guessed. What the proof needs is that a record's
@@ -322,9 +322,9 @@ class Turns(Sampling, kind="turns"):
 
     A record takes part once in each round of turns, ``cohorts`` releases apart. Independent noise gains nothing
     from that and is priced for every round; noise that is correlated over the releases does
-    (:class:`~quietgrad.privacy.correlated.Correlated`).
+    (:class:`~quietgrad.privacy.correlated.BufferedToeplitzNoise`).
 
-    >>> Turns(16).participation(64), Turns(16).event(events.Gaussian(2.0), steps=64).count
+    >>> CyclicCohorts(16).participation(64), CyclicCohorts(16).event(events.Gaussian(2.0), steps=64).count
     ((4, 16), 4)
     """
 
@@ -369,7 +369,7 @@ class Turns(Sampling, kind="turns"):
 
         return CohortSampler(hashed_slots(record_ids, self.cohorts, stream), self.cohorts)
 
-    def under(self, relation: Relation) -> Turns:
+    def under(self, relation: Relation) -> CyclicCohorts:
         """Return the same turns with cohorts by place (replace-one) or by hash (add-remove)."""
         return dataclasses.replace(self, relation=relation)
 
@@ -379,17 +379,17 @@ class Turns(Sampling, kind="turns"):
 
 
 @dataclass(frozen=True)
-class PoissonTurns(Sampling, kind="poisson-turns"):
+class CyclicPoisson(Sampling, kind="poisson-turns"):
     """Cohorts that take turns, and of the one whose turn it is each record enters with probability ``rate``.
 
-    Cohorts as in :class:`Turns`; coins are secret and each record's own. The rate is that within a cohort: cohorts
+    Cohorts as in :class:`CyclicCohorts`; coins are secret and each record's own. The rate is that within a cohort: cohorts
     × wanted batch ÷ declared n. A record has one coin in each round of turns, ``cohorts`` releases apart, which is
-    what noise in as many bands needs (:class:`~quietgrad.privacy.banded.Banded`).
+    what noise in as many bands needs (:class:`~quietgrad.privacy.banded.BandedToeplitzNoise`).
 
-    >>> PoissonTurns(4, 0.1).participation(10), PoissonTurns(4, 0.1).expected_batch(1000)
+    >>> CyclicPoisson(4, 0.1).participation(10), CyclicPoisson(4, 0.1).expected_batch(1000)
     ((3, 4), 25.0)
-    >>> PoissonTurns(4, 0.1).event(events.Gaussian(2.0), steps=8)
-    Repeated(inner=Poisson(rate=0.1, inner=Gaussian(noise_multiplier=2.0)), count=2)
+    >>> CyclicPoisson(4, 0.1).event(events.Gaussian(2.0), steps=8)
+    Repeated(inner=PoissonSampled(rate=0.1, inner=Gaussian(noise_multiplier=2.0)), count=2)
     """
 
     cohorts: int
@@ -401,11 +401,11 @@ class PoissonTurns(Sampling, kind="poisson-turns"):
         Poisson(self.rate)  # checks it
 
     @property
-    def _turns(self) -> Turns:
-        return Turns(self.cohorts, self.relation)
+    def _turns(self) -> CyclicCohorts:
+        return CyclicCohorts(self.cohorts, self.relation)
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
-        """Return a Poisson-sampled ``inner`` as often as one cohort has its turn."""
+        """Return a PoissonSampled-sampled ``inner`` as often as one cohort has its turn."""
         return self._turns.event(Poisson(self.rate).event(inner), steps)
 
     def participation(self, count: int) -> tuple[int, int]:
@@ -418,17 +418,17 @@ class PoissonTurns(Sampling, kind="poisson-turns"):
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """Return the sampler whose batch i is of the cohort i mod cohorts, by a keyed coin of each member."""
-        from quietgrad.sampling.samplers import CoinSampler
+        from quietgrad.sampling.samplers import BernoulliSubsampler
 
-        return CoinSampler(self._turns.sampler(n_records, stream), self.rate, stream)
+        return BernoulliSubsampler(self._turns.sampler(n_records, stream), self.rate, stream)
 
     def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
         """Return the same for tables beyond memory: cohorts are looked up as they are needed."""
-        from quietgrad.sampling.samplers import CoinSampler
+        from quietgrad.sampling.samplers import BernoulliSubsampler
 
-        return CoinSampler(self._turns.scanning(n_records, stream), self.rate, stream)
+        return BernoulliSubsampler(self._turns.scanning(n_records, stream), self.rate, stream)
 
-    def under(self, relation: Relation) -> PoissonTurns:
+    def under(self, relation: Relation) -> CyclicPoisson:
         """Return the same with cohorts by place (replace-one) or by hash (add-remove)."""
         return dataclasses.replace(self, relation=relation)
 

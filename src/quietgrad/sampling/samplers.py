@@ -38,7 +38,7 @@ _TAIL_BITS = 72
 
 
 @dataclass(frozen=True)
-class SizeTable:
+class BatchSizeDistribution:
     """The law of a batch's size: ``lowest`` plus the place of a uniform word among ``thresholds``."""
 
     lowest: int
@@ -49,7 +49,7 @@ class SizeTable:
         return self.lowest + np.searchsorted(self.thresholds, words, side="right")
 
 
-def binomial_table(n: int, rate: float) -> SizeTable:
+def binomial_table(n: int, rate: float) -> BatchSizeDistribution:
     """Return the law of Binomial(n, rate) by exact integer recurrence from its mode.
 
     Sizes rarer than 2⁻⁷² of the mode's are left out and each probability is right to 2⁻⁶⁴: for n = 10⁶ and
@@ -73,7 +73,7 @@ def binomial_table(n: int, rate: float) -> SizeTable:
         below.append(below[-1] * k * miss // ((n - k + 1) * hit))
         if not below[-1] >> cut:
             break
-    return SizeTable(mode - len(below) + 1, inversion_table(below[:0:-1] + above))
+    return BatchSizeDistribution(mode - len(below) + 1, inversion_table(below[:0:-1] + above))
 
 
 class SubsetSampler:
@@ -88,7 +88,7 @@ class SubsetSampler:
     """
 
     def __init__(
-        self, n_records: int, expected: float, stream: SecureStream, sizes: SizeTable | None = None
+        self, n_records: int, expected: float, stream: SecureStream, sizes: BatchSizeDistribution | None = None
     ) -> None:
         from quietgrad.sampling.fisher_yates import draw_subsets
 
@@ -127,7 +127,7 @@ class SubsetSampler:
         return [records[first:last] for first, last in pairwise(starts.tolist())]
 
 
-class KeyedSampler:
+class KeyedPoissonSampler:
     """Poisson batches decided record by record: id r is in batch i if a keyed function of (i, r) says so.
 
     Curators that share the stream's key and hold different records draw together what one curator of all the
@@ -203,14 +203,14 @@ class CohortSampler:
         return self._members[i % len(self._members)]
 
 
-class CoinSampler:
+class BernoulliSubsampler:
     """Of the batches of another sampler, the records whose coins say so: record r in release i by a keyed function.
 
     Cohorts are read from block 0 of the stream; release i has block i + 1.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> everybody = CohortSampler(np.zeros(1000, np.int64), 1)
-    >>> sampler = CoinSampler(everybody, 0.1, SecureStream(seed_key(0), "batches"))
+    >>> sampler = BernoulliSubsampler(everybody, 0.1, SecureStream(seed_key(0), "batches"))
     >>> 50 < len(sampler.batch(3)) < 150, sampler.batch(3).tolist() == sampler.batch(4).tolist()
     (True, False)
     """
@@ -228,8 +228,8 @@ class CoinSampler:
         return members[self._stream.at(i + 1, members) < np.uint64(self._threshold)]
 
 
-class Slots(ABC):
-    """Slots handed out in order, each once; refuses when there are not enough left."""
+class SinglePassOrder(ABC):
+    """SinglePassOrder handed out in order, each once; refuses when there are not enough left."""
 
     def __init__(self, n_slots: int, batch_size: int) -> None:
         self._n_slots, self._batch_size = n_slots, batch_size
@@ -270,8 +270,8 @@ class Slots(ABC):
         self.position = position
 
 
-class SlotSampler(Slots):
-    """Slots of records that are listed.
+class SlotSampler(SinglePassOrder):
+    """SinglePassOrder of records that are listed.
 
     >>> sampler = SlotSampler(np.array([2, 0, 1]), n_slots=3)
     >>> sampler.take(2).tolist(), sampler.left
@@ -341,11 +341,11 @@ class CohortScan:
         return _chosen(self._n, lambda rows: hashed_slots(rows, self._cohorts, self._stream) == turn)
 
 
-class SlotScan(Slots):
-    """Slots of rows that are not listed: a row's slot is a keyed hash of its number.
+class SinglePassScan(SinglePassOrder):
+    """SinglePassOrder of rows that are not listed: a row's slot is a keyed hash of its number.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> sampler = SlotScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
+    >>> sampler = SinglePassScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
     >>> sorted([*sampler.take(50), *sampler.take(50)]) == list(range(100)), sampler.left
     (True, 0)
     """

@@ -20,7 +20,7 @@ from quietgrad.secure.graph import GRAPHS_PER_RELEASE, Graph, choose, left_out
 from quietgrad.secure.sampler import SMOOTHING, discrete_gaussian, smoothing_error
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.correlated import Correlated
+    from quietgrad.privacy.correlated import BufferedToeplitzNoise
 
 Mode = Literal["masks", "servers", "mpc"]
 
@@ -81,7 +81,7 @@ class Terms:
     servers: int | None = None
     quorum: int | None = None
     neighbours: int | None = None
-    correlated: Correlated | None = None
+    correlated: BufferedToeplitzNoise | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -283,7 +283,7 @@ class Terms:
         graph = GRAPHS_PER_RELEASE * self.graph.failure if self.mode == "masks" else 0.0
         return self.dimension * (distance + rounded_gaussian_distance(self.noise_units)) + graph
 
-    def _fractions(self, correlated: Correlated) -> float:
+    def _fractions(self, correlated: BufferedToeplitzNoise) -> float:
         """What rounding every share on its own adds, per coordinate and release.
 
         One honest server rounds once, which is post-processing. Of h honest parties' shares v_j with sum V, the

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import LossFunction, PerExampleEngine, positive
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped, tensors_of
-from quietgrad.objectives.people import Combine, check_combination
-from quietgrad.objectives.person_ids import first_seen
+from quietgrad.objectives.person_ids import factorize_ids
+from quietgrad.objectives.privacy_units import Combine, check_combination
 
 __all__ = ["clipped_difference_sum", "clipped_gradient_sum"]
 
@@ -65,7 +65,7 @@ def clipped_gradient_sum(
     """
     engine = _engine(model, loss_fn)
     theta = engine.flatten(dict(model.named_parameters()))
-    return _sum(engine, (theta,), batch, positive(Rule.gradient(clip)), person, combine)
+    return _sum(engine, (theta,), batch, positive(ClippingRule.gradient(clip)), person, combine)
 
 
 def clipped_difference_sum(
@@ -94,7 +94,7 @@ def clipped_difference_sum(
     """
     engine = _engine(model, loss_fn)
     points = engine.flatten(dict(model.named_parameters())), engine.flatten(previous_params)
-    return _sum(engine, points, batch, positive(Rule.difference(clip)), person, combine)
+    return _sum(engine, points, batch, positive(ClippingRule.difference(clip)), person, combine)
 
 
 def _engine(model: nn.Module, loss_fn: LossFunction) -> PerExampleEngine:
@@ -109,14 +109,14 @@ def _engine(model: nn.Module, loss_fn: LossFunction) -> PerExampleEngine:
 
 
 def _sum(
-    engine: PerExampleEngine, points: tuple[Tensor, ...], batch: tuple[Any, Any], rule: Rule, person: Any,
+    engine: PerExampleEngine, points: tuple[Tensor, ...], batch: tuple[Any, Any], rule: ClippingRule, person: Any,
     combine: Combine,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     check_combination(combine, None)
     group = batch_group(batch)
     persons = None
     if person is not None:
-        codes, _ = first_seen(person, len(group.rows))
+        codes, _ = factorize_ids(person, len(group.rows))
         persons = Persons.numbered(codes, mean=combine == "mean")
     out = torch.zeros_like(points[0])
     norms = engine.add(points, [group] if len(group.rows) else [], rule, out, persons=persons)

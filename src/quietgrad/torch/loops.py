@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from quietgrad import training
 from quietgrad.algorithms.own_loop import OwnLoop
 from quietgrad.curators.account import Account
-from quietgrad.curators.base import Spent
+from quietgrad.curators.base import SessionCost
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.session import Drawn
+from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Query
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.calibration import calibrate_steps
 from quietgrad.privacy.events import composed
 from quietgrad.torch.affording import affordable
@@ -36,7 +36,7 @@ from quietgrad.torch.checkpoints import LoopCost, epsilon_of
 from quietgrad.torch.clip_rules import ClipRule
 from quietgrad.torch.processes import SharedSession, any_of_us, key_for_all, leads, several, told_by_leader
 from quietgrad.torch.shards import Shards
-from quietgrad.training.result import Privacy, statement
+from quietgrad.training.result import Privacy, privacy_statement
 from quietgrad.training.runs import Run
 
 __all__ = ["CONDITION", "Loop", "Pace", "Promise", "check_person", "holder"]
@@ -139,7 +139,7 @@ class Promise:
         return replace(found, n=max(found.n, least))
 
     def plan(
-        self, pace: Pace, count: PublicCount, size: int, rule: ClipRule, unit: Unit
+        self, pace: Pace, count: PublicCount, size: int, rule: ClipRule, unit: PrivacyUnit
     ) -> tuple[Plan, tuple[int, ...]]:
         """What the loop may release, priced, and the samples of each epoch."""
         budget, own, n = self.budget, self.noise_multiplier, count.n
@@ -202,7 +202,7 @@ class Loop:
         else:
             self._session = curator.open(plan)
         self.handed_out = sum(self._session.used.values())  # samples that the loop has had
-        self._spent: Spent | None = None
+        self._spent: SessionCost | None = None
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
     # --- what is promised ---------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class Loop:
         if self._spent is None and self.handed_out < plan.schedule.releases < _OPEN_END:
             early = "a loop that ends early because of what it saw costs the whole plan"
             notes = (*notes, f"{self.handed_out} of {plan.schedule.releases} planned steps so far; {early}")
-        spent = self._spent or Spent(event, cost.counts, "", False)
-        said = statement(self._session, spent, self.account, notes)
+        spent = self._spent or SessionCost(event, cost.counts, "", False)
+        said = privacy_statement(self._session, spent, self.account, notes)
         return replace(said, epsilon=0.0, events=None) if nothing else said
 
     def __str__(self) -> str:
@@ -270,11 +270,11 @@ class Loop:
 
     # --- samples ------------------------------------------------------------------------------------------------
 
-    def draw(self) -> Drawn:
+    def draw(self) -> PendingRelease:
         """The next sample, which counts from here on."""
         if self.handed_out >= self.total:
             raise ExhaustedError(self.refusal())
-        drawn: Drawn = self._session.draw(self._slot(self.handed_out))
+        drawn: PendingRelease = self._session.draw(self._slot(self.handed_out))
         self.handed_out += 1
         return drawn
 
@@ -323,7 +323,7 @@ class Loop:
         """What the optimizer steps, by the same names."""
         return self.parameters() if self.shards is None else self.shards.params
 
-    def release(self, drawn: Drawn, query: Query) -> Tensor:
+    def release(self, drawn: PendingRelease, query: Query) -> Tensor:
         """Release the noisy sum of a sample and add it to the parameters' gradients; returns what was added."""
         self._refuse_other_parameters()
         if several() and any_of_us(self.condition is not None, self.engine.device):

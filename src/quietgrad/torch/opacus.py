@@ -20,9 +20,15 @@ from torch.utils.data import DataLoader
 from quietgrad.errors import DataError, UnprovableError
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.records import as_padding
-from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People, of_people
-from quietgrad.objectives.person_ids import asked_ids
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.objectives.person_ids import call_id_function
+from quietgrad.objectives.privacy_units import (
+    Combine,
+    RecordsWithIds,
+    UnitGrouping,
+    UserLevelObjective,
+    with_privacy_unit,
+)
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.torch import checkpoints
 from quietgrad.torch.checkpoints import LoopCost, epsilon_of
 from quietgrad.torch.clip_rules import clip_rule
@@ -165,9 +171,9 @@ def make_private(
     data: Any = given.dataset
     people = _people(len(data), person, combine, records_per_person)
     if people is not None:
-        reading, data = OfPeople(reading, combine, records_per_person), OfRecords(data, people)
+        reading, data = UserLevelObjective(reading, combine, records_per_person), RecordsWithIds(data, people)
     curator = holder(reading, data, pace.payer(account, ledger, cap, seed), seed)
-    unit, size = Unit.RECORD if people is None else Unit.PERSON, given.batch_size
+    unit, size = PrivacyUnit.RECORD if people is None else PrivacyUnit.PERSON, given.batch_size
     count = promise.count(curator, n_public, pace.largest(size or 1))
     if size is None or not 1 <= size <= count.n:
         raise DataError(
@@ -188,13 +194,13 @@ def _then(collate: Callable[..., Any], transform: Callable[[Any], Any]) -> Calla
     return lambda samples: transform(collate(samples))
 
 
-def _people(records: int, person: Any, combine: Combine, most: int | None) -> People | None:
+def _people(records: int, person: Any, combine: Combine, most: int | None) -> UnitGrouping | None:
     """Who the records are about; ``None``: each is a person's own."""
     if person is None:
-        of_people(None, None, None, combine, most)  # refuses settings that need people
+        with_privacy_unit(None, None, None, combine, most)  # refuses settings that need people
         return None
-    ids = asked_ids(person, records) if callable(person) else person
-    return People.of(ids, combine=combine, records_per_person=most, records=records)
+    ids = call_id_function(person, records) if callable(person) else person
+    return UnitGrouping.of(ids, combine=combine, records_per_person=most, records=records)
 
 
 class Accountant:

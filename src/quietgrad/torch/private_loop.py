@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quietgrad.curators.session import Drawn
+from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError
 from quietgrad.objectives.base import Batch, Gradient, Query
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.records import Collate
-from quietgrad.objectives.people import Combine, of_people
-from quietgrad.privacy.budget import Budget, Relation, Unit
+from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.torch import kept_loops
 from quietgrad.torch.clip_rules import FlatClip, clip_rule
 from quietgrad.torch.loops import Loop, Pace, Promise, check_person, holder
@@ -42,9 +42,9 @@ class PrivateBatch:
 
     __slots__ = ("_drawn", "_loop")
 
-    def __init__(self, loop: PrivateLoop, drawn: Drawn) -> None:
+    def __init__(self, loop: PrivateLoop, drawn: PendingRelease) -> None:
         self._loop: PrivateLoop = loop
-        self._drawn: Drawn | None = drawn
+        self._drawn: PendingRelease | None = drawn
 
     def __repr__(self) -> str:
         return "PrivateBatch()"
@@ -157,8 +157,8 @@ class PrivateLoop(Loop):
         else:
             promise = Promise(budget.epsilon, budget.delta, budget.relation, noise_multiplier, poisson_sampling)
         pace = Pace(epochs, steps, noise_schedule, batch_schedule)
-        asked = of_people(objective, data, person, combine, records_per_person)
-        unit = Unit.RECORD if person is None else Unit.PERSON
+        asked = with_privacy_unit(objective, data, person, combine, records_per_person)
+        unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None
         self._folder = None if folder is None else Path(folder)

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.curators.session import Drawn
+from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError, QuietgradError
-from quietgrad.objectives.base import BaseObjective, Batch, Query, Regularizer, Rule
+from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, Query, Regularizer
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordKeys
 from quietgrad.objectives.networks.records import Examples
-from quietgrad.objectives.people import OfPeople, told
+from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
@@ -38,7 +38,7 @@ __all__ = ["DifferentiallyPrivateDistributedDataParallel", "SharedSession", "any
 _LEADER = 0
 _AGREED = "the processes do not agree on {}: every process must be given the same."
 
-Asked = ModuleObjective | OfPeople
+Asked = ModuleObjective | UserLevelObjective
 
 
 def several() -> bool:
@@ -154,7 +154,7 @@ def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) 
     _refuse_others(prepared, "another process refused its model or its data")
     if not leads():
         return _serve(objective, held[0])
-    shared = _SharedPeople.of(objective) if isinstance(objective, OfPeople) else _Shared(objective)
+    shared = _SharedPeople.of(objective) if isinstance(objective, UserLevelObjective) else _Shared(objective)
     try:
         result = lead(shared, held[0])
     except BaseException as error:
@@ -166,7 +166,7 @@ def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) 
 
 def _digests(objective: Asked, examples: Any, key: bytes) -> dict[str, str]:
     start: Any = objective.initial(examples)
-    settings = f"{objective!r} {len(examples)} {_modes(told(objective).module)}"
+    settings = f"{objective!r} {len(examples)} {_modes(public_loss(objective).module)}"
     return {
         "the records, their order, whose they are, frozen parameters or buffers": _digest(key, examples.contents()),
         "the parameters that training begins with": _digest(key, [start.cpu().numpy().tobytes()]),
@@ -193,7 +193,7 @@ class _Shared(BaseObjective):
     def initial(self, records: Examples) -> Tensor:
         return self._objective.initial(records)
 
-    def add(self, batch: Batch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+    def add(self, batch: Batch, points: Sequence[Tensor], rule: ClippingRule, out: Tensor) -> None:
         out += _sum(self._objective, batch, points, rule)
 
     def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
@@ -206,14 +206,14 @@ class _Shared(BaseObjective):
         return self._objective.risk_gradient(records, params)
 
 
-class _SharedPeople(OfPeople):
+class _SharedPeople(UserLevelObjective):
     """The same, asked about people: they are what is shared out, so that each is on one process with all theirs."""
 
     @staticmethod
-    def of(asked: OfPeople) -> _SharedPeople:
+    def of(asked: UserLevelObjective) -> _SharedPeople:
         return _SharedPeople(asked.loss, asked.combine, asked.records_per_person)
 
-    def add(self, batch: Batch, points: Sequence[Any], rule: Rule, out: Any) -> None:
+    def add(self, batch: Batch, points: Sequence[Any], rule: ClippingRule, out: Any) -> None:
         out += _sum(self.around(self.loss), batch, points, rule)
 
 
@@ -234,7 +234,7 @@ def _serve(objective: Asked, examples: Any) -> Result:
         _shares_added(objective, Batch(examples, indices, key), points, rule)
 
 
-def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: ClippingRule) -> Tensor:
     """The leader's side of a sum: everybody is told what is asked, and gives their share."""
     if batch.key is None:
         batch = batch._replace(key=fresh_key())  # one for all processes
@@ -244,7 +244,7 @@ def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -
     return _shares_added(objective, batch, points, rule)
 
 
-def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Rule) -> Tensor:
+def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: ClippingRule) -> Tensor:
     total = torch.zeros_like(points[0], dtype=torch.float64)
     objective.add(_mine(batch), points, rule, total)
     dist.reduce(total, _LEADER)
@@ -312,11 +312,11 @@ class SharedSession:
         else:
             super().__setattr__(name, value)
 
-    def batch(self, drawn: Drawn) -> Batch:
+    def batch(self, drawn: PendingRelease) -> Batch:
         """This process's share of a sample: whole people, where records are people's."""
         return _mine(self._session.batch(drawn))
 
-    def release_drawn(self, drawn: Drawn, query: Query) -> Tensor:
+    def release_drawn(self, drawn: PendingRelease, query: Query) -> Tensor:
         """The noisy sum over all shares; noise is added once, and everybody gets the same numbers."""
         dim = query.dim(self._session._records)
         # Behind the sum: whether a share failed, and of which sample it is.
@@ -356,7 +356,7 @@ class SharedSession:
             raise failed or QuietgradError("the leading process could not release this step.")
         return answer[:-1].to(self._session._zero.dtype)
 
-    def _place(self, drawn: Drawn) -> int:
+    def _place(self, drawn: PendingRelease) -> int:
         """The number of a sample among all of the plan."""
         before = 0
         for slot in self._session.plan.schedule.slots:

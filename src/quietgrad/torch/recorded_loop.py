@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.session import Drawn
+from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.networks.engine import PerExampleEngine
@@ -30,7 +30,7 @@ from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Padding, RecordGroup, examples_of
 from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of, with_parameters
-from quietgrad.objectives.people import PeopleRecords
+from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.plans.schedule import Plan
 from quietgrad.torch.clip_rules import ClipRule
 from quietgrad.torch.loops import Loop
@@ -83,10 +83,10 @@ class RecordedLoop(Loop):
         super().__init__(plan, curator, engine, rule, shards)
         self.sample: Sample | None = None  # the records in hand; None once they are released
         self.partial = False  # whether more pieces of the sample follow: a step then waits for them
-        self._people = curator.records.people if isinstance(curator.records, PeopleRecords) else None
+        self._people = curator.records.people if isinstance(curator.records, UserLevelRecords) else None
         records: Any = curator.records
         self._examples: Examples = records if self._people is None else records.rows
-        self._drawn: Drawn | None = None
+        self._drawn: PendingRelease | None = None
         self._sum: Tensor | None = None  # of the pieces that were differentiated
         self._waiting = False  # whether something was released since the last step
         self._warns = warns
@@ -121,7 +121,7 @@ class RecordedLoop(Loop):
             self.sample = piece
             yield piece.handles(self._groups(piece))
 
-    def _sample(self, drawn: Drawn) -> Sample:
+    def _sample(self, drawn: PendingRelease) -> Sample:
         _, indices, key = self._session.batch(drawn)
         if self._people is None:
             everyone = np.arange(len(self._examples)) if indices is None else indices

@@ -18,9 +18,9 @@ from quietgrad.objectives.base import Regularizer
 from quietgrad.objectives.networks.engine import LossFunction
 from quietgrad.objectives.networks.module import ModuleObjective, evaluating
 from quietgrad.objectives.networks.records import Collate, Multiple, Padding
-from quietgrad.objectives.people import Combine, of_people
+from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.budget import Budget, Unit
+from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.torch.affording import Shortened, affordable, affordable_steps
 from quietgrad.torch.processes import one_leader
 from quietgrad.training.callbacks import Callback, Progress, together
@@ -123,9 +123,9 @@ def fit(
         collate_fn=collate_fn, pad=pad, views=views,
     )  # fmt: skip
     watch = _Watch(objective, evaluate, every, callbacks, stop)
-    asked = of_people(objective, train_set, person, combine, records_per_person)
+    asked = with_privacy_unit(objective, train_set, person, combine, records_per_person)
     check_people(algorithm, asked[0])
-    unit = Unit.RECORD if person is None else Unit.PERSON
+    unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
 
     def lead(shared: Any, examples: Any) -> Result:
         within: Any = algorithm
@@ -182,9 +182,9 @@ def resume(
         collate_fn=collate_fn, pad=pad, views=views,
     )  # fmt: skip
     watch = _Watch(objective, evaluate, every, callbacks, stop)
-    asked = of_people(objective, train_set, person, combine, records_per_person)
+    asked = with_privacy_unit(objective, train_set, person, combine, records_per_person)
     check_people(algorithm, asked[0])
-    unit = Unit.RECORD if person is None else Unit.PERSON
+    unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
 
     def lead(shared: Any, examples: Any) -> Result:
         header, state = look(folder)

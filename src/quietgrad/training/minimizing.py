@@ -21,7 +21,7 @@ from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import CentralSession
 from quietgrad.errors import BudgetError, DataError, TooNoisyError
-from quietgrad.objectives.people import Combine, OfPeople, PersonRefused, of_people
+from quietgrad.objectives.privacy_units import Combine, PersonRefused, UserLevelObjective, with_privacy_unit
 from quietgrad.objectives.registry import facts_of, from_facts
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, plan
@@ -29,7 +29,7 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.training import checkpoint as checkpoints
 from quietgrad.training.callbacks import Callback, Progress, Reports
 from quietgrad.training.callbacks import begin as tell_first
-from quietgrad.training.result import Privacy, Result, statement
+from quietgrad.training.result import Privacy, Result, privacy_statement
 from quietgrad.training.runs import Run, begin, is_kept, open_run, over
 from quietgrad.vectors import Vector, all_finite, copy, norm
 
@@ -75,7 +75,7 @@ def run(
         kept.save(state, session, now=True)  # a crash between closing and saving the result costs nothing
     data_dependent = session.plan.whole_only or state.stopped_by not in ("steps", "budget")
     spent = session.close(state.stopped_by, data_dependent=data_dependent)
-    privacy = statement(session, spent, account, notes)
+    privacy = privacy_statement(session, spent, account, notes)
     result = result_of(session, algorithm.output(state), privacy, state.stopped_by)
     told = {key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))}
     return replace(
@@ -108,7 +108,7 @@ def result_of(session: Session, params: Vector, privacy: Privacy, stopped_by: st
     )
 
 
-def refused(session: CentralSession, error: Exception) -> bool:
+def settle_failed_run(session: CentralSession, error: Exception) -> bool:
     """Settle the entry of a run that failed, where that is known to be right: whether it was settled.
 
     If nothing was asked of the data, the whole entry is given back. A run that found nothing above its noise has
@@ -192,7 +192,7 @@ def minimize(
     >>> result.params.shape, result.privacy.is_private
     ((1,), True)
     """
-    objective, data = of_people(objective, data, person, combine, records_per_person)
+    objective, data = with_privacy_unit(objective, data, person, combine, records_per_person)
     payer = account if isinstance(account, Account) else Account.of(account, ledger, cap, seeded=seed is not None)
     if folder is not None and is_kept(folder):
         raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
@@ -240,7 +240,7 @@ def minimize(
     try:
         return _run(algorithm, session, x0, kept, payer.asked or payer.name, notes, callback, None, folder)
     except Exception as error:
-        if refused(session, error) and kept is not None:  # then there is nothing to resume either
+        if settle_failed_run(session, error) and kept is not None:  # then there is nothing to resume either
             kept.discard()
         raise
 
@@ -310,7 +310,7 @@ def _resumed(
     if person is not None and settings["people"] is not None:  # what the folder says need not be said again
         combine = combine or settings["people"]["combine"]
         records_per_person = records_per_person or settings["people"]["records_per_person"]
-    objective, data = of_people(objective, data, person, combine or "mean", records_per_person)
+    objective, data = with_privacy_unit(objective, data, person, combine or "mean", records_per_person)
     if counting(objective) != settings["people"]:
         raise DataError(
             f"{kept.folder}: the run counted its people otherwise; resume it with the same person= settings."
@@ -336,7 +336,7 @@ def _algorithm_of(kept: Run) -> Algorithm:
 
 def counting(objective: Any) -> dict[str, Any] | None:
     """How people with several records count, as a folder keeps it; ``None`` by record."""
-    if not isinstance(objective, OfPeople):
+    if not isinstance(objective, UserLevelObjective):
         return None
     return {"combine": objective.combine, "records_per_person": objective.records_per_person}
 
@@ -347,7 +347,7 @@ COUNTED = "a person counts with "
 
 def how_people_count(objective: Any) -> tuple[str, ...]:
     """What a statement says of people with several records."""
-    if not isinstance(objective, OfPeople):
+    if not isinstance(objective, UserLevelObjective):
         return ()
     most = objective.records_per_person
     of = "all their records" if most is None else f"at most {most} of their records, chosen anew for every release"
@@ -356,7 +356,7 @@ def how_people_count(objective: Any) -> tuple[str, ...]:
 
 def check_people(algorithm: Algorithm, objective: Any) -> None:
     """Raise, before anything is reserved, if the method asks what is bounded only for a mean of all records."""
-    if not isinstance(objective, OfPeople) or not algorithm.needs_means:
+    if not isinstance(objective, UserLevelObjective) or not algorithm.needs_means:
         return
     if objective.combine == "sum" or objective.records_per_person is not None:
         raise PersonRefused(

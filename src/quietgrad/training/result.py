@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.curators.account import run_of
-from quietgrad.curators.base import Session, Spent
+from quietgrad.curators.base import Session, SessionCost
 from quietgrad.errors import DataError, LedgerError, UnprovableError, boundary
 from quietgrad.files import check_regular, read_bytes, read_json, write_atomically
 from quietgrad.plans.counting import COUNT
-from quietgrad.privacy.budget import Relation, Unit, check_condition
-from quietgrad.privacy.events import Composed, Event, PerParty, composed
-from quietgrad.privacy.ledger_state import Held, same
+from quietgrad.privacy.budget import PrivacyUnit, Relation, check_condition
+from quietgrad.privacy.events import Composed, Event, MaxOverParties, composed
+from quietgrad.privacy.ledger_state import ReservationState, same
 from quietgrad.vectors import Vector
 
 SCHEMA_VERSION = 1
@@ -66,7 +66,7 @@ class Privacy:
     account: str | None
     is_private: bool
     notes: tuple[str, ...] = ()
-    unit: Unit = Unit.RECORD
+    unit: PrivacyUnit = PrivacyUnit.RECORD
     condition: str | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Privacy:
             account=data["account"],
             is_private=data["is_private"],
             notes=tuple(data["notes"]),
-            unit=Unit.parse(data.get("unit", "record")),
+            unit=PrivacyUnit.parse(data.get("unit", "record")),
             condition=data.get("condition"),
         )
 
@@ -147,7 +147,7 @@ class Privacy:
             return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
         if self.epsilon is None:
             return "NOT PRIVATE"
-        whom = " per person" if self.unit is Unit.PERSON else ""
+        whom = " per person" if self.unit is PrivacyUnit.PERSON else ""
         text = f"({self.epsilon:.4g}, {self.delta:g})-DP{whom}, {self.relation}, proved by {self.accountant}"
         text = text if self.condition is None else f"{text}, {self.condition}"
         if self.is_private:
@@ -279,7 +279,7 @@ def load(folder: str | Path) -> Result:
 ADVERSARY = "anyone who sees every released number; the curator and its machine are trusted"
 
 
-def statement(session: Session, spent: Spent, account: str | None, notes: tuple[str, ...]) -> Privacy:
+def privacy_statement(session: Session, spent: SessionCost, account: str | None, notes: tuple[str, ...]) -> Privacy:
     """State what ``spent`` proves about the people of ``account``, and what it does not cover."""
     the_plan = session.plan
     sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
@@ -396,7 +396,7 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
     if not found and (problem := contradiction(privacy)) is not None:
         found.append(problem)
     found += _against_schedule(result)
-    words = Unit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else Unit.RECORD
+    words = PrivacyUnit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else PrivacyUnit.RECORD
     if words is not privacy.unit:
         found.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
     if privacy.epsilon is not None:
@@ -425,7 +425,7 @@ def _against_options(privacy: Privacy, folder: Path) -> list[str]:
         asked = read_json(folder / "run.json")
         epsilon, delta, relation = asked["epsilon"], asked["delta"], asked["relation"]
         private = not asked["non_private"]
-        unit = Unit.RECORD if asked.get("reading", {}).get("person") is None else Unit.PERSON
+        unit = PrivacyUnit.RECORD if asked.get("reading", {}).get("person") is None else PrivacyUnit.PERSON
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     if epsilon is None or not private or privacy.delta is None:
@@ -455,14 +455,14 @@ def _against_ledger(result: Result, file: Path | None) -> list[str]:
 
 
 def unpaid(
-    privacy: Privacy, run: str | None, held: Sequence[Held], name: str, *, of_a_party: bool = False
+    privacy: Privacy, run: str | None, held: Sequence[ReservationState], name: str, *, of_a_party: bool = False
 ) -> list[str]:
     """What the reservations in a ledger called ``name`` say against a statement.
 
     A party's ledger keeps an account of its own naming (``of_a_party``).
     """
     mine = [each for each in held if run is None or run_of(each.reservation.run) == run]
-    theirs = {privacy.events, *(privacy.events.parties if isinstance(privacy.events, PerParty) else ())}
+    theirs = {privacy.events, *(privacy.events.parties if isinstance(privacy.events, MaxOverParties) else ())}
     paid = [each for each in mine if {each.counts, each.reservation.event} & theirs]
     if run is not None and len(mine) > 1:  # resumed on other sums: one entry for each time the plan was charged
         charged = [(each.counts, each.reservation.event) for each in mine if each.counts is not None]

@@ -216,7 +216,7 @@ class PrivateCertificate(Certificate):
 
 
 @dataclass(frozen=True)
-class TwoScalars(Algorithm):
+class StationarityRelease(Algorithm):
     """The plan of :func:`certify_privately`: a gradient norm and a least eigenvalue of the same records."""
 
     name: ClassVar[str] = "private-certificate"
@@ -276,7 +276,7 @@ def certify_privately(
     >>> found.kind, found.curvature_error < 1e-3
     ('saddle', True)
     """
-    result = minimize(objective, data, TwoScalars(), budget=budget, start=params, **options)
+    result = minimize(objective, data, StationarityRelease(), budget=budget, start=params, **options)
     rho = known_rho(objective) if rho is None else rho
     curvature = known_curvature(objective)
     slope, curve = (float(result.details[key]) for key in ("gradient_norm", "lambda_min"))

@@ -26,12 +26,12 @@ import numpy.typing as npt
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.curators.session import Drawn
+from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.files import append_privately, read_bytes, reason, sync_folder
-from quietgrad.objectives.base import Reading
-from quietgrad.objectives.people import Combine, OfPeople, OfRecords, People
-from quietgrad.objectives.person_ids import Met
+from quietgrad.files import append_privately, os_error_text, read_bytes, sync_folder
+from quietgrad.objectives.base import RecordAdapter
+from quietgrad.objectives.person_ids import SeenIds
+from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.plans.schedule import Plan, plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
@@ -48,7 +48,7 @@ __all__ = ["KeptMet"]
 _MOST = 1 << 32  # bytes of a file: a hash is 65 of them
 
 
-class KeptMet(Met):
+class PersistentSeenIds(SeenIds):
     """Those whom a stream has met, in a file with one line per batch: its number, the kind of ids, hashes, a MAC.
 
     Args:
@@ -83,7 +83,7 @@ class KeptMet(Met):
                 sync_folder(self._path.parent)
         except OSError as error:
             raise DataError(
-                f"{self._path}: cannot be written ({reason(error)}), so people would be forgotten; make room. "
+                f"{self._path}: cannot be written ({os_error_text(error)}), so people would be forgotten; make room. "
                 "Nothing was released."
             ) from None
         super().add(newcomers | self._again.pop(step, set()))
@@ -96,7 +96,7 @@ class KeptMet(Met):
         except FileNotFoundError:
             lines = []
         except OSError as error:
-            raise DataError(f"{self._path}: cannot be read ({reason(error)}).") from None
+            raise DataError(f"{self._path}: cannot be read ({os_error_text(error)}).") from None
         for line in filter(None, lines):
             said, _, mac = line.rpartition(" ")
             if not hmac.compare_digest(mac.encode(), self._mac(said).encode()):
@@ -122,7 +122,7 @@ _NOBODY: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
 def stream(
-    objective: Reading,
+    objective: RecordAdapter,
     algorithm: Algorithm,
     *,
     budget: Budget,
@@ -164,7 +164,7 @@ def stream(
     if steps < 1 or size < 1:
         raise ValueError(f"{algorithm.name}: a stream needs a method of so many steps on batches of a public size.")
     if by_person:
-        objective = OfPeople(objective, combine, records_per_person)
+        objective = UserLevelObjective(objective, combine, records_per_person)
         check_people(algorithm, objective)
     the_plan = plan(algorithm, n=steps * size, budget=budget, unit="person" if by_person else "record")
     if not all(isinstance(slot.sampling, SinglePass) for slot in the_plan.schedule.slots):
@@ -177,7 +177,7 @@ class Stream:
 
     def __init__(
         self,
-        objective: Reading,
+        objective: RecordAdapter,
         algorithm: Algorithm,
         the_plan: Plan,
         ledger: Any,
@@ -197,8 +197,8 @@ class Stream:
         else:
             self._payer = Account.of(account, ledger, cap, seeded=seed is not None)
         self._state: State | None = None if self._kept is None else self._kept.state
-        self._session: _Arrivals | None = None
-        self._met = Met() if folder is None else None  # what is kept has a key that is not known yet
+        self._session: _StreamSession | None = None
+        self._met = SeenIds() if folder is None else None  # what is kept has a key that is not known yet
         self._start: Vector | None = None
 
     def _found(self, folder: Path, ledger: Any, account: str, cap: Budget | None) -> Run:
@@ -271,23 +271,23 @@ class Stream:
         """Who is in a batch, as keyed hashes."""
         return set() if person is None or self._met is None else self._met.newcomers(person)
 
-    def _met_before(self) -> Met | None:
+    def _met_before(self) -> SeenIds | None:
         """Who came before the stream was interrupted."""
-        if self._kept is None or not isinstance(self._objective, OfPeople) or self.done:
+        if self._kept is None or not isinstance(self._objective, UserLevelObjective) or self.done:
             return None
-        return KeptMet(people_file(self._kept.name), KeyFile.load(self._kept.name), self.step)
+        return PersistentSeenIds(people_file(self._kept.name), KeyFile.load(self._kept.name), self.step)
 
     def _of_people(self, data: Any, person: Any) -> Any:
         """The batch as the session takes it."""
-        if data is None or not isinstance(self._objective, OfPeople):
+        if data is None or not isinstance(self._objective, UserLevelObjective):
             if person is not None:
                 raise ValueError("person: comes with data, in a stream that was opened with by_person=True.")
             return data
         if person is None:
             raise ValueError("person: a stream by person needs one id per record with every batch.")
         asked = self._objective
-        people = People.of(person, combine=asked.combine, records_per_person=asked.records_per_person)
-        return OfRecords(data, people)
+        people = UnitGrouping.of(person, combine=asked.combine, records_per_person=asked.records_per_person)
+        return RecordsWithIds(data, people)
 
     def close(self) -> Result:
         """End the stream. Before the last planned batch this costs the whole plan all the same."""
@@ -320,7 +320,7 @@ class Stream:
         elif self._kept is not None:
             self._kept.close()
 
-    def _open(self, data: Any) -> _Arrivals:
+    def _open(self, data: Any) -> _StreamSession:
         """The session, opened with the first batch, which tells the number of features."""
         if self._session is not None:
             return self._session
@@ -338,20 +338,24 @@ class Stream:
                     self._folder, self.plan, curator, kind=STREAM, every=0.0,
                     state=self._algorithm.init(self._start), settings={"people": counting(self._objective)},
                 )  # fmt: skip
-                if isinstance(self._objective, OfPeople):
-                    self._met = Met() if kept is None else KeptMet(people_file(kept.name), KeyFile.load(kept.name))
+                if isinstance(self._objective, UserLevelObjective):
+                    self._met = (
+                        SeenIds()
+                        if kept is None
+                        else PersistentSeenIds(people_file(kept.name), KeyFile.load(kept.name))
+                    )
             session = curator.open(self.plan) if kept is None else kept.open(curator)
         except Exception:
             if kept is not None and not self._opened:
                 self._met = None
                 kept.discard()
             raise
-        assert isinstance(session, _Arrivals)
+        assert isinstance(session, _StreamSession)
         self._kept, self._session = kept, session
         return session
 
 
-class _Arrivals(CentralSession):
+class _StreamSession(CentralSession):
     """A session whose fresh records are those that have just arrived, each batch of them for one release."""
 
     _waiting = False
@@ -369,21 +373,21 @@ class _Arrivals(CentralSession):
     def _sample_from(self, key: bytes) -> None:
         self._fresh, self._samplers = None, {}
 
-    def _begin(self, slot: str, verb: str) -> Drawn:
+    def _begin(self, slot: str, verb: str) -> PendingRelease:
         if not self._waiting:
             raise BudgetError("people who arrived are used once: a release without new arrivals is refused.")
         begun = super()._begin(slot, verb)
         self._waiting = False
         return begun
 
-    def _take_fresh(self, drawn: Drawn) -> npt.NDArray[np.int64]:
+    def _take_fresh(self, drawn: PendingRelease) -> npt.NDArray[np.int64]:
         return _NOBODY if self._nobody else np.arange(len(self._records), dtype=np.int64)
 
 
 class _ArrivalsCurator(CentralCurator):
     """Pays for the plan before the first batch is looked at; how many people come is not its business."""
 
-    session = _Arrivals
+    session = _StreamSession
 
     def settle(self) -> Account:
         """The account: where nobody named the people, one for this stream alone, since no table is known yet."""

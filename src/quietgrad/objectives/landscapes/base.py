@@ -23,7 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import BaseObjective, Batch, Constants, Indices, NoRegularizer, Rule, tightened
+from quietgrad.objectives.base import (
+    BaseObjective,
+    Batch,
+    ClippingRule,
+    Indices,
+    LossConstants,
+    NoRegularizer,
+    rounding_safe_clip,
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,7 +39,7 @@ _BLOCK = 2**18  # numbers of per-example gradients held at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class SyntheticRecords:
     """Records of a landscape: arrays of equal length, one entry (or row) per record.
 
     ``totals`` keeps sums over all records that a landscape makes once.
@@ -112,10 +120,10 @@ class Landscape(BaseObjective, ABC):
     def _moduli(self) -> tuple[float, float, float]:
         """G, M (every record) and ρ (of F) on the domain."""
 
-    def constants(self) -> Constants:
+    def constants(self) -> LossConstants:
         """G and M of every record and ρ of the population risk, on the domain."""
         lipschitz, smoothness, curvature = self._constants
-        return Constants.of(
+        return LossConstants.of(
             self.regularizer,
             row_bound=self.radius,
             lipschitz=lipschitz,
@@ -152,36 +160,36 @@ class Landscape(BaseObjective, ABC):
     def _draw(self, n: int, rng: np.random.Generator) -> dict[str, npt.NDArray[Any]]:
         """n records, whose losses have mean F."""
 
-    def prepare(self, data: Any) -> Sample:
+    def prepare(self, data: Any) -> SyntheticRecords:
         """Draw ``data`` records if it is a number; a sample drawn before is taken as it is."""
-        if isinstance(data, Sample):
+        if isinstance(data, SyntheticRecords):
             if data.dim != self.dim:
                 raise DataError(f"a sample for {data.dim} parameters; {self.name} has {self.dim}.")
             return data
         if isinstance(data, bool) or not isinstance(data, (int, np.integer)) or data < 1:
             given = repr(data) if isinstance(data, (int, str)) else f"of type {type(data).__name__}"
             raise DataError(f"data {given}: a landscape samples its own records; pass how many, a number ≥ 1.")
-        return Sample(self._draw(int(data), np.random.default_rng(self.seed)), self.dim)
+        return SyntheticRecords(self._draw(int(data), np.random.default_rng(self.seed)), self.dim)
 
-    def initial(self, records: Sample) -> Floats:
+    def initial(self, records: SyntheticRecords) -> Floats:
         """The saddle."""
         return self.saddle()
 
     @abstractmethod
-    def _losses(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _losses(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         """f of each record, at least 0 where a noisy choice between losses is wanted."""
 
     @abstractmethod
-    def _gradients(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _gradients(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         """∇f of each record, (records, d)."""
 
     @abstractmethod
-    def _hessians(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _hessians(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         """∇²f of each record, (records, d, d)."""
 
     # --- clipped sums -------------------------------------------------------------------------------------------
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         alpha, beta, first, gamma, second = rule.numbers
         with np.errstate(over="ignore", invalid="ignore"):
@@ -199,9 +207,9 @@ class Landscape(BaseObjective, ABC):
                 each = self._hessians(batch.records, which, params)
                 each[~np.isfinite(each).all(axis=(1, 2))] = 0.0
                 lengths = np.abs(np.linalg.eigvalsh(each)).max(axis=1)
-                out += np.einsum("n,nij->ij", _shortening(lengths, tightened(clip)), each)
+                out += np.einsum("n,nij->ij", _shortening(lengths, rounding_safe_clip(clip)), each)
 
-    def _blocks(self, records: Sample, indices: Indices | None, width: int) -> Iterator[Any]:
+    def _blocks(self, records: SyntheticRecords, indices: Indices | None, width: int) -> Iterator[Any]:
         size = max(1, _BLOCK // width)
         total = len(records) if indices is None else len(indices)
         for first in range(0, total, size):
@@ -217,18 +225,18 @@ class Landscape(BaseObjective, ABC):
 
     # --- evaluations, not private -------------------------------------------------------------------------------
 
-    def risk(self, records: Sample, params: Floats) -> float:
+    def risk(self, records: SyntheticRecords, params: Floats) -> float:
         """The empirical risk."""
         blocks = self._blocks(records, None, self.dim)
         return math.fsum(float(self._losses(records, b, params).sum()) for b in blocks) / len(records)
 
-    def risk_gradient(self, records: Sample, params: Floats) -> Floats:
+    def risk_gradient(self, records: SyntheticRecords, params: Floats) -> Floats:
         """The gradient of the empirical risk, unclipped."""
         out = np.zeros(self.dim)
-        self.add(Batch(records, None), (params,), Rule.gradient(math.inf), out)
+        self.add(Batch(records, None), (params,), ClippingRule.gradient(math.inf), out)
         return out / len(records)
 
-    def hessian_product(self, records: Sample, params: Floats, vector: Floats) -> Floats:
+    def hessian_product(self, records: SyntheticRecords, params: Floats, vector: Floats) -> Floats:
         """The empirical Hessian times a vector."""
         out = np.zeros(self.dim)
         for which in self._blocks(records, None, self.dim**2):
@@ -237,7 +245,7 @@ class Landscape(BaseObjective, ABC):
 
 
 def clipped_sum(rows: Floats, clip: float) -> Floats:
-    """Σ clip_C(row), C as :func:`~quietgrad.objectives.base.tightened`; a row that is not finite counts as zero.
+    """Σ clip_C(row), C as :func:`~quietgrad.objectives.base.rounding_safe_clip`; a row that is not finite counts as zero.
 
     >>> clipped_sum(np.array([[3.0, 4.0], [0.0, 0.5], [np.nan, 1.0]]), 1.0).round(9)
     array([0.6, 1.3])

@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Indices, Rule, tightened
-from quietgrad.objectives.landscapes.base import Floats, Landscape, Sample, _shortening
+from quietgrad.objectives.base import Batch, ClippingRule, Indices, rounding_safe_clip
+from quietgrad.objectives.landscapes.base import Floats, Landscape, SyntheticRecords, _shortening
 
 _SIGNS = np.array([-1.0, 1.0])
 _REACH = 1.15  # the domain goes this much beyond the minima, and half as far as they lie in the flat directions
@@ -145,7 +145,7 @@ class StrictSaddle(Landscape):
     def _draw(self, n: int, rng: np.random.Generator) -> dict[str, npt.NDArray[Any]]:
         return {"kind": rng.integers(0, 4 * self.d, n, dtype=np.int32)}
 
-    def _counts(self, records: Sample, indices: Indices | None) -> Floats:
+    def _counts(self, records: SyntheticRecords, indices: Indices | None) -> Floats:
         """How many records of each kind (s, σ, j)."""
         if indices is None:
             if "kind" not in records.totals:
@@ -154,7 +154,7 @@ class StrictSaddle(Landscape):
         counts = np.bincount(records["kind"][indices], minlength=4 * self.d)
         return counts.reshape(2, 2, self.d).astype(np.float64)
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         alpha, beta, first, gamma, second = rule.numbers
         counts = self._counts(batch.records, batch.indices)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -186,20 +186,20 @@ class StrictSaddle(Landscape):
                 total += (sigma * noise) * weights
         return total
 
-    def _losses(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _losses(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         s, sigma, j = np.unravel_index(records["kind"][which], (2, 2, self.d))
         bend, steep = 0.5 * float(params @ self._slope(params)), params[: self.descending]
         losses: Floats = (1.0 + self.curvature_noise * _SIGNS[s]) * bend
         losses += 0.25 * self.wall * float((steep**4).sum()) + self.slope_noise * _SIGNS[sigma] * params[j]
         return losses
 
-    def _gradients(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _gradients(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         s, sigma, j = np.unravel_index(records["kind"][which], (2, 2, self.d))
         rows: Floats = (1.0 + self.curvature_noise * _SIGNS[s])[:, None] * self._slope(params) + self._push(params)
         rows[np.arange(len(j)), j] += self.slope_noise * _SIGNS[sigma]
         return rows
 
-    def _hessians(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _hessians(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         s = np.unravel_index(records["kind"][which], (2, 2, self.d))[0]
         both = np.stack([np.diag(self._curve(params, sign)) for sign in _SIGNS])
         return both[s]
@@ -210,17 +210,17 @@ class StrictSaddle(Landscape):
             with np.errstate(over="ignore"):
                 diagonal = self._curve(params, sign)
             if np.isfinite(diagonal).all():
-                factor = _shortening(np.abs(diagonal).max(keepdims=True), tightened(clip))[0]
+                factor = _shortening(np.abs(diagonal).max(keepdims=True), rounding_safe_clip(clip))[0]
                 out[np.diag_indices(self.d)] += count * factor * diagonal
 
-    def risk(self, records: Sample, params: Floats) -> float:
+    def risk(self, records: SyntheticRecords, params: Floats) -> float:
         counts, steep = self._counts(records, None), params[: self.descending]
         s, sigma, j = (counts.sum(axis=(1, 2)) @ _SIGNS, counts.sum(axis=(0, 2)), counts.sum(axis=0))
         bend = 0.5 * float(params @ self._slope(params)) * (counts.sum() + self.curvature_noise * s)
         wall = 0.25 * self.wall * float((steep**4).sum()) * sigma.sum()
         return float(bend + wall + self.slope_noise * float((_SIGNS @ j) @ params)) / len(records)
 
-    def hessian_product(self, records: Sample, params: Floats, vector: Floats) -> Floats:
+    def hessian_product(self, records: SyntheticRecords, params: Floats, vector: Floats) -> Floats:
         tilt = float(self._counts(records, None).sum(axis=(1, 2)) @ _SIGNS) / len(records)
         return self._curve(params, tilt) * vector
 
@@ -335,12 +335,12 @@ class TwoLayer(Landscape):
         point = rng.integers(0, _POINTS, n)
         return {"x": x[point], "y": y[point] + self.label_noise * (2.0 * rng.integers(0, 2, n) - 1.0)}
 
-    def _losses(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _losses(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         return np.asarray(0.5 * (self._parts(records["x"][which], params)[3] - records["y"][which]) ** 2)
 
-    def _gradients(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _gradients(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         jacobian, errors = self._jacobian(records["x"][which], records["y"][which], params)
         return errors[:, None] * jacobian
 
-    def _hessians(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _hessians(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         return self._second(records["x"][which], records["y"][which], params)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.landscapes.base import Floats, Landscape, Sample
+from quietgrad.objectives.landscapes.base import Floats, Landscape, SyntheticRecords
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class MatrixSensing(Landscape):
         s, t = (2.0 * rng.integers(0, 2, (n, self.size)) - 1.0 for _ in range(2))
         return {"s": s, "t": t, "noise": self.label_noise * (2.0 * rng.integers(0, 2, n) - 1.0)}
 
-    def _residuals(self, records: Sample, which: Any, params: Floats) -> tuple[Floats, ...]:
+    def _residuals(self, records: SyntheticRecords, which: Any, params: Floats) -> tuple[Floats, ...]:
         s, t, error = records["s"][which], records["t"][which], self._error(params)[1]
         return s, t, np.einsum("ni,ij,nj->n", s, error, t, optimize=True) - records["noise"][which]
 
-    def _losses(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _losses(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         return np.asarray(0.5 * self._residuals(records, which, params)[2] ** 2)
 
-    def _gradients(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _gradients(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         s, t, residuals = self._residuals(records, which, params)
         return residuals[:, None] * self._directions(s, t, params)
 
@@ -103,7 +103,7 @@ class MatrixSensing(Landscape):
         rows = s[:, :, None] * (t @ u)[:, None, :] + t[:, :, None] * (s @ u)[:, None, :]
         return np.asarray(rows.reshape(len(s), self.dim))
 
-    def _hessians(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _hessians(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         s, t, residuals = self._residuals(records, which, params)
         rows = self._directions(s, t, params)
         outer = s[:, :, None] * t[:, None, :]
@@ -189,15 +189,15 @@ class PhaseRetrieval(Landscape):
         a *= math.sqrt(self.d) / np.linalg.norm(a, axis=1, keepdims=True)
         return {"a": a, "y": a[:, 0] ** 2 + self.label_noise * (2.0 * rng.integers(0, 2, n) - 1.0)}
 
-    def _losses(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _losses(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         return np.asarray(0.25 * ((records["a"][which] @ params) ** 2 - records["y"][which]) ** 2)
 
-    def _gradients(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _gradients(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         a = records["a"][which]
         q = a @ params
         return np.asarray(((q * q - records["y"][which]) * q)[:, None] * a)
 
-    def _hessians(self, records: Sample, which: Any, params: Floats) -> Floats:
+    def _hessians(self, records: SyntheticRecords, which: Any, params: Floats) -> Floats:
         a = records["a"][which]
         bend = 3.0 * (a @ params) ** 2 - records["y"][which]
         return np.asarray(bend[:, None, None] * a[:, :, None] * a[:, None, :])

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Rule
+from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.contributions import Combination, Workspace, squares_of
 from quietgrad.objectives.networks.gradients import GRADIENT, Collector, Gradients, OtherPath, recorded
 from quietgrad.objectives.networks.losses import LossFunction, RecordLoss
@@ -97,7 +97,7 @@ class PerExampleEngine:
     >>> theta, out = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     >>> x = torch.tensor([[3.0, 4.0], [0.1, 0.0]], dtype=torch.float64)
     >>> group = RecordGroup(np.arange(2), (x[:, None], torch.ones(2, 1, dtype=torch.float64)))
-    >>> engine.add((theta,), [group], Rule.gradient(1.0), out)[:, 0]
+    >>> engine.add((theta,), [group], ClippingRule.gradient(1.0), out)[:, 0]
     tensor([5.0000, 0.1000], dtype=torch.float64)
     >>> out
     tensor([-0.7000, -0.8000], dtype=torch.float64)
@@ -175,7 +175,7 @@ class PerExampleEngine:
         self,
         points: Sequence[Tensor],
         groups: Sequence[RecordGroup],
-        rule: Rule,
+        rule: ClippingRule,
         out: Tensor,
         keys: RecordKeys | None = None,
         persons: Persons | None = None,
@@ -520,19 +520,19 @@ def _is_half(value: Tensor) -> bool:
     return value.dtype in (torch.bfloat16, torch.float16)
 
 
-def _mixing(rule: Rule) -> Combination:
+def _mixing(rule: ClippingRule) -> Combination:
     """The families of vectors that a rule clips."""
     return Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
 
 
-def positive(rule: Rule) -> Rule:
+def positive(rule: ClippingRule) -> ClippingRule:
     """The rule, if its clip is one."""
     if not rule.clip > 0:
         raise ValueError(f"clip={rule.clip}: must be > 0.")
     return rule
 
 
-def _weighing(rule: Rule, mix: Combination, precision: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _weighing(rule: ClippingRule, mix: Combination, precision: torch.dtype) -> Callable[[Tensor], Tensor]:
     """The weights of each record's vectors, by their norms."""
 
     def weigh(norms: Tensor) -> Tensor:

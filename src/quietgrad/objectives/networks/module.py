@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import BaseObjective, Indices, NoRegularizer, Regularizer, Rule
+from quietgrad.objectives.base import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
 from quietgrad.objectives.base import Batch as ReleaseBatch
 from quietgrad.objectives.networks import passes
 from quietgrad.objectives.networks.engine import LossFunction, PerExampleEngine
 from quietgrad.objectives.networks.persons import Persons
 from quietgrad.objectives.networks.randomness import RecordKeys, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
-from quietgrad.objectives.people import Groups
+from quietgrad.objectives.privacy_units import GroupIndex
 
 __all__ = ["ModuleObjective"]
 
@@ -116,7 +116,7 @@ class ModuleObjective(BaseObjective):
             for name, value in self.engine.unflatten(params.to(self.engine.device)).items():
                 own[name].copy_(value)
 
-    def add(self, batch: ReleaseBatch, points: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
+    def add(self, batch: ReleaseBatch, points: Sequence[Tensor], rule: ClippingRule, out: Tensor) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients.
 
         Contributions are computed in float32 at least and added up in float64, passes with compensation. With
@@ -127,7 +127,7 @@ class ModuleObjective(BaseObjective):
             return
         if self.views > 1:  # a record is to its views what a person is to their records
             rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-            alone = Groups(None, np.asarray(rows, np.int64), np.arange(len(rows) + 1), mean=True)
+            alone = GroupIndex(None, np.asarray(rows, np.int64), np.arange(len(rows) + 1), mean=True)
             self.add_people(batch, alone, points, rule, out)
             return
         keys = RecordKeys.of(batch.key, np.arange(len(batch.records)) if batch.indices is None else batch.indices)
@@ -142,7 +142,7 @@ class ModuleObjective(BaseObjective):
             private_log.info("%d contributions of a release were not finite and counted as zero", broken)
 
     def add_people(
-        self, batch: ReleaseBatch, groups: Groups, points: Sequence[Tensor], rule: Rule, out: Tensor
+        self, batch: ReleaseBatch, groups: GroupIndex, points: Sequence[Tensor], rule: ClippingRule, out: Tensor
     ) -> None:
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
 
@@ -198,7 +198,7 @@ class ModuleObjective(BaseObjective):
         """∇F(θ) without clipping, in evaluation mode: not private."""
         total = torch.zeros_like(params)
         with evaluating(self.module):
-            self.add(ReleaseBatch(records, None), (params,), Rule.gradient(float("inf")), total)
+            self.add(ReleaseBatch(records, None), (params,), ClippingRule.gradient(float("inf")), total)
         total /= len(records)
         total += self.regularizer.gradient(params)
         return total

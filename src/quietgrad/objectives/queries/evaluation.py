@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer
-from quietgrad.objectives.people import rows_of
+from quietgrad.objectives.privacy_units import rows_of
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer
-from quietgrad.objectives.people import PeopleRecords
+from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.privacy.budget import Relation
 
 Labels = npt.NDArray[Any]
@@ -45,7 +45,7 @@ class LabelCounts:
         records = batch.records
         if isinstance(records, Scanned):
             return records.labels(batch.indices, batch.key)
-        if isinstance(records, PeopleRecords):
+        if isinstance(records, UserLevelRecords):
             # Not a share of each of theirs: of many labels that nobody else has, one would pass by luck too often.
             rows: Any = records.rows
             labels = rows.labels[records.people.one_each(batch.indices, batch.key)]

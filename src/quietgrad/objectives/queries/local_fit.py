@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import LARGEST_CLIP, Batch, Constants, check_clip
+from quietgrad.objectives.base import LARGEST_CLIP, Batch, LossConstants, check_clip
 from quietgrad.vectors import Vector, copy
 
 
@@ -106,11 +106,11 @@ def local_fit(
     if not (math.isfinite(step_size) and step_size > 0.0):
         raise ValueError(f"step_size={step_size!r}: must be a finite number > 0.")
     row_bound = objective.row_bound if row_bound is None else row_bound
-    constants: Constants = objective.constants(row_bound)
+    constants: LossConstants = objective.constants(row_bound)
     return LocalFit(steps, step_size, stability(constants, n, steps, step_size), n, row_bound, start)
 
 
-def stability(constants: Constants, n: int, steps: int, step_size: float) -> float:
+def stability(constants: LossConstants, n: int, steps: int, step_size: float) -> float:
     """Δ: how far one replaced record of n moves the model after so many steps; ValueError if nothing is proved."""
     if not constants.convex:
         raise ValueError("regularizer: not convex, so a fit has no stability bound. Use L2 or a noisy method.")

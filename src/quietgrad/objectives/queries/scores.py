@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer
-from quietgrad.objectives.people import rows_of
+from quietgrad.objectives.privacy_units import rows_of
 
 
 @dataclass(frozen=True, eq=False)

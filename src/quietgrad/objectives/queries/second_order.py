@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Curved, Objective, Rule, check_clip
+from quietgrad.objectives.base import Batch, ClippingRule, HasHessian, Objective, check_clip
 from quietgrad.vectors import Vector, norm, zeros_like
 
 Floats = npt.NDArray[np.float64]
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 def hessian_total(objective: Objective, batch: Batch, params: Vector, clip: float) -> Floats:
     """Σ ∇²fᵢ(θ) over a batch, each shortened to a spectral norm of at most ``clip``; (d, d)."""
-    if not isinstance(objective, Curved):
+    if not isinstance(objective, HasHessian):
         raise ValueError(
             f"{type(objective).__name__}: a summed Hessian is known for landscapes and one-score losses."
         )
@@ -53,7 +53,7 @@ class GradientNorm(_Scalar):
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """out += the norm."""
         total = zeros_like(self.params)
-        objective.add(batch, (self.params,), Rule.gradient(self.clip), total)
+        objective.add(batch, (self.params,), ClippingRule.gradient(self.clip), total)
         out += norm(total + self.n * objective.regularizer.gradient(self.params))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Indices, Numbers
-from quietgrad.objectives.people import Groups
+from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
 from quietgrad.objectives.tables.linear import LinearObjective, Task
 from quietgrad.objectives.tables.table import Floats, Packed
@@ -68,7 +68,7 @@ class OneVsRestHinge(LinearObjective):
         raise ValueError(f"a hinge of several classes {_FULL_BATCH}")
 
     def add_grouped(
-        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         raise ValueError(f"a hinge of several classes {_FULL_BATCH}")
 
@@ -103,7 +103,7 @@ class _ClassWeights(LinearObjective):
         raise ValueError(f"class_weight {_FULL_BATCH}")
 
     def add_grouped(
-        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         raise ValueError(f"class_weight {_FULL_BATCH}")
 

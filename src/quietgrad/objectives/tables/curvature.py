@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch, Objective, Regularizer, tightened
+from quietgrad.objectives.base import Batch, Objective, Regularizer, rounding_safe_clip
 from quietgrad.objectives.tables.full_batch import RowSum, blocks_of, lift
 from quietgrad.objectives.tables.table import Floats, Table
 
@@ -78,7 +78,7 @@ def add_hessians(
             f"{type(objective).__name__}: a summed Hessian is known for landscapes and one-score losses."
         )
     records: Table = batch.records
-    at, limit = lift(records, params), tightened(clip)
+    at, limit = lift(records, params), rounding_safe_clip(clip)
     assert records.y is not None
     with np.errstate(over="ignore", invalid="ignore"):
         for block in blocks_of(records, batch.indices):

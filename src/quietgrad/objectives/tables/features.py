@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.objectives.base import Batch, check_clip
-from quietgrad.objectives.people import rows_of
+from quietgrad.objectives.privacy_units import rows_of
 from quietgrad.objectives.tables.table import Floats, Table
 from quietgrad.privacy.budget import Relation
 

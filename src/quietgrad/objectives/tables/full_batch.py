@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quietgrad.objectives.base import Indices, Rule
-from quietgrad.objectives.people import Groups
+from quietgrad.objectives.base import ClippingRule, Indices
+from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables.layout import csr_around
 from quietgrad.objectives.tables.table import Floats, Table, frozen
 
@@ -142,7 +142,7 @@ class PersonSum:
     touched by what is not finite in it; the last person of a block may go on in the next.
     """
 
-    def __init__(self, records: Table, groups: Groups, rule: Rule) -> None:
+    def __init__(self, records: Table, groups: GroupIndex, rule: ClippingRule) -> None:
         self._records, self._starts, self._mean, self._rule = records, groups.starts, groups.mean, rule
         self._width = records.features + (records.intercept != 0.0)
         self._total = np.zeros(records.outputs * self._width)
@@ -210,7 +210,7 @@ class PersonSum:
         return self._total.reshape(self._records.outputs, self._width).T.ravel()
 
 
-def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: Rule) -> Floats:
+def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: ClippingRule) -> Floats:
     """α·clip_A(r − βr′) + γ·clip_B(r), the clips acting on ‖r‖‖x̃‖; ``before`` is r′, ``None`` if β = 0."""
     alpha, beta, first, gamma, second = rule.numbers
     moved = residuals if before is None else residuals - beta * before

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Indices, Numbers
-from quietgrad.objectives.people import Groups
+from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables.linear import LinearObjective, Task
 from quietgrad.objectives.tables.table import Floats, Packed
 
@@ -86,7 +86,7 @@ class OneScoreLoss(LinearObjective):
         add(table, indices, formula, self.h, params, previous, rule, out)
 
     def add_grouped(
-        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         """One compiled pass over the rows of the people."""
         _, add, formula = _compiled(self.residual)
@@ -289,7 +289,7 @@ class Multinomial(LinearObjective):
         _kernels().add_classes(table, indices, self.classes, params, previous, rule, out)
 
     def add_grouped(
-        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         """One compiled pass over the rows of the people."""
         _kernels().add_people_classes(table, groups, self.classes, params, previous, rule, out)

@@ -21,14 +21,14 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.base import (
     BaseObjective,
     Batch,
-    Constants,
+    ClippingRule,
     Indices,
+    LossConstants,
     NoRegularizer,
     Numbers,
     Regularizer,
-    Rule,
 )
-from quietgrad.objectives.people import Groups
+from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables import curvature
 from quietgrad.objectives.tables.full_batch import PersonSum, RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.layout import lay_out, numbers_of
@@ -124,11 +124,11 @@ class LinearObjective(BaseObjective, ABC):
 
     @abstractmethod
     def add_grouped(
-        self, table: Packed, groups: Groups, params: Floats, previous: Floats, rule: Numbers, out: Floats
+        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
         """The same sums over people, whose gradients are combined before they are clipped."""
 
-    def constants(self, row_bound: float | None = None) -> Constants:
+    def constants(self, row_bound: float | None = None) -> LossConstants:
         """The constants of the risk for rows bounded by R, the regulariser's in them.
 
         Args:
@@ -142,7 +142,7 @@ class LinearObjective(BaseObjective, ABC):
         lipschitz, smoothness, curvature = (
             None if m is None else m * full**k for m, k in zip(moduli, (1, 2, 3), strict=True)
         )
-        return Constants.of(
+        return LossConstants.of(
             self.regularizer,
             row_bound=full,
             lipschitz=lipschitz,
@@ -222,7 +222,7 @@ class LinearObjective(BaseObjective, ABC):
 
     # --- clipped sums ---------------------------------------------------------------------------------------
 
-    def add(self, batch: Batch, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
         if isinstance(records, Scanned):
@@ -236,7 +236,9 @@ class LinearObjective(BaseObjective, ABC):
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
         self.add_indexed(records.packed, batch.indices, params, previous, rule.numbers, out)
 
-    def add_people(self, batch: Batch, groups: Groups, points: Sequence[Floats], rule: Rule, out: Floats) -> None:
+    def add_people(
+        self, batch: Batch, groups: GroupIndex, points: Sequence[Floats], rule: ClippingRule, out: Floats
+    ) -> None:
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients."""
         records: Table = batch.records
         params, previous = points[0], points[-1]
@@ -251,14 +253,16 @@ class LinearObjective(BaseObjective, ABC):
             return
         in_blocks = mixed or self.full_batch_only or (self.outputs > 1 and not records.is_sparse)
         if groups.people is not None and self.gathered and not records.is_sparse:
-            groups = Groups(None, *groups.flat(), groups.mean)
+            groups = GroupIndex(None, *groups.flat(), groups.mean)
         if groups.people is None and in_blocks:
             out += self._person_sum(records, groups, params, previous, rule)
             return
         self.add_grouped(records.packed, groups.visited(), params, previous, rule.numbers, out)
 
     @np.errstate(over="ignore", invalid="ignore")
-    def _gram_sum(self, records: Table, grams: PersonGrams, params: Floats, previous: Floats, rule: Rule) -> Floats:
+    def _gram_sum(
+        self, records: Table, grams: PersonGrams, params: Floats, previous: Floats, rule: ClippingRule
+    ) -> Floats:
         """Σ over all people, as a weighted sum over their rows."""
         at, other = lift(records, params), lift(records, previous) if rule.beta else None
         total = RowSum(records)
@@ -271,7 +275,9 @@ class LinearObjective(BaseObjective, ABC):
         return total.result()
 
     @np.errstate(over="ignore", invalid="ignore")
-    def _person_sum(self, records: Table, groups: Groups, params: Floats, previous: Floats, rule: Rule) -> Floats:
+    def _person_sum(
+        self, records: Table, groups: GroupIndex, params: Floats, previous: Floats, rule: ClippingRule
+    ) -> Floats:
         """Σ over all people, a few MB of rows at a time."""
         at, other = lift(records, params), lift(records, previous) if rule.beta else None
         total = PersonSum(records, groups, rule)
@@ -307,7 +313,12 @@ class LinearObjective(BaseObjective, ABC):
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(
-        self, records: Table, params: Floats, previous: Floats, rule: Rule | None, indices: Indices | None = None
+        self,
+        records: Table,
+        params: Floats,
+        previous: Floats,
+        rule: ClippingRule | None,
+        indices: Indices | None = None,
     ) -> Floats:
         """Σ over all records, or those at ``indices``, of the rule's contributions or of the plain gradients."""
         if isinstance(records, Scanned):

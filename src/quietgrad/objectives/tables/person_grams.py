@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quietgrad.objectives.base import Indices, Rule
-from quietgrad.objectives.people import Groups
+from quietgrad.objectives.base import ClippingRule, Indices
+from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables.full_batch import Block
 from quietgrad.objectives.tables.layout import csr_around, csr_rows
 from quietgrad.objectives.tables.table import Floats, Table
@@ -34,7 +34,7 @@ class PersonGrams:
     Build it with :func:`grams_of`.
     """
 
-    def __init__(self, records: Table, groups: Groups) -> None:
+    def __init__(self, records: Table, groups: GroupIndex) -> None:
         from quietgrad.objectives.tables import kernels
 
         self._of = _identity(records, groups)
@@ -45,7 +45,7 @@ class PersonGrams:
         kernels.person_products(records.packed, groups.starts, products, self._reach)
         self._blocks = list(self._cut(groups.starts, sizes, products))
 
-    def is_of(self, records: Table, groups: Groups) -> bool:
+    def is_of(self, records: Table, groups: GroupIndex) -> bool:
         """Whether these are the products of the same rows, seen in the same way, of the same people."""
         return all(a is b for a, b in zip(self._of, _identity(records, groups), strict=True))
 
@@ -79,7 +79,7 @@ class PersonGrams:
             yield Block(which, raw, factors), gram, begins
 
     def contributions(
-        self, block: Block, gram: Any, begins: Indices, residuals: Floats, before: Floats | None, rule: Rule
+        self, block: Block, gram: Any, begins: Indices, residuals: Floats, before: Floats | None, rule: ClippingRule
     ) -> Floats:
         """What each row's x̃ is multiplied by, (rows, outputs): α·clip_A and γ·clip_B act on people.
 
@@ -114,7 +114,7 @@ class PersonGrams:
         return out
 
 
-def grams_of(records: Table, groups: Groups) -> PersonGrams | None:
+def grams_of(records: Table, groups: GroupIndex) -> PersonGrams | None:
     """The products of the people of a full batch, made at the first asking; ``None`` where they are too many.
 
     They are if people have more rows than the table is wide, and not to be had if rows do not lie person by person
@@ -136,5 +136,5 @@ def grams_of(records: Table, groups: Groups) -> PersonGrams | None:
     return found
 
 
-def _identity(records: Table, groups: Groups) -> tuple[Indices, Indices, Any, Affine | None, Floats]:
+def _identity(records: Table, groups: GroupIndex) -> tuple[Indices, Indices, Any, Affine | None, Floats]:
     return groups.order, groups.starts, records.X, records.transform, records.factors

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.people import Shared, rows_of
+from quietgrad.objectives.privacy_units import WeightedRows, rows_of
 from quietgrad.objectives.tables.table import Floats, Table
 from quietgrad.privacy.budget import Relation
 
@@ -48,7 +48,7 @@ def octave(values: Any) -> npt.NDArray[np.int64]:
     return np.asarray(np.clip(exponent, LOWEST, HIGHEST) - LOWEST)
 
 
-def _everyone(batch: Batch, relation: Relation) -> Shared:
+def _everyone(batch: Batch, relation: Relation) -> WeightedRows:
     if batch.indices is not None and relation is Relation.REPLACE_ONE:
         raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
     return rows_of(batch)
@@ -254,7 +254,7 @@ class TargetPieces:
         out += np.bincount(bins, weights=inside * weights, minlength=PIECES)
 
 
-def _targets(shared: Shared) -> tuple[Floats, Floats]:
+def _targets(shared: WeightedRows) -> tuple[Floats, Floats]:
     """Targets and what each counts."""
     records: Table = shared.records
     assert records.y is not None

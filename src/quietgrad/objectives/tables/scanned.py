@@ -25,10 +25,16 @@ from quietgrad.objectives.base import (
     Indices,
     JointMomentum,
     Loss,
-    Reading,
+    RecordAdapter,
     RecursiveMomentum,
 )
-from quietgrad.objectives.people import Combine, OfPeople, OfRecords, Whose, refuse_person
+from quietgrad.objectives.privacy_units import (
+    Combine,
+    ContributionBounds,
+    RecordsWithIds,
+    UserLevelObjective,
+    refuse_person,
+)
 from quietgrad.objectives.queries.evaluation import CellSums
 from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
@@ -117,7 +123,7 @@ class Source(Protocol):
         """``work`` of every task, merged by :func:`merged`; ``None`` if there is none."""
         ...
 
-    def verify(self, reading: Reading) -> None:
+    def verify(self, reading: RecordAdapter) -> None:
         """Read everything once and refuse what ``reading`` cannot use, before anything is reserved."""
         ...
 
@@ -221,7 +227,7 @@ class NotScannedError(DataError, AttributeError):
 
 @dataclass(frozen=True)
 class ScannedPeople:
-    """The people of a source, who are counted and never listed; what :class:`~quietgrad.objectives.people.People`
+    """The people of a source, who are counted and never listed; what :class:`~quietgrad.objectives.privacy_units.UnitGrouping`
     is of a table in memory.
     """
 
@@ -239,14 +245,14 @@ class Scanned:
     is_scanned: ClassVar[bool] = True
 
     def __init__(self, reading: Any, source: Source, dim: int) -> None:
-        whose: Whose | None = getattr(source, "whose", None)
+        whose: ContributionBounds | None = getattr(source, "whose", None)
         if whose is None and getattr(source, "person", None) is not None:
             raise DataError("person: the scan names its people; say it to what is asked of them as well: person=.")
         # Records are people, block by block, to whoever asks for sums.
-        loss, reading = reading, reading if whose is None else OfPeople(reading, *whose)
+        loss, reading = reading, reading if whose is None else UserLevelObjective(reading, *whose)
         self.reading, self.source, self.dim, self._whose = reading, source, dim, whose
         self.features = source.features
-        if whose in (None, Whose()):  # a mean of all of a person's rows has a row's constants
+        if whose in (None, ContributionBounds()):  # a mean of all of a person's rows has a row's constants
             self.row_bound: float | None = getattr(loss, "row_bound", None)
         self._foreseen: tuple[Any, ...] = ()
         self._sums: list[tuple[Any, Any]] = []
@@ -352,9 +358,9 @@ class _CountLabels:
     def __call__(self, parts: Parts, task: Task) -> dict[Any, int]:
         counts: dict[Any, int] = {}
         for data in parts.blocks(task):
-            rows = data.data if isinstance(data, OfRecords) else data
+            rows = data.data if isinstance(data, RecordsWithIds) else data
             labels = np.asarray(rows[1])
-            if isinstance(data, OfRecords):
+            if isinstance(data, RecordsWithIds):
                 labels = labels[data.person.one_each(None, self.key)]
             values, sizes = np.unique(labels, return_counts=True)
             counts = _join_counts(counts, dict(zip(values.tolist(), sizes.tolist(), strict=True)))

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch, Rule, check_clip
-from quietgrad.objectives.people import OfPeople, rows_of
+from quietgrad.objectives.base import Batch, ClippingRule, check_clip
+from quietgrad.objectives.privacy_units import UserLevelObjective, rows_of
 from quietgrad.objectives.tables.features import FeatureMean, SecondMoments
 from quietgrad.objectives.tables.table import Affine, Floats, Table
 from quietgrad.privacy.budget import Relation
@@ -263,12 +263,12 @@ class WhitenedGradient:
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += Σ clip_C(∇fᵢ(θ))."""
         view, records = whitened_view(objective, batch, self.whitening.transform)
-        view.add(batch._replace(records=records), (self.params,), Rule.gradient(self.clip), out)
+        view.add(batch._replace(records=records), (self.params,), ClippingRule.gradient(self.clip), out)
 
 
 def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any, Any]:
     """The objective and the records in whitened coordinates; the records are laid out once for a transform."""
-    if isinstance(objective, OfPeople):
+    if isinstance(objective, UserLevelObjective):
         people = batch.records
         view, rows = whitened_view(objective.loss, Batch(people.rows, None), transform)
         return objective.around(view), people.seen(rows)

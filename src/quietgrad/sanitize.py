@@ -14,30 +14,30 @@ from collections.abc import Iterable
 MOST = 4000  # characters: nobody reads more, and a message of megabytes hides the others
 
 
-def shown(text: object, *, most: int = MOST) -> str:
+def sanitize(text: object, *, most: int = MOST) -> str:
     """``text`` on one line, with everything that is not a visible character spelt out.
 
-    >>> shown("clinic\\x1b]0;pwned\\x07")
+    >>> sanitize("clinic\\x1b]0;pwned\\x07")
     'clinic\\\\x1b]0;pwned\\\\x07'
-    >>> shown("ε\\u202e01 = ε"), shown("two\\nlines"), shown("naïve 数据 ≤ 1"), shown("abcdef", most=3)
+    >>> sanitize("ε\\u202e01 = ε"), shown("two\\nlines"), shown("naïve 数据 ≤ 1"), shown("abcdef", most=3)
     ('ε\\\\u202e01 = ε', 'two\\\\nlines', 'naïve 数据 ≤ 1', 'abc… (3 more characters)')
     """
     words = str(text)
     left = len(words) - most
     if left > 0:
-        return f"{shown(words[:most], most=most)}… ({left} more characters)"
+        return f"{sanitize(words[:most], most=most)}… ({left} more characters)"
     if words.isascii() and words.isprintable():
         return words
     return "".join(character if _visible(character) else _spelt(character) for character in words)
 
 
-def shown_lines(text: object) -> str:
-    """A text of several lines that is laid out here: its line breaks stay, all else is as in :func:`shown`.
+def sanitize_lines(text: object) -> str:
+    """A text of several lines that is laid out here: its line breaks stay, all else is as in :func:`sanitize`.
 
-    >>> shown_lines("a\\n\\x1b[2Jb\\n")
+    >>> sanitize_lines("a\\n\\x1b[2Jb\\n")
     'a\\n\\\\x1b[2Jb\\n'
     """
-    return "\n".join(shown(line) for line in str(text).split("\n"))
+    return "\n".join(sanitize(line) for line in str(text).split("\n"))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,12 +1,12 @@
-"""People made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions name.
+"""UnitGrouping made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions name.
 
-A :class:`People` says which records are whose. :class:`OfPeople` wraps a loss so that a curator holds people, not
+A :class:`UnitGrouping` says which records are whose. :class:`UserLevelObjective` wraps a loss so that a curator holds people, not
 rows: samplers draw people, n is their number, and what one of them contributes to a sum is the *clipped
 combination* of theirs, α·clip_A(g − βg′) + γ·clip_B(g) with g the mean or sum of the gradients of their records.
 Whoever asks about rows in any other way gets them from :func:`rows_of`, with what each of them counts: 1/k for a
 person of k records. Contributions of a row lie in a convex set K (a ball, its non-negative part, positive
 semi-definite matrices of bounded norm), so their mean lies in K too, and a bound on a row bounds a person, also
-where it is about the distance of two. A query that knows neither way is refused: :class:`PeopleRecords` shows no
+where it is about the distance of two. A query that knows neither way is refused: :class:`UserLevelRecords` shows no
 rows to it.
 """
 
@@ -23,15 +23,23 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Constants, Indices, Reading, Records, Regularizer, Rule
-from quietgrad.objectives.person_ids import asked_ids, first_seen
+from quietgrad.objectives.base import (
+    Batch,
+    ClippingRule,
+    Indices,
+    LossConstants,
+    RecordAdapter,
+    Records,
+    Regularizer,
+)
+from quietgrad.objectives.person_ids import call_id_function, factorize_ids
 from quietgrad.vectors import Vector, zeros_like
 
 Floats = npt.NDArray[np.float64]
 Combine = Literal["mean", "sum"]
 
 
-class Groups(NamedTuple):
+class GroupIndex(NamedTuple):
     """The records of some people: person p has ``order[starts[p]:starts[p + 1]]``.
 
     ``people`` are the positions to visit, ``None`` for all; ``mean`` says whether a record counts 1/k or 1.
@@ -45,7 +53,7 @@ class Groups(NamedTuple):
     def flat(self) -> tuple[Indices, Indices]:
         """(rows, starts) of the people to visit, one after the other.
 
-        >>> Groups(np.array([2, 0]), np.arange(4), np.array([0, 1, 2, 4]), True).flat()
+        >>> GroupIndex(np.array([2, 0]), np.arange(4), np.array([0, 1, 2, 4]), True).flat()
         (array([2, 3, 0]), array([0, 2, 3]))
         """
         if self.people is None:
@@ -56,13 +64,15 @@ class Groups(NamedTuple):
         places = np.arange(starts[-1]) + np.repeat(first - starts[:-1], sizes)
         return self.order[places], starts
 
-    def visited(self) -> Groups:
+    def visited(self) -> GroupIndex:
         """The same with positions for everybody and read-only arrays: one compiled version serves every caller."""
         people = np.arange(len(self.starts) - 1) if self.people is None else self.people
-        return Groups(_frozen(people.view()), _frozen(self.order.view()), _frozen(self.starts.view()), self.mean)
+        return GroupIndex(
+            _frozen(people.view()), _frozen(self.order.view()), _frozen(self.starts.view()), self.mean
+        )
 
 
-class Shared(NamedTuple):
+class WeightedRows(NamedTuple):
     """Rows to sum over: ``indices`` (``None``: all), and by row position what each counts (``None``: 1)."""
 
     records: Any
@@ -75,7 +85,7 @@ class Shared(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class People:
+class UnitGrouping:
     """Which records are whose; secret like the records. Build it with :meth:`of`.
 
     Args:
@@ -85,7 +95,7 @@ class People:
         records_per_person: the most of a person's records that one release looks at.
         numbers: of people who are part of more, each one's number among all; their positions if not given.
 
-    >>> people = People.of(["ann", "bob", "ann"])
+    >>> people = UnitGrouping.of(["ann", "bob", "ann"])
     >>> len(people), people.order.tolist(), people.starts.tolist()
     (2, [0, 2, 1], [0, 2, 3])
     """
@@ -107,7 +117,7 @@ class People:
         combine: Combine = "mean",
         records_per_person: int | None = None,
         records: int | None = None,
-    ) -> People:
+    ) -> UnitGrouping:
         """Group records by the person they are about; people come in the order of their first records.
 
         Args:
@@ -119,7 +129,7 @@ class People:
         Raises:
             DataError: the ids cannot be used; the message shows none of them.
         """
-        codes, count = first_seen(ids, records)
+        codes, count = factorize_ids(ids, records)
         sizes = np.bincount(codes, minlength=count)
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         order = np.arange(len(codes)) if count == len(codes) else np.argsort(codes, kind="stable")
@@ -154,23 +164,23 @@ class People:
         shares[self.order] = np.repeat(1.0 / used, self.sizes)
         return shares
 
-    def only(self, positions: Indices) -> tuple[Indices, People]:
+    def only(self, positions: Indices) -> tuple[Indices, UnitGrouping]:
         """The rows of some of the people, and these people by places among those rows."""
-        rows, starts = Groups(positions, self.order, self.starts, True).flat()
+        rows, starts = GroupIndex(positions, self.order, self.starts, True).flat()
         numbers = None if self.numbers is None else self.numbers[positions]
-        return rows, People(np.arange(len(rows)), starts, self.combine, self.records_per_person, numbers)
+        return rows, UnitGrouping(np.arange(len(rows)), starts, self.combine, self.records_per_person, numbers)
 
-    def groups(self, indices: Indices | None, key: bytes | None = None) -> Groups:
+    def groups(self, indices: Indices | None, key: bytes | None = None) -> GroupIndex:
         """The records of the people at ``indices`` (``None``: everybody) that a release with this key looks at."""
         mean = self.combine == "mean"
         if indices is not None and len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError("batch: an index lies outside the people.")
         most = self.records_per_person
         if most is None or (not self.sizes.size) or self.sizes.max() <= most:
-            return Groups(indices, self.order, self.starts, mean)
+            return GroupIndex(indices, self.order, self.starts, mean)
         visited = np.arange(len(self)) if indices is None else indices
         rows, starts = self._chosen(visited, most, key)
-        return Groups(None if indices is None else np.arange(len(indices)), rows, starts, mean)
+        return GroupIndex(None if indices is None else np.arange(len(indices)), rows, starts, mean)
 
     def one_each(self, indices: Indices | None, key: bytes | None) -> Indices:
         """One record of each person at ``indices``, chosen by the key: for what a person may say only once."""
@@ -199,7 +209,7 @@ class People:
         return self.order[np.repeat(self.starts[visited], used) + place], starts
 
 
-class Whose(NamedTuple):
+class ContributionBounds(NamedTuple):
     """How people's records count, where the people are not known yet."""
 
     combine: Combine = "mean"
@@ -215,8 +225,8 @@ def check_combination(combine: Any, records_per_person: Any) -> None:
         raise ValueError(f"records_per_person={most!r}: must be a whole number ≥ 1, or None for all of them.")
 
 
-class PeopleRecords:
-    """People with their rows, as a curator holds them: it counts people, and shows rows to nobody who does not ask
+class UserLevelRecords:
+    """UnitGrouping with their rows, as a curator holds them: it counts people, and shows rows to nobody who does not ask
     for them as a person's.
     """
 
@@ -224,15 +234,15 @@ class PeopleRecords:
     is_source: ClassVar[bool] = False
     _SHAPE = frozenset({"dim", "features", "outputs", "intercept", "is_sparse"})
 
-    def __init__(self, rows: Records, people: People) -> None:
+    def __init__(self, rows: Records, people: UnitGrouping) -> None:
         self.rows, self.people = rows, people
 
     def __len__(self) -> int:
         return len(self.people)
 
-    def seen(self, rows: Any) -> PeopleRecords:
+    def seen(self, rows: Any) -> UserLevelRecords:
         """The same people with their rows laid out otherwise."""
-        return PeopleRecords(rows, self.people)
+        return UserLevelRecords(rows, self.people)
 
     def contents(self) -> Iterator[bytes | memoryview]:
         """All that a sum depends on, as bytes."""
@@ -258,7 +268,7 @@ class PeopleRecords:
         return getattr(self.rows, "row_bound", None)
 
     def __getattr__(self, name: str) -> Any:
-        if name in PeopleRecords._SHAPE:
+        if name in UserLevelRecords._SHAPE:
             return getattr(self.rows, name)
         if name.startswith("__"):
             raise AttributeError(name)
@@ -277,26 +287,28 @@ class PersonRefused(DataError, ValueError):
     """A query or method that knows no bound for a person."""
 
 
-def rows_of(batch: Batch) -> Shared:
+def rows_of(batch: Batch) -> WeightedRows:
     """The rows of a batch and what each counts; the one way to rows for queries that read them themselves."""
     records = batch.records
-    if not isinstance(records, PeopleRecords):
-        return Shared(records, batch.indices, None)
+    if not isinstance(records, UserLevelRecords):
+        return WeightedRows(records, batch.indices, None)
     people = records.people
     groups = people.groups(batch.indices, batch.key)
     if groups.people is None and groups.order is people.order:
-        return Shared(records.rows, None, people.shares)
+        return WeightedRows(records.rows, None, people.shares)
     rows = groups.flat()[0]
     shares = np.zeros(len(people.order))  # whoever looks at other rows all the same finds that they count nothing
     shares[rows] = people.shares[rows]
-    return Shared(records.rows, rows, shares)
+    return WeightedRows(records.rows, rows, shares)
 
 
 @runtime_checkable
-class SumsPeople(Protocol):
+class SupportsUserLevel(Protocol):
     """A loss that can sum over people."""
 
-    def add_people(self, batch: Batch, groups: Groups, points: Sequence[Any], rule: Rule, out: Any) -> None:
+    def add_people(
+        self, batch: Batch, groups: GroupIndex, points: Sequence[Any], rule: ClippingRule, out: Any
+    ) -> None:
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
 
         ``batch`` holds the rows and the release's key; its indices are not used. No *person's* contribution is
@@ -310,7 +322,7 @@ class SumsPeople(Protocol):
 
 
 @runtime_checkable
-class Arranged(Protocol):
+class Reorderable(Protocol):
     """Records that can be laid out in another order."""
 
     def arranged(self, order: Indices) -> Any:
@@ -318,22 +330,22 @@ class Arranged(Protocol):
         ...
 
 
-class OfRecords(NamedTuple):
-    """Data and the id of the person that each record is about; what :meth:`OfPeople.prepare` takes."""
+class RecordsWithIds(NamedTuple):
+    """Data and the id of the person that each record is about; what :meth:`UserLevelObjective.prepare` takes."""
 
     data: Any
     person: Any
 
 
 @dataclass(frozen=True)
-class OfPeople:
+class UserLevelObjective:
     """A loss asked about people: an :class:`~quietgrad.objectives.base.Objective` whose records are people.
 
     >>> from quietgrad.objectives import Logistic
-    >>> asked = OfPeople(Logistic())
-    >>> records = asked.prepare(OfRecords(([[1.0], [2.0], [3.0]], [0, 1, 1]), ["a", "b", "a"]))
+    >>> asked = UserLevelObjective(Logistic())
+    >>> records = asked.prepare(RecordsWithIds(([[1.0], [2.0], [3.0]], [0, 1, 1]), ["a", "b", "a"]))
     >>> out = np.zeros(1)
-    >>> asked.add(Batch(records, None), [np.zeros(1)], Rule.gradient(0.4), out)
+    >>> asked.add(Batch(records, None), [np.zeros(1)], ClippingRule.gradient(0.4), out)
     >>> len(records), out  # ann: clip(½(0.5 − 1.5)), bob: clip(−1)
     (2, array([-0.8]))
     """
@@ -344,14 +356,14 @@ class OfPeople:
 
     def __post_init__(self) -> None:
         check_combination(self.combine, self.records_per_person)
-        if isinstance(self.loss, OfPeople):
+        if isinstance(self.loss, UserLevelObjective):
             raise ValueError("person: is given twice.")
-        if hasattr(self.loss, "add") and not isinstance(self.loss, SumsPeople):
+        if hasattr(self.loss, "add") and not isinstance(self.loss, SupportsUserLevel):
             refuse_person(type(self.loss).__name__)
 
-    def around(self, loss: Any) -> OfPeople:
+    def around(self, loss: Any) -> UserLevelObjective:
         """The same question about another loss."""
-        return OfPeople(loss, self.combine, self.records_per_person)
+        return UserLevelObjective(loss, self.combine, self.records_per_person)
 
     @property
     def regularizer(self) -> Regularizer:
@@ -364,41 +376,43 @@ class OfPeople:
         """As the loss's; a release that chooses records needs its secret, and so is not one that draws nothing."""
         return bool(self.loss.silent_batches) and self.records_per_person is None
 
-    def prepare(self, data: Any) -> PeopleRecords:
+    def prepare(self, data: Any) -> UserLevelRecords:
         """Lay out the rows and group them; the ids are checked before the rows are looked at."""
-        if isinstance(data, PeopleRecords):
+        if isinstance(data, UserLevelRecords):
             return data.seen(self.loss.prepare(data.rows))
-        if not isinstance(data, OfRecords):
+        if not isinstance(data, RecordsWithIds):
             raise DataError("person: the ids must come with the data they are about.")
         if getattr(data.data, "is_source", False):  # the rows say whose they are, block by block
-            records: PeopleRecords = self.loss.prepare(data.data.by_person(self.combine, self.records_per_person))
+            records: UserLevelRecords = self.loss.prepare(
+                data.data.by_person(self.combine, self.records_per_person)
+            )
             return records
         people, rows = data.person, None
         if callable(people):
             rows = self.loss.prepare(data.data)
-            people = asked_ids(people, len(rows))
-        if not isinstance(people, People):
-            people = People.of(people, combine=self.combine, records_per_person=self.records_per_person)
+            people = call_id_function(people, len(rows))
+        if not isinstance(people, UnitGrouping):
+            people = UnitGrouping.of(people, combine=self.combine, records_per_person=self.records_per_person)
         if (people.combine, people.records_per_person) != (self.combine, self.records_per_person):
             raise ValueError("person: was grouped with other settings of combine and records_per_person.")
         rows = self.loss.prepare(data.data) if rows is None else rows
         if len(rows) != len(people.order):
             raise DataError("person: must be one id per record; there are more or fewer ids than records.")
-        if isinstance(rows, Arranged) and not people.in_order:  # a copy, once: rows read together lie together
+        if isinstance(rows, Reorderable) and not people.in_order:  # a copy, once: rows read together lie together
             rows, people = rows.arranged(people.order), replace(people, order=np.arange(len(people.order)))
-        return PeopleRecords(rows, people)
+        return UserLevelRecords(rows, people)
 
-    def initial(self, records: PeopleRecords) -> Vector:
+    def initial(self, records: UserLevelRecords) -> Vector:
         """The loss's own start."""
         return self.loss.initial(records if is_scanned(records) else records.rows)
 
-    def constants(self, row_bound: float | None = None) -> Constants:
+    def constants(self, row_bound: float | None = None) -> LossConstants:
         """The loss's own for a mean of all records; for a sum, which may have any number of terms, none."""
-        known: Constants = self.loss.constants() if row_bound is None else self.loss.constants(row_bound)
+        known: LossConstants = self.loss.constants() if row_bound is None else self.loss.constants(row_bound)
         if self.combine == "mean":
             return known
         weak = known.weak_convexity if known.convex else None
-        return Constants(math.inf, None, None, None, None, known.strong_convexity, weak)
+        return LossConstants(math.inf, None, None, None, None, known.strong_convexity, weak)
 
     def negative_curvature(self) -> float | None:
         """As the loss for a mean; a sum may curve more."""
@@ -409,9 +423,9 @@ class OfPeople:
         """As the loss."""
         self.loss.check_domain(params)
 
-    def add(self, batch: Batch, points: Sequence[Vector], rule: Rule, out: Vector) -> None:
+    def add(self, batch: Batch, points: Sequence[Vector], rule: ClippingRule, out: Vector) -> None:
         """out += Σ over people of what the rule makes of their combined gradients."""
-        records: PeopleRecords = batch.records
+        records: UserLevelRecords = batch.records
         if is_scanned(records):
             from quietgrad.objectives.tables.scanned import rule_sum
 
@@ -427,7 +441,7 @@ class OfPeople:
 
     def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
         """Σ over people of min(their combined loss, bound); what is not a number counts as the bound."""
-        records: PeopleRecords = batch.records
+        records: UserLevelRecords = batch.records
         if is_scanned(records):
             from quietgrad.objectives.tables.scanned import loss_sum
 
@@ -456,17 +470,17 @@ class OfPeople:
         rows = rows_of(batch)
         self.loss.add_hessians(Batch(rows.records, rows.indices, batch.key), params, clip, out, rows.shares)
 
-    def risk(self, records: PeopleRecords, params: Vector) -> float:
+    def risk(self, records: UserLevelRecords, params: Vector) -> float:
         """F(θ), the mean over people of their combined loss: an evaluation, not private."""
         with self._evaluating():
             total = self.loss_sum(Batch(records, None), params, math.inf)
         return total / len(records) + self.regularizer.value(params)
 
-    def risk_gradient(self, records: PeopleRecords, params: Vector) -> Vector:
+    def risk_gradient(self, records: UserLevelRecords, params: Vector) -> Vector:
         """∇F(θ) without clipping: an evaluation, not private."""
         out = zeros_like(params)
         with self._evaluating():
-            self.add(Batch(records, None), (params,), Rule.gradient(math.inf), out)
+            self.add(Batch(records, None), (params,), ClippingRule.gradient(math.inf), out)
         out /= len(records)
         out += self.regularizer.gradient(params)
         return out
@@ -477,7 +491,7 @@ class OfPeople:
         return context
 
 
-def of_people(
+def with_privacy_unit(
     objective: Any, data: Any, person: Any, combine: Combine = "mean", records_per_person: int | None = None
 ) -> tuple[Any, Any]:
     """(objective, data) to give to a curator: as they are if ``person`` is ``None``, else asked about people."""
@@ -490,7 +504,7 @@ def of_people(
                 "combine, records_per_person: say how a person's records count; give person= with them."
             )
         return objective, data
-    return OfPeople(objective, combine, records_per_person), OfRecords(data, person)
+    return UserLevelObjective(objective, combine, records_per_person), RecordsWithIds(data, person)
 
 
 def is_scanned(records: Any) -> bool:
@@ -498,9 +512,9 @@ def is_scanned(records: Any) -> bool:
     return bool(getattr(records, "is_scanned", False))
 
 
-def told(objective: Reading) -> Any:
+def public_loss(objective: RecordAdapter) -> Any:
     """The public loss behind what a curator asks: algorithms read its shape and constants."""
-    return objective.loss if isinstance(objective, OfPeople) else objective
+    return objective.loss if isinstance(objective, UserLevelObjective) else objective
 
 
 def _frozen(array: Indices) -> Indices:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quietgrad.settings import build
+from quietgrad.settings import build_dataclass
 
 
 def _positive(name: str, value: float) -> None:
@@ -19,7 +19,7 @@ def _positive(name: str, value: float) -> None:
 
 
 @dataclass(frozen=True)
-class Rate:
+class LearningRate:
     """Base of step-size schedules; η_t = ``start``."""
 
     start: float
@@ -35,7 +35,7 @@ class Rate:
         return {"schedule": type(self).__name__, **asdict(self)}
 
 
-class Constant(Rate):
+class Constant(LearningRate):
     """η_t = c.
 
     >>> Constant(0.5)(step=10, steps=100)
@@ -43,14 +43,14 @@ class Constant(Rate):
     """
 
 
-class Inverse(Rate):
+class Inverse(LearningRate):
     """η_t = c/(t+1)."""
 
     def __call__(self, step: int, steps: int) -> float:
         return self.start / (step + 1.0)
 
 
-class InverseSqrt(Rate):
+class InverseSqrt(LearningRate):
     """η_t = c/√(t+1)."""
 
     def __call__(self, step: int, steps: int) -> float:
@@ -58,7 +58,7 @@ class InverseSqrt(Rate):
 
 
 @dataclass(frozen=True)
-class StepDecay(Rate):
+class StepDecay(LearningRate):
     """η_t = c·factor^⌊t/every⌋."""
 
     every: int = 100
@@ -74,7 +74,7 @@ class StepDecay(Rate):
 
 
 @dataclass(frozen=True)
-class Linear(Rate):
+class Linear(LearningRate):
     """From c down to c·end on a straight line."""
 
     end: float = 0.02
@@ -84,7 +84,7 @@ class Linear(Rate):
 
 
 @dataclass(frozen=True)
-class Cosine(Rate):
+class Cosine(LearningRate):
     """From c down to c·end on half a cosine."""
 
     end: float = 0.02
@@ -94,7 +94,7 @@ class Cosine(Rate):
         return self.start * (self.end + (1.0 - self.end) * fall)
 
 
-RATES: dict[str, type[Rate]] = {
+RATES: dict[str, type[LearningRate]] = {
     "constant": Constant,
     "inverse": Inverse,
     "inverse-sqrt": InverseSqrt,
@@ -104,7 +104,7 @@ RATES: dict[str, type[Rate]] = {
 }
 
 
-def as_rate(value: float | str | Rate) -> Rate:
+def as_rate(value: float | str | LearningRate) -> LearningRate:
     """A rate from a number, a schedule, or text such as ``"cosine:0.5"``.
 
     >>> as_rate(0.1)
@@ -112,7 +112,7 @@ def as_rate(value: float | str | Rate) -> Rate:
     >>> as_rate("cosine:0.5").start
     0.5
     """
-    if isinstance(value, Rate):
+    if isinstance(value, LearningRate):
         return value
     if isinstance(value, str):
         name, _, start = value.partition(":")
@@ -127,7 +127,7 @@ def as_rate(value: float | str | Rate) -> Rate:
     return Constant(float(value))
 
 
-def read_rate(given: Any) -> Rate:
+def read_rate(given: Any) -> LearningRate:
     """A rate from a table of its ``schedule`` and numbers, as results keep it, or from what :func:`as_rate` takes.
 
     >>> read_rate({"schedule": "Linear", "start": 1.0, "end": 0.1})
@@ -140,5 +140,5 @@ def read_rate(given: Any) -> Rate:
     named = {**RATES, **{kind.__name__: kind for kind in RATES.values()}}
     if not isinstance(name, str) or name not in named:
         raise ValueError(f"schedule={name!r}: must be one of {', '.join(RATES)}.")
-    rate: Rate = build(f"schedule {name}", named[name], numbers)
+    rate: LearningRate = build_dataclass(f"schedule {name}", named[name], numbers)
     return rate
