@@ -104,7 +104,8 @@ def test_random_round_saves_noise(epsilon: float, saving: float) -> None:
 
 # ---- the tables of noise multipliers ----
 
-# n, batch, steps, ε; z: Rényi and PLD fixed-size, attack on it, PLD PoissonSampled/replace, Rényi and PLD PoissonSampled/add
+# n, batch, steps, ε; z: Rényi and PLD fixed-size, attack on it, PLD PoissonSampled/replace, Rényi and PLD
+# PoissonSampled/add
 NOISE_TABLE = [
     (32561, 100, 1500, 0.2, 8.765, 4.693, 4.203, 3.880, 2.311, 2.101),
     (32561, 100, 1500, 0.5, 3.982, 2.504, 2.229, 1.691, 1.365, 1.114),
@@ -372,7 +373,8 @@ def test_selection_equals_dp_accounting(z: float, mean: float, shape: float) -> 
 
 
 def test_a_poisson_number_of_runs_costs_more_than_one_run_also_at_mean_one() -> None:
-    """Best of K runs of randomised response, K ~ PoissonSampled(1), nothing if K = 0: its exact ε is above one run's.
+    """Best of K runs of randomised response, K ~ PoissonSampled(1), nothing if K = 0: its exact ε is above one
+    run's.
 
     The best of K is bad only if all are: P(K ≥ 1, all bad) = e^{p−1} − e^{−1}, with p the chance of a bad run.
     """

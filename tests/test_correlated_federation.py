@@ -1,4 +1,6 @@
-"""BufferedToeplitzNoise noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may ask."""
+"""BufferedToeplitzNoise noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may
+ask.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from quietgrad.sanitize import sanitize
 class QuietgradError(Exception):
     r"""Base of every error that quietgrad raises on purpose.
 
-    Its text may quote a column, an account or another party, so it is shown as :func:`quietgrad.sanitize.sanitize` does.
+    Its text may quote a column, an account or another party, so it is shown as :func:`quietgrad.sanitize.sanitize`
+    does.
 
     >>> print(QuietgradError("no column \x1b[2J"))
     no column \x1b[2J

@@ -1,5 +1,5 @@
-"""UnitGrouping of 1, 7 and 500 records under attack: exact probes of what one adds, of who is drawn, of whose ids are
-whose, and a distinguisher who sees every noisy sum.
+"""UnitGrouping of 1, 7 and 500 records under attack: exact probes of what one adds, of who is drawn, of whose ids
+are whose, and a distinguisher who sees every noisy sum.
 """
 
 from __future__ import annotations

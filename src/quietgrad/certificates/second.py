@@ -1,10 +1,10 @@
 """The second opinion: ε from the same events by dp-accounting, whose code is not ours.
 
-Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or PoissonSampled-sampled, and pure ones; its
-Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own accountants
-is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled Gaussians,
-which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no rule for is
-refused.
+Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or PoissonSampled-sampled, and pure
+ones; its Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own
+accountants is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled
+Gaussians, which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no
+rule for is refused.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
     >>> proof = second_proof(poisson_gaussian(0.01, 1.1, 1000), delta=1e-5, relation=Relation.ADD_REMOVE)
     >>> round(proof.epsilon, 2), proof.how.split(",")[1]
     (1.52, ' privacy-loss distributions')
-    >>> second_proof(PoissonSampled(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), delta=1e-5, relation=Relation.ADD_REMOVE).reason
-    'it has no rule for a sample of zcdp releases'
+    >>> second_proof(PoissonSampled(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), delta=1e-5,
+    relation=Relation.ADD_REMOVE).reason 'it has no rule for a sample of zcdp releases'
     """
     name = f"dp-accounting {version('dp-accounting')}"
     slack, failure = total_slack(event), total_failure(event)

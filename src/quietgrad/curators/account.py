@@ -28,7 +28,7 @@ from quietgrad.privacy.ledger_state import (
     unnamed,
 )
 
-__all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "sent_away", "spent"]
+__all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "note_pickled", "spent"]
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger, Reservation

@@ -38,7 +38,7 @@ def offsets_above_minimum(offsets: Sequence[float] | None, count: int) -> npt.ND
     A large common part would swallow the scores' last digits, and what rounding then makes of one record is not
     bounded by the loss's bound; a large difference does no harm, since such a candidate is not chosen anyway.
 
-    >>> offsets_above_minimum([1e18, 1e18 + 512.0], 2).tolist(), relative(None, 2).tolist()
+    >>> offsets_above_minimum([1e18, 1e18 + 512.0], 2).tolist(), offsets_above_minimum(None, 2).tolist()
     ([0.0, 512.0], [0.0, 0.0])
     """
     if offsets is None:

@@ -123,7 +123,8 @@ class LockedAppendFile:
             with contextlib.suppress(OSError):  # half a line would spoil the next one
                 os.ftruncate(self._file, before)
             raise LedgerError(
-                f"{self.path}: cannot be written ({os_error_text(error)}), and nothing was given; make room, start again."
+                f"{self.path}: cannot be written ({os_error_text(error)}), and nothing was given; make room, "
+                f"start again."
             ) from None
 
     def sync(self) -> None:

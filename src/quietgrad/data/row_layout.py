@@ -70,7 +70,8 @@ class RowLayout:
             words = pa.types.is_dictionary(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
             if wanted is None and not plain:
                 raise DataError(
-                    f"{where}: column {column!r} is {sanitize(kind, most=40)}, not a number. Declare it in a schema, "
+                    f"{where}: column {column!r} is {sanitize(kind, most=40)}, not a number. Declare it in a "
+                    f"schema, "
                     "with bounds or categories."
                 )
             if isinstance(wanted, Numeric) and not (plain or pa.types.is_decimal(kind) or words):

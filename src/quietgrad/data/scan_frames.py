@@ -79,7 +79,8 @@ def _check_alike(paths: Sequence[str], system: Any, kind: str, header: Any, layo
         for column in layout.read:
             if other.field(column).type != header.field(column).type:
                 raise DataError(
-                    f"{sanitize(path)}: column {column!r} is {other.field(column).type}, in {sanitize(paths[0])} it is "
+                    f"{sanitize(path)}: column {column!r} is {other.field(column).type}, in {sanitize(paths[0])} "
+                    f"it is "
                     f"{header.field(column).type}. Write all files alike, or declare a schema."
                 )
 

@@ -68,7 +68,8 @@ class FileUnit:
         except Exception:  # whatever a parser has for bytes that are not its own; its message may quote a cell
             self.check()
             raise DataError(
-                f"{sanitize(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds what "
+                f"{sanitize(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds "
+                f"what "
                 "the schema does not say."
             ) from None
         self.check()
@@ -95,7 +96,8 @@ class FileUnit:
         parts = None if platform.node() == self.host else 2
         if now is None or now[:parts] != before[:parts]:
             raise ChangedError(
-                f"{sanitize(self.path)}: the file changed since the scan was made. Nothing is released from a table "
+                f"{sanitize(self.path)}: the file changed since the scan was made. Nothing is released from a "
+                f"table "
                 "that changes under a run: let it rest, scan it again, and resume or start again."
             )
 

@@ -1,10 +1,11 @@
-"""UnitGrouping made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions name.
+"""UnitGrouping made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions
+name.
 
-A :class:`UnitGrouping` says which records are whose. :class:`UserLevelObjective` wraps a loss so that a curator holds people, not
-rows: samplers draw people, n is their number, and what one of them contributes to a sum is the *clipped
-combination* of theirs, α·clip_A(g − βg′) + γ·clip_B(g) with g the mean or sum of the gradients of their records.
-Whoever asks about rows in any other way gets them from :func:`rows_of`, with what each of them counts: 1/k for a
-person of k records. Contributions of a row lie in a convex set K (a ball, its non-negative part, positive
+A :class:`UnitGrouping` says which records are whose. :class:`UserLevelObjective` wraps a loss so that a curator
+holds people, not rows: samplers draw people, n is their number, and what one of them contributes to a sum is the
+*clipped combination* of theirs, α·clip_A(g − βg′) + γ·clip_B(g) with g the mean or sum of the gradients of their
+records. Whoever asks about rows in any other way gets them from :func:`rows_of`, with what each of them counts:
+1/k for a person of k records. Contributions of a row lie in a convex set K (a ball, its non-negative part, positive
 semi-definite matrices of bounded norm), so their mean lies in K too, and a bound on a row bounds a person, also
 where it is about the distance of two. A query that knows neither way is refused: :class:`UserLevelRecords` shows no
 rows to it.
@@ -226,8 +227,8 @@ def check_combination(combine: Any, records_per_person: Any) -> None:
 
 
 class UserLevelRecords:
-    """UnitGrouping with their rows, as a curator holds them: it counts people, and shows rows to nobody who does not ask
-    for them as a person's.
+    """UnitGrouping with their rows, as a curator holds them: it counts people, and shows rows to nobody who does
+    not ask for them as a person's.
     """
 
     is_scanned: ClassVar[bool] = False

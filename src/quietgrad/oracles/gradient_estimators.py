@@ -26,7 +26,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from typing import Any, Literal
 
 from quietgrad import settings
@@ -354,12 +353,8 @@ class Spider(_PathIntegrated):
         return 2 * math.ceil(steps / self.period)
 
 
-ORACLES = {
-    "adaptive-spider": "spider.AdaptiveSpider",
-    "spider": "spider.Spider",
-    "mini-batch": "minibatch.MiniBatch",
-}
-"""Where each one lives, by its name on the command line and in plan files; the first is the default."""
+ORACLES: dict[str, Any] = {"adaptive-spider": AdaptiveSpider, "spider": Spider, "mini-batch": MiniBatch}
+"""Each class by its name on the command line and in plan files; the first is the default."""
 
 _HIDDEN = ("law",)  # of a random round: the algorithm's
 
@@ -370,11 +365,10 @@ def oracle_class(name: str) -> Any:
     >>> oracle_class("spider") is oracle_class("Spider")
     True
     """
-    homes = {**ORACLES, **{home.partition(".")[2]: home for home in ORACLES.values()}}
-    if name not in homes:
+    classes = {**ORACLES, **{cls.__name__: cls for cls in ORACLES.values()}}
+    if name not in classes:
         raise ValueError(f"oracle {name!r}: must be one of {', '.join(ORACLES)}.")
-    module, _, cls = homes[name].partition(".")
-    return getattr(import_module(f"quietgrad.oracles.{module}"), cls)
+    return classes[name]
 
 
 def make_oracle(given: Any, kind: Any = object) -> Any:

@@ -146,8 +146,8 @@ class Schedule:
         if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
             raise ValueError("select: a private search has one slot, its round, and the law of their number.")
         if any(slot.mechanism.together for slot in self.slots):
-            # A look before the run has its own part of the budget. HasSchedule of other slots in between would need a
-            # theorem on concurrent composition, and none of our methods does.
+            # A look before the run has its own part of the budget. HasSchedule of other slots in between would
+            # need a theorem on concurrent composition, and none of our methods does.
             run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.together]
             if self.composition != "sequential" or len(run) > 1:
                 raise ValueError(
@@ -242,8 +242,8 @@ class Plan:
     def counts(self) -> str:
         """The public numbers in words.
 
-        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=PrivacyUnit.PERSON, records_public=1203554).counts
-        '40 218 people, 1 203 554 records'
+        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=PrivacyUnit.PERSON,
+        records_public=1203554).counts '40 218 people, 1 203 554 records'
         """
         people = self.unit.in_words(f"{_spaced(self.n_public)} records")
         return people if self.records_public is None else f"{people}, {_spaced(self.records_public)} records"

@@ -1,8 +1,8 @@
 """Noise that cancels within bands, on secret samples: what correlation and amplification buy together.
 
-Records are in b cohorts that take turns (:class:`~quietgrad.sampling.CyclicPoisson`): release t asks a PoissonSampled
-sample, at rate q, of cohort t mod b. Its noise is z·C·s·w_t with w = S⁻¹u, S lower triangular and Toeplitz with at
-most b coefficients c₀ = 1 > c₁ ≥ … ≥ 0 and s = ‖c‖.
+Records are in b cohorts that take turns (:class:`~quietgrad.sampling.CyclicPoisson`): release t asks a
+PoissonSampled sample, at rate q, of cohort t mod b. Its noise is z·C·s·w_t with w = S⁻¹u, S lower triangular and
+Toeplitz with at most b coefficients c₀ = 1 > c₁ ≥ … ≥ 0 and s = ‖c‖.
 
 **Why it is private.** As for all correlated noise the transcript is a causal bijection of S·sums + z·C·s·u. A
 record of cohort g may take part in the releases g, g + b, g + 2b, …, in each if a coin of its own says so. Cut the
@@ -19,8 +19,8 @@ rows t … t + b − 1 of S·sums, by c₀Δ, c₁Δ, …, and no row after them
 
 The coins of the others are independent of the record's and may as well be known: the bound holds for each outcome.
 Under replace-one the new record has the cohort and the coins of the old one, and the window is the two mixtures
-of a PoissonSampled-sampled release of as many dimensions. C may follow from earlier releases: each step is divided by its
-own. A run is therefore ``Repeated(PoissonSampled(q, Gaussian(z)), ⌈T/b⌉)``, for either relation.
+of a PoissonSampled-sampled release of as many dimensions. C may follow from earlier releases: each step is divided
+by its own. A run is therefore ``Repeated(PoissonSampled(q, Gaussian(z)), ⌈T/b⌉)``, for either relation.
 
 What breaks it: more bands than cohorts (a row would hear two contributions of the record), samples of everybody (a
 record twice within a window), a rate that forgets that a cohort is b times smaller than the table.

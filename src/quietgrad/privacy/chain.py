@@ -284,7 +284,8 @@ class Writer:
 
     def _failed(self, error: OSError) -> LedgerError:
         return LedgerError(
-            f"{self._chain.path}: cannot write the ledger ({os_error_text(error)}); nothing was reserved, so nothing "
+            f"{self._chain.path}: cannot write the ledger ({os_error_text(error)}); nothing was reserved, so "
+            f"nothing "
             "may be released. Make room or permit writing, then run again."
         )
 

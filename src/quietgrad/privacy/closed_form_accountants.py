@@ -216,8 +216,8 @@ def _poisson_replace_curve(rate: float, mu: float) -> Array:
 def _select(curve: Array, mean: float, shape: float) -> Array:
     """The curve of the best of K runs (Papernot, Steinke 2022): Thm. 2, or Thm. 6 for a PoissonSampled K.
 
-    A truncated law of mean 1 is K = 1 for certain and costs one run. A PoissonSampled K of mean 1 is not: it is 0 or more
-    than 1 in 63 % of all cases, and who sees the result learns from that too.
+    A truncated law of mean 1 is K = 1 for certain and costs one run. A PoissonSampled K of mean 1 is not: it is 0
+    or more than 1 in 63 % of all cases, and who sees the result learns from that too.
     """
     a = _ORDERS
     if math.isinf(shape):

@@ -1,8 +1,10 @@
 """Walking event trees: what every accountant needs to know about a composition before it can prove anything.
 
-* ``parallel_branches``: under ``Parallel`` and ``MaxOverParties`` a record lies in one part, so a composition costs what its
+* ``parallel_branches``: under ``Parallel`` and ``MaxOverParties`` a record lies in one part, so a composition
+costs what its
   worst choice of parts costs; an event becomes the list of its choices, none of which is parallel any more.
-* ``total_slack``, ``total_failure``, ``total_upfront``: what ``TotalVariationSlack``, ``FailureProbability`` and ``Upfront`` events of a
+* ``total_slack``, ``total_failure``, ``total_upfront``: what ``TotalVariationSlack``, ``FailureProbability`` and
+``Upfront`` events of a
   composition add up to.
 * ``count_releases``: a composition as a multiset of releases, un-sampled Gaussians merged into one.
 * ``approximate_mu``: an asymptotic size of the privacy loss. A starting point for searches, never a guarantee.
@@ -65,7 +67,9 @@ def describe(event: Event, limit: int = 160) -> str:
 
 
 def total_slack(event: Event) -> float:
-    """Return the total variation distance that all ``TotalVariationSlack`` events of a composition may add up to."""
+    """Return the total variation distance that all ``TotalVariationSlack`` events of a composition may add up
+    to.
+    """
     return _total(event, lambda part: part.total_variation if isinstance(part, TotalVariationSlack) else 0.0)
 
 

@@ -247,8 +247,8 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
 class NoiseRecurrence(ABC):
     """w_k = (S⁻¹u)_k by number k, from what is kept of the rows before it.
 
-    NoiseRecurrence are a function of the key and of k alone: after an interruption the buffers are made again from the
-    stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
+    NoiseRecurrence are a function of the key and of k alone: after an interruption the buffers are made again from
+    the stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
     Numbers that are skipped (a release of bound 0, a lost round, a draw that was never released) are run through
     all the same: a recursion that stood still would cancel what was never added.
 

@@ -244,8 +244,9 @@ class RandomNumberOfReleases(Event, kind="random-round"):
 class RepeatAndSelect(Event, kind="repeat-and-select"):
     """Private search: ``inner`` run K times, only the best result released, K negative binomial.
 
-    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf PoissonSampled). All laws
-    but the PoissonSampled one make at least one run; under that one K may be 0, and then nothing is released.
+    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf PoissonSampled).
+    All laws but the PoissonSampled one make at least one run; under that one K may be 0, and then nothing is
+    released.
     """
 
     inner: Event

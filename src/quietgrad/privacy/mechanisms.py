@@ -34,12 +34,12 @@ from quietgrad.privacy.noise import (
 
 __all__ = [
     "AboveThreshold",
-    "FrequentLabels",
+    "GaussianPartitionSelection",
     "GaussianNoise",
     "L2LaplaceNoise",
     "Mechanism",
-    "NoisyChoice",
-    "Source",
+    "ExponentialMechanism",
+    "NoiseSource",
     "from_json",
 ]
 

@@ -328,7 +328,8 @@ _DEVICE_CLAMP = 2.0**52  # as in privacy.noise
 
 
 def add_gaussian(total: Tensor, unit: Tensor, sigma: float, step: float) -> None:
-    """Replace ``total`` by (rint(total/step) + rint(unit·σ/step))·step: :func:`noise.add_discretized_gaussian` on a device.
+    """Replace ``total`` by (rint(total/step) + rint(unit·σ/step))·step: :func:`noise.add_discretized_gaussian` on
+    a device.
 
     >>> import torch
     >>> total = torch.tensor([0.3, -1.0], dtype=torch.float64)

@@ -41,9 +41,12 @@ _ACCOUNTANTS = {
     "pure": "pure ε-differential privacy, which holds with δ = 0",
 }
 _WHOM = {
-    PrivacyUnit.RECORD: "One person is one record. Someone with k records is protected only at the k-fold group level.",
-    PrivacyUnit.PERSON: "Records were told apart by the ids that were given: whoever had several ids is protected only as "
-    "each of them.",
+    PrivacyUnit.RECORD: (
+        "One person is one record. Someone with k records is protected only at the k-fold group level."
+    ),
+    PrivacyUnit.PERSON: (
+        "Records were told apart by the ids that were given: someone with several ids is protected as each alone."
+    ),
 }
 _ASSUMPTIONS = (
     "Whoever is called trusted above kept what they hold to themselves; the promise is about what was released.",

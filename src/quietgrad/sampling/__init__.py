@@ -1,7 +1,7 @@
 """Which records take part in a release: public value objects that know what their secrecy is worth.
 
-``FullBatch`` · ``PoissonSampled`` · ``FixedSizeSampled`` (without replacement) · ``SinglePass`` (disjoint, every record once) ·
-``CyclicCohorts`` (cohorts, one after the other) · ``CyclicPoisson`` (secret samples of them).
+``FullBatch`` · ``PoissonSampled`` · ``FixedSizeSampled`` (without replacement) · ``SinglePass`` (disjoint, every
+record once) · ``CyclicCohorts`` (cohorts, one after the other) · ``CyclicPoisson`` (secret samples of them).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
@@ -29,11 +29,11 @@ __all__ = [
     "FixedSize",
     "FullBatch",
     "Poisson",
-    "PoissonTurns",
+    "CyclicPoisson",
     "Sampler",
     "Sampling",
     "SinglePass",
-    "Turns",
+    "CyclicCohorts",
     "from_json",
 ]
 
@@ -187,7 +187,8 @@ class Poisson(Sampling, kind="poisson"):
         >>> from quietgrad.privacy.rng import SecureStream, seed_key
         >>> stream = SecureStream(seed_key(0), "batches")
         >>> whole = PoissonSampled(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
-        >>> first, second = (PoissonSampled(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12, 13]))
+        >>> first, second = (PoissonSampled(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12,
+        13]))
         >>> whole.tolist() == [*first, *(second + 2)]
         True
         """
@@ -382,9 +383,9 @@ class CyclicCohorts(Sampling, kind="turns"):
 class CyclicPoisson(Sampling, kind="poisson-turns"):
     """Cohorts that take turns, and of the one whose turn it is each record enters with probability ``rate``.
 
-    Cohorts as in :class:`CyclicCohorts`; coins are secret and each record's own. The rate is that within a cohort: cohorts
-    × wanted batch ÷ declared n. A record has one coin in each round of turns, ``cohorts`` releases apart, which is
-    what noise in as many bands needs (:class:`~quietgrad.privacy.banded.BandedToeplitzNoise`).
+    Cohorts as in :class:`CyclicCohorts`; coins are secret and each record's own. The rate is that within a cohort:
+    cohorts × wanted batch ÷ declared n. A record has one coin in each round of turns, ``cohorts`` releases apart,
+    which is what noise in as many bands needs (:class:`~quietgrad.privacy.banded.BandedToeplitzNoise`).
 
     >>> CyclicPoisson(4, 0.1).participation(10), CyclicPoisson(4, 0.1).expected_batch(1000)
     ((3, 4), 25.0)

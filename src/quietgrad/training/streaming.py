@@ -42,7 +42,7 @@ from quietgrad.training.result import Result
 from quietgrad.training.runs import Run, begin, is_kept, open_run, over, people_file
 from quietgrad.vectors import Vector
 
-__all__ = ["KeptMet"]
+__all__ = ["PersistentSeenIds"]
 
 
 _MOST = 1 << 32  # bytes of a file: a hash is 65 of them
@@ -83,7 +83,8 @@ class PersistentSeenIds(SeenIds):
                 sync_folder(self._path.parent)
         except OSError as error:
             raise DataError(
-                f"{self._path}: cannot be written ({os_error_text(error)}), so people would be forgotten; make room. "
+                f"{self._path}: cannot be written ({os_error_text(error)}), so people would be forgotten; make "
+                f"room. "
                 "Nothing was released."
             ) from None
         super().add(newcomers | self._again.pop(step, set()))

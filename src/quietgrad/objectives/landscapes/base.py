@@ -245,7 +245,8 @@ class Landscape(BaseObjective, ABC):
 
 
 def clipped_sum(rows: Floats, clip: float) -> Floats:
-    """Σ clip_C(row), C as :func:`~quietgrad.objectives.base.rounding_safe_clip`; a row that is not finite counts as zero.
+    """Σ clip_C(row), C as :func:`~quietgrad.objectives.base.rounding_safe_clip`; a row that is not finite counts
+    as zero.
 
     >>> clipped_sum(np.array([[3.0, 4.0], [0.0, 0.5], [np.nan, 1.0]]), 1.0).round(9)
     array([0.6, 1.3])

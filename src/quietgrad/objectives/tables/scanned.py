@@ -227,8 +227,8 @@ class NotScannedError(DataError, AttributeError):
 
 @dataclass(frozen=True)
 class ScannedPeople:
-    """The people of a source, who are counted and never listed; what :class:`~quietgrad.objectives.privacy_units.UnitGrouping`
-    is of a table in memory.
+    """The people of a source, who are counted and never listed; what
+    :class:`~quietgrad.objectives.privacy_units.UnitGrouping` is of a table in memory.
     """
 
     source: Any
