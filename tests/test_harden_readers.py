@@ -34,8 +34,8 @@ from quietgrad.data.containers import SMALL, unpacked
 from quietgrad.data.libsvm import MOST_FEATURES, parse_libsvm
 from quietgrad.data.tables import _parquet_columns, parse_csv
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.federation.provision import _read_request, request
-from quietgrad.federation.toml_plan import parse_plan
+from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.provisioning import _read_request, request
 from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.ledger import Ledger
 from tests.hostile import ALLOWED, READERS, Reader

@@ -37,8 +37,8 @@ from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import Poisson
 from quietgrad.sampling.samplers import KeyedSampler
-from quietgrad.secure.noise_share import NoiseShare
-from quietgrad.secure.sums import SecureSession
+from quietgrad.secure.channel import NoiseShare
+from quietgrad.secure.local_session import SecureSession
 from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP
 from quietgrad.training import plan as make_plan
 

@@ -148,8 +148,8 @@ def provision(
 ) -> None:
     """Make the certificates and identities of all members, or this member's own keys."""
     from quietgrad.cli import members
-    from quietgrad.federation import provision as keys
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.federation import provisioning as keys
+    from quietgrad.federation.plan_file import read_plan
 
     file = read_plan(plan)
     if request is not None:
@@ -182,13 +182,13 @@ def show(
 ) -> None:
     """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
     from quietgrad.cli.members import threat_rows
-    from quietgrad.federation import network
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.federation import approved
+    from quietgrad.federation.plan_file import read_plan
 
     file = read_plan(plan)
     credentials = None
     if keys is not None:
-        from quietgrad.federation.provision import Credentials
+        from quietgrad.federation.provisioning import Credentials
 
         credentials = Credentials.read(keys)
     if as_json:
@@ -200,7 +200,7 @@ def show(
     say("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threat_rows(file.plan))
     say(f"digest of this plan, the same at everybody: {file.digest}")
-    say(f"to compare by telephone: {network.spoken(file.digest)}")
+    say(f"to compare by telephone: {approved.spoken(file.digest)}")
     if credentials is not None:
         rows = [(name, key.hex()) for name, key in credentials.publics.items()]
         show_rows("identities", rows)
@@ -215,8 +215,8 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Trust a member no longer: a coordinator turns it away at once, others refuse plans that list it."""
-    from quietgrad.federation.provision import Credentials
-    from quietgrad.federation.revocation import revoke as add
+    from quietgrad.federation.provisioning import Credentials
+    from quietgrad.federation.provisioning import revoke as add
 
     credentials = Credentials.read(keys)
     if name not in credentials.publics or name == credentials.name:
@@ -246,7 +246,7 @@ def match(
 ) -> None:
     """Find out with the other parties who is known to several of them, by a keyed hash of people's ids."""
     from quietgrad.cli import members
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.federation.plan_file import read_plan
 
     rows = members.matched(read_plan(plan), name, data, key, lists, new_key=new_key)
     if as_json:
@@ -259,7 +259,7 @@ def match(
 def threat_model(plan: Plan, as_json: Json = False) -> None:
     """Say who must work together to learn what."""
     from quietgrad.cli.members import threat_rows
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.federation.plan_file import read_plan
 
     rows = threat_rows(read_plan(plan).plan)
     if as_json:
@@ -387,7 +387,7 @@ def job(
     """Write what is submitted to a FLARE or Flower that is there already; there is nothing secret in it."""
     from quietgrad.cli.options import usage
     from quietgrad.federation.jobs import CLASSES, write_job
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.federation.plan_file import read_plan
 
     with usage():
         made = write_job(read_plan(plan), engine, out)
@@ -407,7 +407,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Say where a run is: rounds, what is spent, how it ended. For the coordinator, parties and servers alike."""
-    from quietgrad.federation.progress import status as read
+    from quietgrad.federation.status import status as read
 
     facts = read(folder)
     if as_json:

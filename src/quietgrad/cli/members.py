@@ -14,14 +14,14 @@ import typer
 
 from quietgrad.cli.options import usage
 from quietgrad.errors import BudgetError, DataError, QuietgradError
-from quietgrad.secure.faults import DropoutError
+from quietgrad.secure.identity import DropoutError
 from quietgrad.shown import shown
 
 if TYPE_CHECKING:
     from quietgrad.cli.runs import RunSpec
     from quietgrad.federation.approved import Approved
     from quietgrad.federation.plan import FederatedPlan
-    from quietgrad.federation.toml_plan import PlanFile
+    from quietgrad.federation.plan_file import PlanFile
     from quietgrad.training.callbacks import Callback, Progress
     from quietgrad.training.result import Result
 
@@ -49,7 +49,7 @@ def approval(
 ) -> Approved:  # fmt: skip
     """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
     from quietgrad.federation.approved import Approved
-    from quietgrad.federation.toml_plan import parse_plan, read_text
+    from quietgrad.federation.plan_file import parse_plan, read_text
 
     text = read_text(plan)
     digest = parse_plan(text, str(plan)).digest
@@ -99,14 +99,14 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path]) -> str:
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
-    from quietgrad.federation.explain import multiplicity
+    from quietgrad.federation.planning import multiplicity
     from quietgrad.privacy.budget import Unit
 
     if not plan.is_private:
         return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
     people = [("people", multiplicity(plan))] if plan.unit is Unit.PERSON else []
     if plan.trust == "secure":
-        from quietgrad.secure.threat_model import threats
+        from quietgrad.secure.terms import threats
 
         return [*threats(plan.terms(max(plan.dims.values()))).rows, *people]
     from quietgrad.federation.coordinator import adversary
@@ -123,12 +123,12 @@ def matched(
     file: PlanFile, name: str, data: Path, key: Path, lists: Path, *, new_key: bool
 ) -> list[tuple[str, str]]:
     """Write the list of a party's people; where all lists are there, also what they are agreed on by."""
-    from quietgrad.federation import matching, network
+    from quietgrad.federation import approved, matching
     from quietgrad.objectives.person_ids import first_seen
 
     if name not in file.parties:
         raise DataError(f"{name!r} is not a party of this plan: {', '.join(file.parties)}.")
-    table = network.records(file, data)
+    table = approved.records(file, data)
     if table.person is None:
         raise DataError('the plan names no column of people: add [data] person = "COLUMN".')
     secret = matching.new_key(key) if new_key else matching.read_key(key)
@@ -142,7 +142,7 @@ def matched(
             ("still missing", f"the lists of {', '.join(absent)}; put them into {lists}, give this again"),
         ]
     both = matching.Matching.read(secret, lists, file.parties)
-    kept = both.kept(name, network.held(table))
+    kept = both.kept(name, approved.held(table))
     return [
         *rows,
         ("[federation]", f'matched = "{both.digest}"'),
@@ -201,23 +201,25 @@ def _rounds_told(tell: Tell) -> Callback:
 
 def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> Result:
     """Listen, train, hand out the model; say goodbye with the reason if it fails."""
-    from quietgrad.federation import network
+    from quietgrad.federation import approved
     from quietgrad.federation.coordinator import AGGREGATES
     from quietgrad.federation.transport.tls import TlsServer
 
     file, credentials, out = mine.file, mine.credentials, mine.folder
-    network.check_coordinator(credentials)
-    over = network.finished(file, out) is not None
+    approved.check_coordinator(credentials)
+    over = approved.finished(file, out) is not None
     everyone = [name for name in file.members if name != credentials.name]
     try:
         transport = TlsServer(
             credentials, (file.host, file.port), everyone, agreement=file.digest,
-            most=network.largest_frame(file), timeout=file.timeout, tell=tell,
+            most=approved.largest_frame(file), timeout=file.timeout, tell=tell,
         )  # fmt: skip
     except OSError as error:
         raise DataError(cannot_listen(file.host, file.port, error)) from None
     out.mkdir(parents=True, exist_ok=True)
-    tell(f"plan {network.spoken(file.digest)}, listening on {file.host}:{transport.port} for {', '.join(everyone)}")
+    tell(
+        f"plan {approved.spoken(file.digest)}, listening on {file.host}:{transport.port} for {', '.join(everyone)}"
+    )
     if over:
         tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
     elif (out / AGGREGATES).exists():
@@ -228,7 +230,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
         result = mine.coordinate(transport, tell, wait=wait, patience=patience)
     finally:
         transport.close()
-    tell(f"digest of the model, the same at everybody: {network.spoken(network.model_digest(out))}")
+    tell(f"digest of the model, the same at everybody: {approved.spoken(approved.model_digest(out))}")
     for row in transport.attendance():
         tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result
@@ -248,9 +250,9 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 
 def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | None = None) -> dict[str, Any]:
     """Be a party, or a server of a secure sum, until the run is over; a party saves the model that comes out."""
-    from quietgrad.federation import network
+    from quietgrad.federation import approved
     from quietgrad.federation.transport.local_socket import serve
-    from quietgrad.federation.transport.tls_party import TlsParty
+    from quietgrad.federation.transport.tls import TlsParty
 
     file, credentials, out = mine.file, mine.credentials, mine.folder
     if file.budget is None:
@@ -260,7 +262,7 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
         site = mine.site(member, tell)
         where = f"calling {file.host}:{file.port}" if listen is None else f"listening at {listen}"
         tell(f"{_what_is_approved(member, file, out, tell)}; {where}")
-        most = network.largest_frame(file)
+        most = approved.largest_frame(file)
         if listen is not None:
             serve(site, listen, most=most)
         else:
@@ -281,8 +283,8 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
     if credentials.name in file.plan.servers:
         return facts
     facts |= {
-        "model": str(out / "model.safetensors"), "model digest": network.spoken(network.model_digest(out)),
-        "plan digest": network.spoken(file.digest),
+        "model": str(out / "model.safetensors"), "model digest": approved.spoken(approved.model_digest(out)),
+        "plan digest": approved.spoken(file.digest),
     }  # fmt: skip
     if file.budget is None:
         return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
@@ -291,9 +293,9 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
 
 def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str:
     """Whether this is a new run, or one that goes on, in words."""
-    from quietgrad.federation import network
+    from quietgrad.federation import approved
 
-    plan = f"plan {network.spoken(file.digest)}"
+    plan = f"plan {approved.spoken(file.digest)}"
     if member.name in file.plan.servers:
         return f"adding up for {plan}"
     tell_state(out, member.name, tell)

@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.secure.channel import View
-from quietgrad.secure.encoding import Vector
+from quietgrad.secure.discrete_gaussian import Vector
 from quietgrad.secure.identity import Identity, Roster
-from quietgrad.secure.masking import MaskingParty
-from quietgrad.secure.masking_server import MaskingServer
-from quietgrad.secure.mpc import NoiseServer, run_together
+from quietgrad.secure.masking import MaskingParty, MaskingServer
 from quietgrad.secure.servers import SharingParty, SumServer
 from quietgrad.secure.terms import Mode, Terms
+from quietgrad.secure.three_party import NoiseServer, run_together
 
 
 class SecureSession:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.federation.members import Member
 from quietgrad.federation.party import PartyCurator
-from quietgrad.federation.toml_plan import PlanFile
+from quietgrad.federation.plan_file import PlanFile
+from quietgrad.federation.secure_roles import Member
 from quietgrad.federation.transport import Bytes, Handler
 from quietgrad.files import read_json
 from quietgrad.training.callbacks import Progress as RunProgress
