@@ -216,7 +216,7 @@ def _read_schema(content: bytes, folder: Path) -> object:
 
 
 def _read_options(content: bytes, folder: Path) -> object:
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
 
     (folder / "run.json").write_bytes(content)
     return RunSpec.load(folder)
@@ -225,7 +225,7 @@ def _read_options(content: bytes, folder: Path) -> object:
 def _options() -> bytes:
     import dataclasses
 
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
 
     return json.dumps(dataclasses.asdict(RunSpec(data="a9a", epsilon=1.0))).encode()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quietgrad.cli import main
-from quietgrad.cli.members import cannot_listen
+from quietgrad.cli.federate_roles import cannot_listen
 from quietgrad.errors import BudgetError
 from quietgrad.federation import approved
 from quietgrad.federation.party import PartyCurator

@@ -47,7 +47,7 @@ def test_revoke_command(keys: dict[str, Path], capsys: pytest.CaptureFixture[str
 def test_digests_can_be_read_out_and_typed_in(
     tmp_path: Path, keys: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from quietgrad.cli.members import approval
+    from quietgrad.cli.federate_roles import approval
 
     plan = tmp_path / "plan.toml"
     plan.write_text(TEXT)
@@ -63,7 +63,7 @@ def test_digests_can_be_read_out_and_typed_in(
 
 
 def test_a_party_says_where_its_secret_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.cli.members import tell_state
+    from quietgrad.cli.federate_roles import tell_state
     from quietgrad.privacy.keys import KeyFile
 
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))

@@ -18,7 +18,7 @@ import pytest
 
 import quietgrad.cli
 from quietgrad.cli import main
-from quietgrad.data.sources import PipPackage
+from quietgrad.data.download import PipPackage
 from quietgrad.errors import DataError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan_file import parse_plan
@@ -180,7 +180,7 @@ def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 
 def test_escapes_reach_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from quietgrad.cli.members import teller
+    from quietgrad.cli.federate_roles import member_logger
     from quietgrad.secure.identity import ProtocolError
 
     (tmp_path / "rows.csv").write_text(f"a,{ESCAPES},y\n1,2,0\n1,2,1\n")
@@ -188,7 +188,7 @@ def test_escapes_reach_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main(["train", f"{ESCAPES}.csv", "--epsilon", "1"]) == 1
     assert main([ESCAPES]) == 2
     assert main(["report", f"{ESCAPES}", "--debug"]) == 1
-    teller("a", quiet=False)(f"turned away b: {ESCAPES}\n12:00:00 coordinator: the run is complete")
+    member_logger("a", quiet=False)(f"turned away b: {ESCAPES}\n12:00:00 coordinator: the run is complete")
     said = capfd.readouterr()
     assert calm(said.err)
     assert calm(said.out)

@@ -14,7 +14,7 @@ import quietgrad as qg
 from quietgrad.algorithms.rates import StepDecay
 from quietgrad.algorithms.registry import ALGORITHMS, entry
 from quietgrad.audit.neighbours import labels
-from quietgrad.cli.runs import objective_from
+from quietgrad.cli.run_spec import objective_from
 from quietgrad.cli.settings import algorithm_from
 from quietgrad.errors import DataError
 from quietgrad.federation.plan_file import algorithm_of, objective_of

@@ -22,8 +22,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
-from quietgrad.data.containers import read_content
-from quietgrad.data.libsvm import parse_libsvm
+from quietgrad.data.file_formats import parse_libsvm, read_content
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.plan import FederatedPlan

@@ -95,7 +95,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Rehearse a federation in this process: real plan, real messages, real secure sums, no network."""
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
     from quietgrad.cli.train import show
 
     reading = {"label": label, "classes": class_labels(classes), "task": task}
@@ -118,7 +118,7 @@ def simulate(
         non_private=non_private,
     )  # fmt: skip
     spec.budget()
-    from quietgrad.cli.members import simulated
+    from quietgrad.cli.federate_roles import simulated
 
     if trust == "secure" and secure is None:
         secure = "masks"
@@ -147,7 +147,7 @@ def provision(
     as_json: Json = False,
 ) -> None:
     """Make the certificates and identities of all members, or this member's own keys."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
     from quietgrad.federation import provisioning as keys
     from quietgrad.federation.plan_file import read_plan
 
@@ -166,7 +166,7 @@ def provision(
                 raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
             sent[name] = path
         made = keys.provision(file.members, out, sent)
-        advice = members.handing_out(file, out, sent)
+        advice = federate_roles.handing_out(file, out, sent)
     if as_json:
         show_json({"made": [str(path) for path in made], "plan": file.digest})
     else:
@@ -181,7 +181,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
-    from quietgrad.cli.members import threat_rows
+    from quietgrad.cli.federate_roles import threat_rows
     from quietgrad.federation import approved
     from quietgrad.federation.plan_file import read_plan
 
@@ -245,10 +245,10 @@ def match(
     as_json: Json = False,
 ) -> None:
     """Find out with the other parties who is known to several of them, by a keyed hash of people's ids."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
     from quietgrad.federation.plan_file import read_plan
 
-    rows = members.matched(read_plan(plan), name, data, key, lists, new_key=new_key)
+    rows = federate_roles.matched(read_plan(plan), name, data, key, lists, new_key=new_key)
     if as_json:
         show_json(dict(rows))
     else:
@@ -258,7 +258,7 @@ def match(
 @app.command("threat-model", epilog="Example: quietgrad federate threat-model plan.toml")
 def threat_model(plan: Plan, as_json: Json = False) -> None:
     """Say who must work together to learn what."""
-    from quietgrad.cli.members import threat_rows
+    from quietgrad.cli.federate_roles import threat_rows
     from quietgrad.federation.plan_file import read_plan
 
     rows = threat_rows(read_plan(plan).plan)
@@ -284,18 +284,18 @@ def server(
     as_json: Json = False,
 ) -> None:
     """Coordinate a federation, or continue one that was interrupted; with a server's keys, add up its shares."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
     from quietgrad.cli.train import show as show_result
 
-    mine = members.approval(
+    mine = federate_roles.approval(
         plan, keys, out, pin=pin, address=address, ledger=ledger, account=account, cap_epsilon=cap_epsilon
     )
-    tell = members.teller(mine.credentials.name, quiet or as_json)
+    tell = federate_roles.member_logger(mine.credentials.name, quiet or as_json)
     if mine.credentials.name in mine.file.plan.servers:
-        members.take_part(mine, tell, patience=patience)
+        federate_roles.take_part(mine, tell, patience=patience)
         return
-    result = members.coordinate(mine, wait=wait, patience=patience, tell=tell)
-    members.remember_reading(mine.file, out)
+    result = federate_roles.coordinate(mine, wait=wait, patience=patience, tell=tell)
+    federate_roles.remember_reading(mine.file, out)
     show_result(result, out, as_json=as_json)
 
 
@@ -322,17 +322,17 @@ def party(
     as_json: Json = False,
 ) -> None:
     """Take part with one's own records: answer what the approved plan allows, refuse everything else."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
 
-    mine = members.approval(
+    mine = federate_roles.approval(
         plan, keys, out, pin=pin, address=address, data=data, ledger=ledger, account=account,
         cap_epsilon=cap_epsilon, people_key=people_key, people_lists=people_lists,
     )  # fmt: skip
-    tell = members.teller(mine.credentials.name, quiet or as_json)
+    tell = federate_roles.member_logger(mine.credentials.name, quiet or as_json)
     if cap_epsilon is not None and ledger is None:
         tell(f"the cap counts what {out / 'ledger.jsonl'} holds; share one --ledger FILE among all runs")
-    facts = members.take_part(mine, tell, patience=patience, listen=listen)
-    members.remember_reading(mine.file, out)
+    facts = federate_roles.take_part(mine, tell, patience=patience, listen=listen)
+    federate_roles.remember_reading(mine.file, out)
     if as_json:
         show_json(facts)
     else:
@@ -361,9 +361,9 @@ def approve(
     as_json: Json = False,
 ) -> None:
     """Approve one plan for an engine that runs here already: a file of this member's own, never shipped."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
 
-    mine = members.approval(
+    mine = federate_roles.approval(
         plan, keys, out, pin=pin, data=data, ledger=ledger, account=account, cap_epsilon=cap_epsilon,
         people_key=people_key, people_lists=people_lists,
     )  # fmt: skip

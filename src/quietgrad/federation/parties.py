@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.data.splits import split_dirichlet, split_even, split_uneven
+from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.errors import DataError
 from quietgrad.federation.matching import Matching
 from quietgrad.objectives.people import OfRecords

@@ -1,4 +1,4 @@
-"""Finding the files of a scan, and cutting them into pieces: by path, pattern, folder or address."""
+"""What can be scanned, cut into partitions: files by path, pattern, folder or address; frames; Dask frames."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quietgrad.data.row_layout import RowLayout
-from quietgrad.data.scan_units import (
+from quietgrad.data.scan_partitions import (
     LEAST_ROWS,
     CSVDialect,
-    FileUnit,
+    FilePartition,
+    RowLayout,
     Stamp,
+    TablePartition,
     _text_stream,
+    arrow_table,
+    is_frame,
     open_file,
     parquet_facts,
     stamp_of,
@@ -26,6 +29,9 @@ from quietgrad.data.schema import Categorical, Schema
 from quietgrad.errors import DataError, boundary
 from quietgrad.files import PACKED, table_kind
 from quietgrad.shown import shown
+
+if TYPE_CHECKING:
+    from quietgrad.data.scanning import _ScanOptions
 
 _LONGEST_HEADER = 1 << 22
 
@@ -176,7 +182,7 @@ def _csv_names(path: str, filesystem: Any, schema: Schema | None) -> tuple[tuple
     return tuple(name.strip() for name in row), delimiter, True
 
 
-def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, int | None]]:
+def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FilePartition, int | None]]:
     """The pieces of a file with their rows, ``None`` where only reading tells."""
 
     kind = table_kind(path)
@@ -187,17 +193,17 @@ def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FileUnit, i
         raise DataError(f"{shown(path)}: no such file.")
     layout.check_types(_typed(header_of(path, filesystem, kind, layout.schema), kind, layout), shown(path))
     if kind == "csv":
-        return [(FileUnit(path, filesystem, kind, stamp, (), _dialect(path, filesystem, layout)), None)]
+        return [(FilePartition(path, filesystem, kind, stamp, (), _dialect(path, filesystem, layout)), None)]
     with boundary(f"{shown(path)}: cannot be read as {kind}; it may be cut short."):
         sizes = _group_sizes(path, filesystem, kind, stamp)
-    units: list[tuple[FileUnit, int | None]] = []
+    units: list[tuple[FilePartition, int | None]] = []
     groups: list[int] = []
     rows = 0
     for group, size in enumerate(sizes):
         groups.append(group)
         rows += size
         if rows >= LEAST_ROWS or group == len(sizes) - 1:
-            units.append((FileUnit(path, filesystem, kind, stamp, tuple(groups)), rows))
+            units.append((FilePartition(path, filesystem, kind, stamp, tuple(groups)), rows))
             groups, rows = [], 0
     return units
 
@@ -242,3 +248,73 @@ def _dialect(path: str, filesystem: Any, layout: RowLayout) -> CSVDialect:
         raise DataError(f"{shown(path)}: the header names a column twice.")
     missing = ("", "NA", "NaN", "nan") if layout.schema is None else layout.schema.missing
     return CSVDialect(delimiter, names, header, missing, _csv_kinds(layout))
+
+
+Pieces = Sequence[tuple[Any, int | None]]
+
+
+def cut_source(
+    source: Any, asked: _ScanOptions, filesystem: Any, cluster: Any
+) -> tuple[RowLayout, Pieces, Any, tuple[str, ...]]:
+    """(layout, pieces with their rows, who does the work if not this process's threads, notes)."""
+    if is_dask(source):
+        from quietgrad.cluster.dask_frames import cut_partitions
+
+        layout = asked.layout([str(c) for c in source.columns], "frame")
+        pieces, runner = cut_partitions(source, layout, cluster)
+        return layout, pieces, runner, ()
+    runner = None
+    if cluster is not None:
+        from quietgrad.cluster.dask_runner import connected
+
+        runner = connected(cluster)
+    if is_frame(source):
+        table = arrow_table(source)
+        layout = asked.layout([str(c) for c in table.column_names], "frame")
+        layout.check_types(table.schema, "frame")
+        step = 4 * LEAST_ROWS
+        slices = [(start, min(step, table.num_rows - start)) for start in range(0, table.num_rows, step)]
+        return layout, [(TablePartition(table.slice(*piece)), piece[1]) for piece in slices], runner, ()
+    return _cut_files(source, asked, filesystem, runner)
+
+
+def _cut_files(
+    source: Any, asked: _ScanOptions, filesystem: Any, runner: Any
+) -> tuple[RowLayout, Pieces, Any, tuple[str, ...]]:
+    many = list(source) if isinstance(source, list | tuple) else [source]
+    if not many or not all(isinstance(one, str | os.PathLike) for one in many):
+        raise DataError("scan: takes paths, an Arrow table, or a frame of polars, pandas or dask.")
+    system, paths = find_files([os.fspath(one) for one in many], filesystem)
+    kinds = {table_kind(path) for path in paths}
+    if None in kinds:
+        odd = next(path for path in paths if table_kind(path) is None)
+        raise DataError(f"{shown(odd)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
+    if len(kinds) > 1:
+        raise DataError(f"{shown(many[0])}: holds files of several kinds ({', '.join(sorted(map(str, kinds)))}).")
+    kind = str(next(iter(kinds)))
+    header = header_of(paths[0], system, kind, asked.schema)
+    name = Path(os.fspath(many[0])).name if len(many) == 1 else f"{len(paths)} files"
+    layout = asked.layout([str(c) for c in header.names], name)
+    pieces = [piece for path in paths for piece in cut(path, system, layout)]
+    left_out = [h for h in header.names if h not in set(layout.read)]
+    notes = (f"columns left out: {shown(', '.join(left_out), most=400)}",) if left_out else ()
+    if asked.schema is None:
+        _check_alike(paths, system, kind, header, layout)
+    return layout, pieces, runner, notes
+
+
+def _check_alike(paths: Sequence[str], system: Any, kind: str, header: Any, layout: RowLayout) -> None:
+    """Refuse a file whose columns have other types than the first one's: a sum of both means nothing."""
+    for path in paths[1:]:
+        other = header_of(path, system, kind, None)
+        for column in layout.read:
+            if other.field(column).type != header.field(column).type:
+                raise DataError(
+                    f"{shown(path)}: column {column!r} is {other.field(column).type}, in {shown(paths[0])} it is "
+                    f"{header.field(column).type}. Write all files alike, or declare a schema."
+                )
+
+
+def is_dask(value: Any) -> bool:
+    """Whether a value is a Dask data frame; Dask is not imported to know."""
+    return type(value).__module__.partition(".")[0] in ("dask", "dask_expr") and hasattr(value, "partitions")

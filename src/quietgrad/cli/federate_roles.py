@@ -18,7 +18,7 @@ from quietgrad.secure.identity import DropoutError
 from quietgrad.shown import shown
 
 if TYPE_CHECKING:
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
     from quietgrad.federation.approved import Approved
     from quietgrad.federation.plan import FederatedPlan
     from quietgrad.federation.plan_file import PlanFile
@@ -30,7 +30,7 @@ NOT_PRIVATE = "nobody: NOT PRIVATE, this plan adds no noise and what it releases
 _EVERY = 5.0  # seconds between lines of progress
 
 
-def teller(name: str, quiet: bool) -> Tell:
+def member_logger(name: str, quiet: bool) -> Tell:
     """Prints words to stderr with the member's name and the time."""
 
     def tell(words: str) -> None:
@@ -74,7 +74,7 @@ def approval(
 
 def tell_state(out: Path, name: str, tell: Tell) -> None:
     """Say where the run's only secret waits, and remind of keys that other runs left."""
-    from quietgrad.cli.keys import reminder
+    from quietgrad.cli.ledger import reminder
 
     tell(
         f"what was answered is in {out / f'{name}.journal'}, the key of the samples beside it, until the run is "
@@ -158,7 +158,7 @@ def simulated(
     spec: RunSpec, out: Path, m: int, split: Mapping[str, Any], federation: Mapping[str, Any], *, quiet: bool
 ) -> Result:
     """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
-    from quietgrad.cli.runs import objective_from
+    from quietgrad.cli.run_spec import objective_from
     from quietgrad.cli.train import _check_folder, finish
     from quietgrad.federation import deal
     from quietgrad.federation.simulation import simulate
@@ -177,7 +177,7 @@ def simulated(
         for home in homes:
             home.mkdir(parents=True, exist_ok=True)
     spec.save(out)  # tells `predict` how the data were read
-    progress = _rounds_told(teller("simulation", quiet))
+    progress = _rounds_told(member_logger("simulation", quiet))
     saved: list[Result] = []
     simulate(
         method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,
@@ -307,6 +307,6 @@ def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str
 
 def remember_reading(file: PlanFile, out: Path) -> None:
     """Leave what `quietgrad predict` needs to read other files like the parties'."""
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
 
     RunSpec(reading={k: v for k, v in file.reading.items() if k != "n_features"}).save(out)

@@ -1,21 +1,166 @@
-"""Array files: npz (dense or CSR parts) and the idx format of MNIST. Pickles are never opened."""
+"""File formats without columns of their own: packed bytes, LIBSVM text, npz and idx. Pickles are never opened."""
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import hashlib
 import io
+import lzma
 import math
 import zipfile
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.data.containers import EXPANSION, budget
+from quietgrad import files
 from quietgrad.data.dataset import Dataset, Matrix, Task, check, encode_labels
-from quietgrad.data.libsvm import MOST_FEATURES
 from quietgrad.errors import DataError, boundary
 from quietgrad.shown import shown
+
+if TYPE_CHECKING:
+    from scipy import sparse
+
+EXPANSION = 256
+"""How many times its own size a file may become when it is unpacked; six kilobytes can hold gigabytes."""
+SMALL = 16 << 20
+"""Bytes that every file may become: short repetitive tables shrink a thousandfold."""
+_PIECE = 1 << 20
+_STEP = 1 << 9  # a file may have a hundred thousand members of a few bytes each
+
+
+def budget(size: int) -> int:
+    """The most bytes that a file of ``size`` bytes may become in memory.
+
+    >>> budget(6000) == SMALL, budget(1 << 30) == EXPANSION << 30
+    (True, True)
+    """
+    return max(SMALL, EXPANSION * size)
+
+
+def read_content(path: Path) -> bytes:
+    """The unpacked bytes of a file; a cut or damaged archive is refused, and one that unpacks to too much.
+
+    >>> import gzip, tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "rows.gz"
+    >>> _ = path.write_bytes(gzip.compress(b"1 1:1"))
+    >>> read_content(path)
+    b'1 1:1'
+    """
+    try:
+        raw = files.read_bytes(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({files.reason(error)}).") from None
+    content = unpacked(raw, str(path))
+    if content is raw and path.suffix in (".gz", ".bz2", ".xz") and not _is_text(raw[:4096]):
+        raise DataError(_DAMAGED.format(path))  # a plain file under such a name is common, bytes of neither are not
+    if not content or content.isspace():
+        raise DataError(f"{path}: the file is empty.")
+    return content
+
+
+def unpacked(raw: bytes, where: str) -> bytes:
+    """The content of gzip, bzip2 or xz bytes; all others are their own content."""
+    # The first bytes decide, not the suffix: a renamed file is common.
+    if raw.startswith(b"\x1f\x8b"):
+        kind: Any = lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)  # noqa: E731
+    elif raw.startswith(b"BZh"):
+        kind = bz2.BZ2Decompressor
+    elif raw.startswith(b"\xfd7zXZ\x00"):
+        kind = lambda: lzma.LZMADecompressor(memlimit=64 << 20)  # noqa: E731
+    else:
+        return raw
+    with boundary(_DAMAGED.format(where)):
+        return _unpack(raw, kind, budget(len(raw)), where)
+
+
+_DAMAGED = "{}: the compressed file is cut short or damaged. Fetch or copy it again."
+
+
+def _is_text(start: bytes) -> bool:
+    """Whether bytes could begin a table: UTF-8 (a character may be cut at the end) without controls.
+
+    >>> _is_text("größe".encode()[:4]), _is_text(bytes([31, 7, 200, 9]))
+    (True, False)
+    """
+    words = codecs.getincrementaldecoder("utf-8")("replace").decode(start)
+    return not any(character == "\ufffd" or (character < " " and character not in "\t\r\n") for character in words)
+
+
+def _unpack(raw: bytes, kind: Any, most: int, where: str) -> bytes:
+    """Unpack one member after the other, never more than a piece beyond ``most`` bytes."""
+    pieces: list[bytes] = []
+    size = at = 0
+    while at < len(raw):
+        if pieces and raw[at] == 0 and not raw[at:].strip(b"\0"):
+            break  # tapes and some tools fill the last block with zeros
+        unpacker, step = kind(), _STEP
+        while not unpacker.eof:
+            data = getattr(unpacker, "unconsumed_tail", b"")
+            if not data and getattr(unpacker, "needs_input", True):
+                data = raw[at : at + step]
+                at, step = at + len(data), min(2 * step, _PIECE)
+                if not data:
+                    raise EOFError
+            piece = unpacker.decompress(data, _PIECE)
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
+                raise DataError(
+                    f"{where}: unpacks to more than {EXPANSION} times its size and {SMALL >> 20} MiB; if that is "
+                    "meant, unpack it by hand and load the plain file."
+                )
+        at -= len(unpacker.unused_data)
+    return b"".join(pieces)
+
+
+def sha256(content: bytes) -> str:
+    """Hex SHA-256 of decompressed content, so that .gz, .bz2 and plain copies share one checksum.
+
+    >>> sha256(b"")[:8]
+    'e3b0c442'
+    """
+    return hashlib.sha256(content).hexdigest()
+
+
+MOST_FEATURES = 1 << 24
+"""The largest index that decides d when ``n_features`` is not declared: a model has one number for each."""
+
+
+def parse_libsvm(
+    content: bytes, n_features: int | None = None, name: str = "libsvm"
+) -> tuple[sparse.csr_matrix[Any], npt.NDArray[np.float64]]:
+    """Parse LIBSVM text into a CSR matrix and raw labels; indices start at 1.
+
+    Without `n_features` the largest index seen decides d, which depends on the records: declare it for
+    private data. Such an index may be at most 2²⁴, or one typing error would ask for a model of gigabytes.
+
+    >>> X, y = parse_libsvm(b"+1 1:0.5 3:1\\n-1 2:2\\n")
+    >>> X.toarray().tolist(), y.tolist()
+    ([[0.5, 0.0, 1.0], [0.0, 2.0, 0.0]], [1.0, -1.0])
+    """
+    from sklearn.datasets import load_svmlight_file
+
+    try:
+        X, y = load_svmlight_file(io.BytesIO(content), zero_based=False)
+    except (ValueError, OverflowError):  # scikit-learn's message quotes the cell
+        raise DataError(
+            f"{name}: not LIBSVM text. Each row is 'label index:value …': numbers, with indices that start at 1, "
+            "increase within the row and are below 2³¹. Was the file cut short?"
+        ) from None
+    if not len(y):
+        raise DataError(f"{name}: the file holds no rows.")
+    widest = int(X.indices.max(initial=-1)) + 1
+    if n_features is not None and widest > n_features:
+        raise DataError(f"{name}: a feature index exceeds n_features={n_features}.")
+    if n_features is None and widest > MOST_FEATURES:
+        raise DataError(f"{name}: a feature index exceeds {MOST_FEATURES}. If that is meant, declare n_features.")
+    X.resize((len(y), widest if n_features is None else n_features))
+    return X, y
 
 
 def parse_npz(
