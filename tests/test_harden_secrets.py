@@ -224,7 +224,7 @@ def test_every_word_of_the_command_line_passes_one_function() -> None:
             assert fine or called not in ("print", "typer.echo", "typer.secho", "click.echo"), (path.name, argument)
             assert not called.endswith(".add_row") or path.name == "options.py", path.name
             if called.endswith(("stderr.write", "stdout.write")):
-                assert path.name == "members.py", path.name
+                assert path.name == "federate_roles.py", path.name
 
 
 def test_formulas_in_predictions_are_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`quietgrad ledger` and `quietgrad keys`: what each account has spent, and the keys of runs that are not closed."""
+"""`quietgrad ledger` and `quietgrad keys`: what each account has spent, and the keys of open runs."""
 
 from __future__ import annotations
 
