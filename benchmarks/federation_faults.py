@@ -30,7 +30,7 @@ from tests.killed import COORDINATOR, PARTY
 
 from benchmarks.federation_trial import SECONDS, STEPS, Proxy, Trial, Window
 from benchmarks.record import save
-from quietgrad.federation.toml_plan import parse_plan, read_plan
+from quietgrad.federation.plan_file import parse_plan, read_plan
 
 RESULT = Path(__file__).parent / "results" / "federation_faults.json"
 

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from quietgrad.secure.faults import DropoutError, ProtocolError
-from quietgrad.secure.replicated import Exchange
+from quietgrad.secure.identity import DropoutError, ProtocolError
+from quietgrad.secure.three_party import Exchange
 
 _LENGTH = struct.Struct("<I")
 

@@ -30,7 +30,7 @@ import scipy
 from quietgrad.privacy.noise import NoiseStream, add_discretized_gaussian, sigma_for
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FixedSize, Poisson
-from quietgrad.secure.sampler import discrete_gaussian
+from quietgrad.secure.discrete_gaussian import discrete_gaussian
 
 REPEATS = 15
 DRAWS = 10**6

@@ -77,8 +77,7 @@ def worker(thresholds: list[int], draws: int) -> dict[str, Any]:
 def ours(draws: int) -> tuple[Integers, dict[str, float]]:
     """The same number of draws by our three servers, in one process."""
     from quietgrad.privacy.rng import SecureStream, fresh_key
-    from quietgrad.secure.mpc import sample
-    from quietgrad.secure.replicated import Replicated
+    from quietgrad.secure.three_party import Replicated, sample
 
     streams = [SecureStream(fresh_key(), "replicated") for _ in range(3)]  # stream i is that of servers i − 1 and i
     wall, cpu = time.perf_counter(), time.process_time()
@@ -132,7 +131,7 @@ def main() -> None:
 
     from record import save
 
-    from quietgrad.secure.sampler import gaussian_masses
+    from quietgrad.secure.discrete_gaussian import gaussian_masses
     from quietgrad.secure.terms import COARSE_SIGMA, COARSE_TOP
 
     masses = gaussian_masses(COARSE_SIGMA, COARSE_TOP, 1 << WORD_BITS, magnitudes=True)

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/zoo.py [PART OF A NAME ...] [--repeats N]
 
-    python benchmarks/zoo.py --table    # what was measured, as the README shows it
+    python benchmarks/zoo.py --table    # what was measured, as docs/benchmarks.md shows it
 
 Randomly initialised small configurations (tests/zoo.py, four times as wide as in the tests, with four times as
 many tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the kinds
@@ -95,7 +95,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
 
 
 def rows(models: dict[str, Any]) -> str:
-    """The README's table."""
+    """The table of docs/benchmarks.md."""
     lines = ["| model | DP-SGD | DP-SRM | with LoRA |", "|---|---|---|---|"]
     for name, found in models.items():
         if not name.endswith(", LoRA"):

@@ -216,7 +216,7 @@ def _read_schema(content: bytes, folder: Path) -> object:
 
 
 def _read_options(content: bytes, folder: Path) -> object:
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
 
     (folder / "run.json").write_bytes(content)
     return RunSpec.load(folder)
@@ -225,13 +225,13 @@ def _read_options(content: bytes, folder: Path) -> object:
 def _options() -> bytes:
     import dataclasses
 
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
 
     return json.dumps(dataclasses.asdict(RunSpec(data="a9a", epsilon=1.0))).encode()
 
 
 def _read_plan(content: bytes, folder: Path) -> object:
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.federation.plan_file import read_plan
 
     (folder / "plan.toml").write_bytes(content)
     return read_plan(folder / "plan.toml").digest
@@ -323,7 +323,7 @@ def _ledger() -> bytes:
 def _read_request(content: bytes, folder: Path) -> object:
     import shutil
 
-    from quietgrad.federation.provision import asker, provision
+    from quietgrad.federation.provisioning import asker, provision
 
     path = folder / "a.request.json"
     path.write_bytes(content)
@@ -335,7 +335,7 @@ def _read_request(content: bytes, folder: Path) -> object:
 def _request() -> bytes:
     import tempfile
 
-    from quietgrad.federation.provision import request
+    from quietgrad.federation.provisioning import request
 
     with tempfile.TemporaryDirectory() as folder:
         return request("a", Path(folder) / "a").read_bytes()

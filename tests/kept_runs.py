@@ -334,8 +334,7 @@ class PartyRun(World):
         from quietgrad.federation.party import PartyCurator
         from quietgrad.federation.plan import Shape
         from quietgrad.federation.planning import federate
-        from quietgrad.federation.queries import pack
-        from quietgrad.federation.wire import Message, decode, encode
+        from quietgrad.federation.wire import Message, decode, encode, pack
         from quietgrad.objectives.base import Gradient
 
         plan = federate(

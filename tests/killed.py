@@ -23,8 +23,8 @@ COORDINATOR = {
 PARTY = {
     "its ledger is not closed": ("quietgrad.curators.account:Charge.close", "before"),
     "its ledger is closed and its journal does not say so": ("quietgrad.curators.account:Charge.close", "after"),
-    "nobody heard that it closed": ("quietgrad.federation.approval:Approval.close", "after"),
-    "it has the model and has not saved it": ("quietgrad.federation.network:save_parting", "before"),
+    "nobody heard that it closed": ("quietgrad.federation.journal:Approval.close", "after"),
+    "it has the model and has not saved it": ("quietgrad.federation.approved:save_parting", "before"),
 }
 
 

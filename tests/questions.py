@@ -19,8 +19,7 @@ import quietgrad as qg
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import Shape
 from quietgrad.federation.planning import declared, federate
-from quietgrad.federation.queries import pack, template, unpack
-from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.federation.wire import Message, decode, encode, pack, template, unpack
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared

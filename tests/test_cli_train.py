@@ -263,7 +263,7 @@ def wait_for_checkpoints(process: subprocess.Popen[bytes], path: Path, count: in
 
 def undisturbed(out: Path, key: bytes) -> Any:
     """The parameters of a run that nobody disturbs, by the options in a folder and another run's key."""
-    from quietgrad.cli.runs import RunSpec, objective_from
+    from quietgrad.cli.run_spec import RunSpec, objective_from
     from quietgrad.curators.central import CentralCurator
     from quietgrad.training import plan, run
 
@@ -359,7 +359,7 @@ def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_demo_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.data import store
+    from quietgrad.data import registry as store
     from quietgrad.errors import DataError
 
     def offline(name: str) -> None:

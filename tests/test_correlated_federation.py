@@ -15,21 +15,20 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.federation import Party, simulate
-from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.queries import pack
+from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.transport.in_process import Fault
-from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
 from quietgrad.privacy import events
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.rng import fresh_key
-from quietgrad.secure.faults import DropoutError
-from quietgrad.secure.noise_share import NoiseShare
+from quietgrad.secure.channel import NoiseShare
+from quietgrad.secure.identity import DropoutError
 from quietgrad.secure.terms import Terms
 from tests.test_correlated import matrix, white
 

@@ -172,9 +172,9 @@ def test_one_default_relation_for_all_front_ends() -> None:
             assert given.default == DEFAULT_RELATION, name
     assert qg.Budget(1.0, 1e-5).relation is ADD
     assert DEFAULT_RELATION == "add-remove"
-    from quietgrad.cli import evaluate, federate, frontier, plan, train
+    from quietgrad.cli import federate, plan, predict, report, train
 
-    for command in (train.train, plan.plan, frontier.frontier, evaluate.evaluate, federate.simulate):
+    for command in (train.train, plan.plan, report.frontier, predict.evaluate, federate.simulate):
         assert inspect.signature(command).parameters["relation"].default == DEFAULT_RELATION, command
 
 

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from quietgrad.data import Categorical, Numeric, Schema, clip_rows, load, read_schema
-from quietgrad.data.arrays import build_idx, parse_idx
 from quietgrad.data.dataset import Dataset, encode_labels, hold_out, public_order
-from quietgrad.data.libsvm import parse_libsvm
+from quietgrad.data.file_formats import build_idx, parse_idx, parse_libsvm
 from quietgrad.data.tables import parse_csv
 from quietgrad.errors import DataError
 
@@ -73,14 +72,14 @@ def test_libsvm_agrees_with_scikit_learn(seed: int, n: int, d: int) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"1 1:2\n-1 3:", "row 2 .* cut short"),
-        (b"1 1:2 7\n", "row 1 .*label index:value"),
-        (b"1 1:2:3 7\n", "row 1"),
-        (b"yes 1:2\n", "not numbers"),
-        (b"1 1:abc\n", "not numbers"),
-        (b"1,2 1:1\n", "not numbers"),
+        (b"1 1:2\n-1 3:", "label index:value.*cut short"),
+        (b"1 1:2 7\n", "label index:value"),
+        (b"1 1:2:3 7\n", "label index:value"),
+        (b"yes 1:2\n", "numbers"),
+        (b"1 1:abc\n", "numbers"),
+        (b"1,2 1:1\n", "numbers"),
         (b"1 0:1\n", "start at 1"),
-        (b"1 2:1 1:1\n", "increase within each row"),
+        (b"1 2:1 1:1\n", "increase within the row"),
         (b"1 1:1\n1 5:1\n", "exceeds n_features=4"),
         (b"# nothing\n", "no rows"),
     ],

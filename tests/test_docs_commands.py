@@ -10,14 +10,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quietgrad.cli import COMMANDS, available, main
+from quietgrad.cli import COMMANDS, app_of, available, main
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -66,7 +65,7 @@ def examples() -> Iterator[Shown]:
     from typer.main import get_command
 
     for name in available():
-        waiting = [get_command(import_module(f"quietgrad.cli.{name}").app)]
+        waiting = [get_command(app_of(name))]
         for command in waiting:
             waiting += list(getattr(command, "commands", {}).values())
             for line in re.findall(r"quietgrad [^·)>\n]+", " ".join((command.epilog or "").split())):
@@ -81,7 +80,7 @@ def refusal(words: list[str]) -> str | None:
         return None
     if not words or words[0] not in COMMANDS:
         return f"{words[:1]} is no command"
-    command: Any = get_command(import_module(f"quietgrad.cli.{words[0]}").app)
+    command: Any = get_command(app_of(words[0]))
     rest = words[1:]
     try:
         while hasattr(command, "commands"):

@@ -17,7 +17,7 @@ import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.federation.approved import FILE, Approved
 from quietgrad.federation.jobs import CLASSES
-from quietgrad.federation.toml_plan import read_plan
+from quietgrad.federation.plan_file import read_plan
 
 pytest.importorskip("nvflare")
 from tests.flare import Flare

@@ -15,7 +15,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.federation.toml_plan import read_plan
+from quietgrad.federation.plan_file import read_plan
 from tests.flower import SECONDS, Flower
 from tests.test_federate_network import folder, start
 

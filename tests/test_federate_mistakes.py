@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from quietgrad.cli import main
-from quietgrad.cli.members import cannot_listen
+from quietgrad.cli.federate_roles import cannot_listen
 from quietgrad.errors import BudgetError
-from quietgrad.federation import network
+from quietgrad.federation import approved
 from quietgrad.federation.party import PartyCurator
-from quietgrad.federation.provision import Credentials, provision
-from quietgrad.federation.toml_plan import parse_plan
+from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.provisioning import Credentials, provision
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
@@ -167,7 +167,7 @@ def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureF
 
     def ready(most: float = 1.2) -> PartyCurator:
         keys, cap = Credentials.read("keys/a"), Budget(most, 1e-5)
-        return network.party(file, keys, data, folder=folder / "run", ledger="ledger.jsonl", cap=cap)
+        return approved.make_party(file, keys, data, folder=folder / "run", ledger="ledger.jsonl", cap=cap)
 
     with pytest.raises(BudgetError, match="the cap is"):
         ready()

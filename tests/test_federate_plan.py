@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quietgrad.errors import DataError
-from quietgrad.federation.provision import Credentials, provision, request
-from quietgrad.federation.toml_plan import parse_plan, read_plan
+from quietgrad.federation.plan_file import parse_plan, read_plan
+from quietgrad.federation.provisioning import Credentials, provision, request
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "five-hospitals" / "plan.toml"
 TEXT = EXAMPLE.read_text()

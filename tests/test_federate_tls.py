@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from quietgrad.errors import BudgetError, QuietgradError
-from quietgrad.federation import network
-from quietgrad.federation.provision import Credentials, provision
-from quietgrad.federation.site import Site
-from quietgrad.federation.toml_plan import parse_plan
-from quietgrad.federation.transport import Bytes, frames, tls_party
-from quietgrad.federation.transport.tls import TlsServer
-from quietgrad.federation.transport.tls_party import TlsParty
+from quietgrad.federation import approved
+from quietgrad.federation.exchange import Site
+from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.provisioning import Credentials, provision
+from quietgrad.federation.transport import Bytes, tls, tls_connection
+from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.identity import DropoutError, ProtocolError
 from tests.talk import Talk
 from tests.test_federate_plan import TEXT
 
@@ -137,15 +136,15 @@ def test_slow_answer_is_missing_and_never_taken_for_another(members: Members) ->
 def test_lost_reply_is_repeated_and_not_computed_again(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bytes] = []
     cut = threading.Event()
-    real = frames.send
+    real = tls_connection.send
 
     def send(connection: Any, kind: int, *parts: Any, deadline: float) -> None:
-        if kind == frames.REPLY and not cut.is_set():
+        if kind == tls_connection.REPLY and not cut.is_set():
             cut.set()
             raise ConnectionResetError("cable")
         real(connection, kind, *parts, deadline=deadline)
 
-    monkeypatch.setattr(tls_party, "send", send)
+    monkeypatch.setattr(tls, "send", send)
 
     def handler(data: bytearray) -> bytes:
         calls.append(bytes(data))
@@ -242,7 +241,7 @@ def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials]
     text = TEXT.split("[[party]]")[0].replace('trust = "secure"', 'trust = "local"').replace('secure = "masks"', "")
     file = parse_plan(text + '[[party]]\nname = "a"\nrecords = 40\n[[party]]\nname = "b"\nrecords = 60\n')
     X = np.random.default_rng(0).normal(size=(40, 30)) / 10.0
-    party = network.party(file, keys["a"], (X, X[:, 0] > 0), folder=tmp_path, ledger=tmp_path / "l.jsonl")
+    party = approved.make_party(file, keys["a"], (X, X[:, 0] > 0), folder=tmp_path, ledger=tmp_path / "l.jsonl")
     members = Members(keys)
     members.join("a", party.handle)
 
@@ -267,14 +266,14 @@ def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials]
 
 
 def honest(params: Any) -> tuple[Any, Any]:
-    from quietgrad.federation.queries import pack
+    from quietgrad.federation.wire import pack
     from quietgrad.objectives.base import Gradient
 
     return pack(Gradient(params, 1.0))
 
 
 def attacks(params: Any) -> dict[str, tuple[Any, Any]]:
-    from quietgrad.federation.queries import pack
+    from quietgrad.federation.wire import pack
     from quietgrad.objectives.base import Gradient
 
     return {
@@ -286,10 +285,10 @@ def attacks(params: Any) -> dict[str, tuple[Any, Any]]:
 
 def test_model_that_is_handed_out_is_checked(tmp_path: Path) -> None:
     file = parse_plan(TEXT)
-    assert not network.save_parting(b"", file, tmp_path)
+    assert not approved.save_parting(b"", file, tmp_path)
     text = np.frombuffer(b"{}", np.uint8)
     for params in (np.full(31, np.nan), np.zeros(3)):
         data = encode(Message("model", {}, {"params": params, "result": text}))
         with pytest.raises(ProtocolError, match="handed out"):
-            network.save_parting(data, file, tmp_path)
+            approved.save_parting(data, file, tmp_path)
     assert not list(tmp_path.iterdir())

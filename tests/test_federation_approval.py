@@ -14,24 +14,22 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.errors import BudgetError, DataError, LedgerError
-from quietgrad.federation import Party, network
+from quietgrad.federation import Party, approved
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.journal import Journal
-from quietgrad.federation.party import PartyCurator
-from quietgrad.federation.party_sampling import Draw, samplers
+from quietgrad.federation.party import Draw, PartyCurator, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
+from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.planning import federate
-from quietgrad.federation.provision import Credentials, provision
-from quietgrad.federation.queries import pack
+from quietgrad.federation.provisioning import Credentials, provision
 from quietgrad.federation.simulation import assemble, simulate, train
-from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import InProcess
-from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.identity import DropoutError, ProtocolError
 from tests.test_federate_network import TWO
 
 D, N, STEPS = 4, 30, 25
@@ -343,7 +341,7 @@ def test_default_cap_is_what_the_plan_costs(keys: Credentials, tmp_path: Path) -
 
     def approve(folder: str, **settings: Any) -> PartyCurator:
         home = tmp_path / folder
-        return network.party(file, keys, data, folder=home, ledger=tmp_path / "ledger.jsonl", **settings)
+        return approved.make_party(file, keys, data, folder=home, ledger=tmp_path / "ledger.jsonl", **settings)
 
     party = approve("one")
     assert say(party, "open").kind == "ready"

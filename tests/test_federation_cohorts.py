@@ -10,18 +10,17 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.federation import FederatedPlan, Party, Shape, federate
-from quietgrad.federation.cohorts import draw, invitation, invited_by
 from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.secure_roles import draw, invitation, invited_by
 from quietgrad.federation.simulation import assemble, simulate, train
-from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
-from quietgrad.secure.attendance import Witness, pack_members
 from quietgrad.secure.channel import Kind
-from quietgrad.secure.faults import DropoutError, ProtocolError
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
-from quietgrad.secure.masking_server import MaskingServer
+from quietgrad.secure.identity import DropoutError, ProtocolError, Witness, pack_members
+from quietgrad.secure.masking import MaskingServer
 from tests.test_federate_plan import TEXT
 
 ALGORITHM = qg.DPGD(steps=4, learning_rate=1.0)

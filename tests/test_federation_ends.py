@@ -12,7 +12,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.federation.toml_plan import read_plan
+from quietgrad.federation.plan_file import read_plan
 from quietgrad.privacy.ledger import Ledger
 from tests.killed import COORDINATOR, KILLED, PARTY
 from tests.test_federate_network import TWO, ended, folder, start, two

@@ -22,7 +22,7 @@ from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.privacy import events
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.secure.identity import DropoutError, ProtocolError
 
 Floats = npt.NDArray[np.float64]
 STEPS = 5

@@ -12,7 +12,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.federation.toml_plan import parse_plan, read_plan
+from quietgrad.federation.plan_file import parse_plan, read_plan
 from quietgrad.privacy.ledger import Ledger
 from tests.hostile_members import HostileCoordinator, lying_party
 from tests.test_federate_network import ROOT, TWO, ended, folder, spent_in, start, two

@@ -14,8 +14,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.errors import DataError
-from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.coordinator import FederatedCurator, FederatedSession
 from quietgrad.federation.parties import Party
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.simulation import assemble, simulate

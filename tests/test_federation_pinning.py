@@ -16,8 +16,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.queries import pack
-from quietgrad.federation.wire import Message, WireError, decode, encode, limit
+from quietgrad.federation.wire import Message, WireError, decode, encode, limit, pack
 from quietgrad.objectives.base import Gradient, GradientDifference, Query, RecursiveMomentum
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2

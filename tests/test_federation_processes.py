@@ -21,7 +21,7 @@ from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes, Handler
 from quietgrad.federation.transport.processes import Processes
 from quietgrad.objectives.tables.glm import Logistic
-from quietgrad.secure.faults import DropoutError
+from quietgrad.secure.identity import DropoutError
 from tests.talk import Talk
 
 ALGORITHM = qg.DPGD(steps=6, learning_rate=1.0)

@@ -10,13 +10,12 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.federation import Party
-from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.queries import pack
+from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import assemble, simulate
-from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives.base import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, Gradient, Query, following_clip
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2

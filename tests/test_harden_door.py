@@ -15,15 +15,13 @@ from unittest import mock
 import pytest
 
 from quietgrad.errors import DataError, QuietgradError
-from quietgrad.federation import provision as provisioning
-from quietgrad.federation.provision import Credentials, provision
-from quietgrad.federation.revocation import check_none_revoked, revoke
-from quietgrad.federation.site import Site
-from quietgrad.federation.transport import frames
-from quietgrad.federation.transport.frames import HELLO, LARGEST, REFUSED, REPLY, context_for, receive
-from quietgrad.federation.transport.tls import TlsServer
-from quietgrad.federation.transport.tls_party import TlsParty
-from quietgrad.secure.faults import DropoutError, ProtocolError
+from quietgrad.federation import provisioning
+from quietgrad.federation.exchange import Site
+from quietgrad.federation.provisioning import Credentials, check_none_revoked, provision, revoke
+from quietgrad.federation.transport import tls_connection
+from quietgrad.federation.transport.tls import TlsParty, TlsServer
+from quietgrad.federation.transport.tls_connection import HELLO, LARGEST, REFUSED, REPLY, context_for, receive
+from quietgrad.secure.identity import DropoutError, ProtocolError
 from tests.talk import Talk
 
 
@@ -126,7 +124,7 @@ def test_nonsense_from_a_member_is_answered(
     coordinator: Coordinator, keys: dict[str, Credentials], body: bytes, recwarn: pytest.WarningsRecorder
 ) -> None:
     with connected(coordinator, keys["a"]) as line:
-        frames.send(line, HELLO, body, deadline=time.monotonic() + 60.0)
+        tls_connection.send(line, HELLO, body, deadline=time.monotonic() + 60.0)
         try:
             kind, reason = receive(line, most=1000, deadline=None)
             assert kind == REFUSED
@@ -135,7 +133,7 @@ def test_nonsense_from_a_member_is_answered(
             pass  # hung up is an answer too
     # A thread that died of it would leave a warning, and the seat's next caller outside.
     with connected(coordinator, keys["a"]) as line:
-        frames.send(line, HELLO, b'{"version": 99}', deadline=time.monotonic() + 60.0)
+        tls_connection.send(line, HELLO, b'{"version": 99}', deadline=time.monotonic() + 60.0)
         assert receive(line, most=1000, deadline=None)[0] == REFUSED
     assert not [w for w in recwarn if issubclass(w.category, pytest.PytestUnhandledThreadExceptionWarning)]
 
@@ -156,7 +154,11 @@ def test_a_frame_that_is_only_announced_takes_no_memory() -> None:
             super().extend(more)
             sizes.append(len(self))
 
-    with ours, mock.patch.object(frames, "bytearray", Counted, create=True), pytest.raises(ConnectionResetError):
+    with (
+        ours,
+        mock.patch.object(tls_connection, "bytearray", Counted, create=True),
+        pytest.raises(ConnectionResetError),
+    ):
         receive(ours, most=LARGEST, deadline=None)  # type: ignore[arg-type]
     assert max(sizes) <= 1 << 20
 

@@ -15,12 +15,11 @@ import pytest
 
 from quietgrad.cli import main
 from quietgrad.errors import BudgetError, DataError, LedgerError
-from quietgrad.federation import network
+from quietgrad.federation import approved
 from quietgrad.federation.journal import Journal
-from quietgrad.federation.provision import Credentials, provision
-from quietgrad.federation.revocation import check_none_revoked
-from quietgrad.federation.toml_plan import parse_plan
-from quietgrad.secure.faults import DropoutError
+from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.provisioning import Credentials, check_none_revoked, provision
+from quietgrad.secure.identity import DropoutError
 from tests.hostile import PLAN
 
 TEXT = PLAN.decode()
@@ -48,12 +47,12 @@ def test_revoke_command(keys: dict[str, Path], capsys: pytest.CaptureFixture[str
 def test_digests_can_be_read_out_and_typed_in(
     tmp_path: Path, keys: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from quietgrad.cli.members import approval
+    from quietgrad.cli.federate_roles import approval
 
     plan = tmp_path / "plan.toml"
     plan.write_text(TEXT)
     digest = parse_plan(TEXT).digest
-    groups = network.spoken(digest)
+    groups = approved.spoken(digest)
     assert groups.replace(" ", "") == digest[:20]
     assert main(["federate", "show", str(plan)]) == 0
     assert f"to compare by telephone: {groups}" in capsys.readouterr().out
@@ -64,7 +63,7 @@ def test_digests_can_be_read_out_and_typed_in(
 
 
 def test_a_party_says_where_its_secret_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.cli.members import tell_state
+    from quietgrad.cli.federate_roles import tell_state
     from quietgrad.privacy.keys import KeyFile
 
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
@@ -104,10 +103,10 @@ def test_a_full_disk_is_named_and_nothing_is_half_written(tmp_path: Path, monkey
 
 def test_a_party_drops_a_silent_coordinator(keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that welcomes and then says nothing is called anew, without alarm, and given up when it is gone."""
-    from quietgrad.federation.site import Site
-    from quietgrad.federation.transport import tls_party
-    from quietgrad.federation.transport.frames import WELCOME, context_for, receive, send
-    from quietgrad.federation.transport.tls_party import TlsParty
+    from quietgrad.federation.exchange import Site
+    from quietgrad.federation.transport import tls
+    from quietgrad.federation.transport.tls import TlsParty
+    from quietgrad.federation.transport.tls_connection import WELCOME, context_for, receive, send
 
     listener = socket.create_server(("127.0.0.1", 0))
     held: list[ssl.SSLSocket] = []
@@ -129,7 +128,7 @@ def test_a_party_drops_a_silent_coordinator(keys: dict[str, Path], monkeypatch: 
         Credentials.read(keys["a"]), listener.getsockname(), Site(lambda message: b""), agreement="plan",
         most=1 << 16, timeout=1.0, patience=0.4, tell=said.append,
     )  # fmt: skip
-    monkeypatch.setattr(tls_party, "_SILENCE", 0.4)
+    monkeypatch.setattr(tls, "_SILENCE", 0.4)
     with pytest.raises(DropoutError, match="coordinator: cannot be reached"):
         party.run()
     assert not [words for words in said if words.startswith("lost the coordinator")]

@@ -29,13 +29,11 @@ from hypothesis import strategies as st
 import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.data import load, scan
-from quietgrad.data.arrays import open_npz
-from quietgrad.data.containers import SMALL, unpacked
-from quietgrad.data.libsvm import MOST_FEATURES, parse_libsvm
+from quietgrad.data.file_formats import MOST_FEATURES, SMALL, open_npz, parse_libsvm, unpacked
 from quietgrad.data.tables import _parquet_columns, parse_csv
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.federation.provision import _read_request, request
-from quietgrad.federation.toml_plan import parse_plan
+from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.provisioning import _read_request, request
 from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.ledger import Ledger
 from tests.hostile import ALLOWED, READERS, Reader
@@ -114,11 +112,12 @@ def test_any_bytes_for_json(data: bytes) -> None:
 
 
 def test_indices_beyond_32_bits_do_not_wrap() -> None:
-    with pytest.raises(DataError, match="declare n_features"):
-        parse_libsvm(b"1 3000000000:1\n-1 1:1\n")
-    X, _ = parse_libsvm(b"1 3000000000:1\n-1 1:1\n", 3_000_000_000)
-    assert X.indices.dtype == np.int64
-    assert X.indices.tolist() == [2_999_999_999, 0]
+    for declared in (None, 3_000_000_000):
+        with pytest.raises(DataError, match="below 2³¹"):
+            parse_libsvm(b"1 3000000000:1\n-1 1:1\n", declared)
+    X, _ = parse_libsvm(b"1 2000000000:1\n-1 1:1\n", 3_000_000_000)
+    assert X.shape == (2, 3_000_000_000)
+    assert X.indices.tolist() == [1_999_999_999, 0]
     with pytest.raises(DataError, match="declare n_features"):
         parse_libsvm(f"1 {MOST_FEATURES + 1}:1\n".encode())
     with pytest.raises(DataError):

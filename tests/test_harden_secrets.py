@@ -18,11 +18,11 @@ import pytest
 
 import quietgrad.cli
 from quietgrad.cli import main
-from quietgrad.data.sources import PipPackage
+from quietgrad.data.download import PipPackage
 from quietgrad.errors import DataError
 from quietgrad.federation.journal import Journal
-from quietgrad.federation.provision import provision, request
-from quietgrad.federation.toml_plan import parse_plan
+from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.provisioning import provision, request
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile, KeyFileError
 from quietgrad.privacy.ledger import Ledger
@@ -98,7 +98,7 @@ def test_a_start_reminds_of_orphans(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
-    from quietgrad.federation import network
+    from quietgrad.federation import approved
     from quietgrad.federation.party import PartyCurator
     from quietgrad.federation.wire import Message, decode, encode
 
@@ -113,7 +113,7 @@ def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
     assert len((tmp_path / "a.journal.key").read_bytes()) == 32
     assert stat.S_IMODE((tmp_path / "a.journal.key").stat().st_mode) == 0o600
     assert KeyFile.waiting() == []  # it has no other place
-    assert not network.save_parting(b"", file, tmp_path, party)
+    assert not approved.save_parting(b"", file, tmp_path, party)
     assert party.withdraw()
     party.close()
     assert not list(tmp_path.glob("a.journal*"))
@@ -180,15 +180,15 @@ def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 
 def test_escapes_reach_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from quietgrad.cli.members import teller
-    from quietgrad.secure.faults import ProtocolError
+    from quietgrad.cli.federate_roles import member_logger
+    from quietgrad.secure.identity import ProtocolError
 
     (tmp_path / "rows.csv").write_text(f"a,{ESCAPES},y\n1,2,0\n1,2,1\n")
     assert main(["train", str(tmp_path / "rows.csv"), "--label", "z", "--epsilon", "1", "--out", "x"]) == 1
     assert main(["train", f"{ESCAPES}.csv", "--epsilon", "1"]) == 1
     assert main([ESCAPES]) == 2
     assert main(["report", f"{ESCAPES}", "--debug"]) == 1
-    teller("a", quiet=False)(f"turned away b: {ESCAPES}\n12:00:00 coordinator: the run is complete")
+    member_logger("a", quiet=False)(f"turned away b: {ESCAPES}\n12:00:00 coordinator: the run is complete")
     said = capfd.readouterr()
     assert calm(said.err)
     assert calm(said.out)
@@ -224,7 +224,7 @@ def test_every_word_of_the_command_line_passes_one_function() -> None:
             assert fine or called not in ("print", "typer.echo", "typer.secho", "click.echo"), (path.name, argument)
             assert not called.endswith(".add_row") or path.name == "options.py", path.name
             if called.endswith(("stderr.write", "stdout.write")):
-                assert path.name == "members.py", path.name
+                assert path.name == "federate_roles.py", path.name
 
 
 def test_formulas_in_predictions_are_text(tmp_path: Path) -> None:

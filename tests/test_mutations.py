@@ -37,7 +37,7 @@ from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.secure.faults import ImpossibleSum
+from quietgrad.secure.identity import ImpossibleSum
 from tests import broken
 
 Findings = Iterable[Finding]
@@ -186,9 +186,9 @@ def averaged_noise(parties: int) -> Findings:
 
 
 def same_seed(patched: bool) -> Findings:
-    from quietgrad.secure import masking, noise_share
+    from quietgrad.secure import channel, masking
 
-    class Shared(noise_share.NoiseShare):
+    class Shared(channel.NoiseShare):
         def __init__(self, terms: Any, role: int, seed: int | None) -> None:
             super().__init__(terms, 0, 7)
 
@@ -202,7 +202,7 @@ def same_seed(patched: bool) -> Findings:
 
 
 def reused_masks(patched: bool) -> Findings:
-    from quietgrad.secure import masking, masking_server
+    from quietgrad.secure import masking
 
     def constant(*arguments: Any) -> Any:
         size = arguments[2] if len(arguments) == 3 else arguments[0].terms.dimension
@@ -210,7 +210,7 @@ def reused_masks(patched: bool) -> Findings:
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            for room in (masking, masking_server):
+            for room in (masking, masking):
                 for name in ("self_mask_words", "pair_mask_words"):
                     if hasattr(room, name):
                         patch.setattr(room, name, constant)
@@ -226,7 +226,7 @@ def charged(late: bool) -> Findings:
 
 def lost_rounds(patched: bool) -> Findings:
     """The bug: only rounds that were completed are charged."""
-    from quietgrad.federation.coordinator_session import FederatedSession
+    from quietgrad.federation.coordinator import FederatedSession
 
     def completed(self: Any, *_: Any) -> Any:
         return self._plan.event_of(self._made)
@@ -256,9 +256,9 @@ def party(source: Any, *, rounds: int = 64) -> Findings:
 
 def shares(patched: bool) -> Findings:
     """Secure sums by masks; one party's share of the noise covers half of the coordinates."""
-    from quietgrad.secure import masking, noise_share
+    from quietgrad.secure import channel, masking
 
-    class Half(noise_share.NoiseShare):
+    class Half(channel.NoiseShare):
         def __init__(self, terms: Any, role: int, seed: int | None) -> None:
             super().__init__(terms, role, seed)
             self.role = role
@@ -277,7 +277,7 @@ def shares(patched: bool) -> Findings:
 
 def coordinator(source: Any) -> Findings:
     """A trusted coordinator whose source of noise is broken."""
-    from quietgrad.federation.coordinator_session import FederatedSession
+    from quietgrad.federation.coordinator import FederatedSession
 
     built = FederatedSession.__init__
 

@@ -12,7 +12,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.cli.frontier import _with_held_out
+from quietgrad.cli.report import _with_held_out
 from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run

@@ -219,9 +219,9 @@ records = 60
 
 
 def test_a_plan_file_names_the_column_of_people(tmp_path: Any) -> None:
-    from quietgrad.federation import network
+    from quietgrad.federation import approved
     from quietgrad.federation.party import PartyCurator
-    from quietgrad.federation.toml_plan import parse_plan
+    from quietgrad.federation.plan_file import parse_plan
 
     file = parse_plan(TWO_CLINICS.format(how="parties_per_person = 2"))
     assert (file.plan.unit, file.plan.parties_per_person, file.plan.reach) == ("person", 2, 2.0)
@@ -229,7 +229,7 @@ def test_a_plan_file_names_the_column_of_people(tmp_path: Any) -> None:
     path = tmp_path / "a.csv"
     rows = [f"{a},{b},p{i},{int(t)}" for (a, b), i, t in zip(X, ids, y, strict=True)]
     path.write_text("\n".join(["x1,x2,patient,y", *rows]) + "\n")
-    table = network.records(file, path)
-    assert len(PartyCurator("a", file.objective, network.held(table), file.plan).records) == 60
+    table = approved.records(file, path)
+    assert len(PartyCurator("a", file.objective, approved.held(table), file.plan).records) == 60
     with pytest.raises(DataError, match="say how many parties may know one person"):
         _ = parse_plan(TWO_CLINICS.format(how="")).plan

@@ -16,14 +16,14 @@ from quietgrad.certificates import check, issue
 from quietgrad.certificates.document import Document
 from quietgrad.cli import main
 from quietgrad.errors import DataError
-from quietgrad.federation import Party, network, simulate
+from quietgrad.federation import Party, approved, simulate
 from quietgrad.federation.coordinator import BUT_FOR_LISTS, FederatedCurator
 from quietgrad.federation.matching import Matching, PeopleList, new_key, read_key, read_matching, write_list
 from quietgrad.federation.parties import matched
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import MATCHED, FederatedPlan
+from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.simulation import assemble
-from quietgrad.federation.toml_plan import parse_plan
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget, Relation
@@ -285,7 +285,7 @@ def test_the_command_line_from_lists_to_a_plan(tmp_path: Path, capsys: pytest.Ca
     plan.write_text(TWO_CLINICS.format(how=told["a"]["[federation]"]))
     assert "matched between the parties by a keyed hash" in said("show", str(plan))
     matching = read_matching(key, tmp_path / "lists", file.parties)
-    held = network.held(network.records(file, tmp_path / "a.csv"))
+    held = approved.held(approved.records(file, tmp_path / "a.csv"))
     assert len(PartyCurator("a", file.objective, held, file.plan, matching=matching).records) == counts[0]
 
 

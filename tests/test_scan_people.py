@@ -58,7 +58,7 @@ def write(folder: Path, ids: Any, X: Any, y: Any, cuts: Any = CUTS, group: int =
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row group a piece of its own, read seven rows at a time: people are cut everywhere."""
-    monkeypatch.setattr("quietgrad.data.scan_files.LEAST_ROWS", 1)
+    monkeypatch.setattr("quietgrad.data.scan_sources.LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize(("combine", "most"), [("mean", None), ("sum", None), ("mean", 2), ("sum", 3)])
@@ -175,8 +175,8 @@ def test_ids_in_another_order_within_a_run_stop_it(tmp_path: Path, table: Any, m
     people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=1)
     objective, data = with_privacy_unit(LOSS, people, None)
     records = objective.prepare(data)
-    monkeypatch.setattr("quietgrad.data.scan_units.FileUnit.check", lambda unit: None)
-    monkeypatch.setattr("quietgrad.data.scan_units._FOOTERS", {})
+    monkeypatch.setattr("quietgrad.data.scan_partitions.FilePartition.check", lambda unit: None)
+    monkeypatch.setattr("quietgrad.data.scan_partitions._FOOTERS", {})
     query = Gradient(np.zeros(4), 0.5)
     moved = ids.copy()
     moved[200:280] = np.arange(200, 280)  # the one with 80 rows is now 80 people

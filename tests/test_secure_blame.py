@@ -14,18 +14,18 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation import Party, ProtocolError, SecureSession, SharingParty, SumServer, Terms, deal
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.members import SecureMember
 from quietgrad.federation.rounds import blame
+from quietgrad.federation.secure_roles import SecureMember
 from quietgrad.federation.simulation import assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
-from quietgrad.secure import shamir
+from quietgrad.secure import secret_sharing
 from quietgrad.secure.channel import Kind
-from quietgrad.secure.deals import Deal
-from quietgrad.secure.faults import DropoutError, ImpossibleSum
+from quietgrad.secure.identity import DropoutError, ImpossibleSum
 from quietgrad.secure.masking import MaskingParty
+from quietgrad.secure.secret_sharing import Deal
 from tests.test_secure_faults import D, Masked, Shared
 
 FALSE = b"\1" + bytes(32)
@@ -113,10 +113,10 @@ def test_a_dealer_who_commits_to_shares_of_nothing_is_proved_false(monkeypatch: 
     """All her shares have their hashes; they lie on no polynomial of her secret. No holder is named."""
     world = Masked(honest=2)
     prepared = {p.me: p.prepare(0) for p in world.parties if p.me != 1}
-    split = shamir.split
-    monkeypatch.setattr(shamir, "split", lambda secret, t, n: [FALSE[:-1] + bytes([k]) for k in range(n)])
+    split = secret_sharing.split
+    monkeypatch.setattr(secret_sharing, "split", lambda secret, t, n: [FALSE[:-1] + bytes([k]) for k in range(n)])
     prepared[1] = world.parties[1].prepare(0)
-    monkeypatch.setattr(shamir, "split", split)
+    monkeypatch.setattr(secret_sharing, "split", split)
     delivery = world.server.relay(0, prepared)
     for p in world.parties:
         p.deliver(0, delivery[p.me])

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from quietgrad.errors import DataError
 from quietgrad.federation import Terms, sensitivity_growth
-from quietgrad.secure.encoding import decode, encode, require_headroom
+from quietgrad.secure.discrete_gaussian import decode, encode, require_headroom
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

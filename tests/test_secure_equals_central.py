@@ -22,8 +22,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
-from quietgrad.data.containers import read_content
-from quietgrad.data.libsvm import parse_libsvm
+from quietgrad.data.file_formats import parse_libsvm, read_content
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.plan import FederatedPlan
@@ -37,8 +36,8 @@ from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import Poisson
 from quietgrad.sampling.samplers import KeyedPoissonSampler
-from quietgrad.secure.noise_share import NoiseShare
-from quietgrad.secure.sums import SecureSession
+from quietgrad.secure.channel import NoiseShare
+from quietgrad.secure.local_session import SecureSession
 from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP
 from quietgrad.training import plan as make_plan
 

@@ -21,12 +21,10 @@ from quietgrad.federation import (
     SumServer,
     Terms,
 )
-from quietgrad.secure.attendance import Witness, pack_members
 from quietgrad.secure.channel import Channel, Kind
-from quietgrad.secure.deals import Statement
-from quietgrad.secure.identity import read_hello, write_hello
-from quietgrad.secure.mpc import run_together
-from quietgrad.secure.shamir import join, split
+from quietgrad.secure.identity import Witness, pack_members, read_hello, write_hello
+from quietgrad.secure.secret_sharing import Statement, join, split
+from quietgrad.secure.three_party import run_together
 
 D = 6
 

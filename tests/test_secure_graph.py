@@ -23,13 +23,12 @@ from quietgrad.federation import (
     SecureSession,
     Terms,
 )
-from quietgrad.secure.attendance import Witness, pack_members
 from quietgrad.secure.channel import Kind
-from quietgrad.secure.encoding import decode
+from quietgrad.secure.discrete_gaussian import decode
 from quietgrad.secure.graph import Graph, choose, left_out, log2_cut, log2_tail, neighbourhoods
-from quietgrad.secure.identity import write_hello
+from quietgrad.secure.identity import Witness, pack_members, write_hello
 from quietgrad.secure.masking import self_mask_words
-from quietgrad.secure.shamir import join
+from quietgrad.secure.secret_sharing import join
 
 D = 3
 M = 80

@@ -28,11 +28,9 @@ from quietgrad.federation import (
     Terms,
 )
 from quietgrad.federation.transport.local_socket import receive
-from quietgrad.secure.attendance import WITNESS_BYTES, pack_members, unpack_members
 from quietgrad.secure.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
-from quietgrad.secure.deals import Statement
-from quietgrad.secure.identity import read_hello
-from quietgrad.secure.shamir import SHARE_BYTES, join
+from quietgrad.secure.identity import WITNESS_BYTES, pack_members, read_hello, unpack_members
+from quietgrad.secure.secret_sharing import SHARE_BYTES, Statement, join
 
 D = 4
 PAYLOADS = st.one_of(

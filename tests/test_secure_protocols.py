@@ -12,10 +12,9 @@ import pytest
 
 from quietgrad.errors import DataError
 from quietgrad.federation import SecureSession, Terms, secure_sum, threats
-from quietgrad.secure import shamir
-from quietgrad.secure.channel import Endpoint, Kind
-from quietgrad.secure.encoding import encode
-from quietgrad.secure.noise_share import NoiseShare
+from quietgrad.secure import secret_sharing
+from quietgrad.secure.channel import Endpoint, Kind, NoiseShare
+from quietgrad.secure.discrete_gaussian import encode
 from quietgrad.secure.terms import Mode
 
 MODES: tuple[Mode, ...] = ("masks", "servers", "mpc")
@@ -259,9 +258,9 @@ def test_a_party_meets_the_servers_only(mode: Mode) -> None:
 
 def test_one_set_of_weights_opens_everybodys_masks() -> None:
     """m parties cost m joins of T shares with common Lagrange weights: O(m²), not an interpolation for each."""
-    shamir._weights.cache_clear()
+    secret_sharing._weights.cache_clear()
     terms = Terms("masks", parties=20, dimension=2, bound=1.0, sigma=0.0, honest=16)
     SecureSession(terms).sum([[0.25, 0.0]] * 17 + [None] * 3)
-    info = shamir._weights.cache_info()
+    info = secret_sharing._weights.cache_info()
     assert info.hits + info.misses == 20
     assert info.misses <= 6  # the ranks of those who stayed differ a little from dealer to dealer

@@ -14,15 +14,13 @@ import pytest
 from scipy.special import chdtrc, ndtr
 
 from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.secure.encoding import rounded_gaussian_distance
-from quietgrad.secure.mpc import sample
-from quietgrad.secure.replicated import Exchange, Replicated
-from quietgrad.secure.sampler import (
+from quietgrad.secure.discrete_gaussian import (
     AliasTable,
     DiscreteGaussian,
     alias_table,
     discrete_gaussian,
     gaussian_masses,
+    rounded_gaussian_distance,
     smoothing_error,
 )
 from quietgrad.secure.terms import (
@@ -35,6 +33,7 @@ from quietgrad.secure.terms import (
     coarse_error,
     slack,
 )
+from quietgrad.secure.three_party import Exchange, Replicated, sample
 
 FALSE_ALARM = 1e-6
 

@@ -6,6 +6,7 @@ image or a text). It must also be what plain autograd makes of the records one a
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,3 +321,72 @@ def test_what_a_loop_does_itself_makes_its_epsilon_conditional(name: str) -> Non
     assert loader.privacy.condition is not None
     assert loader.privacy.condition.startswith("if ")
     assert loader.privacy.condition in str(loader.privacy)
+
+
+def _alive() -> int:
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+
+class _EveryKind(nn.Module):
+    """A layer of each kind of site: kernels, scales, recurrent states, copies and derived parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
+        self.lstm, self.image = nn.LSTM(4, 4, batch_first=True), nn.Conv1d(4, 4, 3, padding=1)
+        self.groups, self.attention = nn.GroupNorm(2, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.scale, self.last = nn.Parameter(torch.ones(4)), nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, _ = self.lstm(self.norm(self.table(tokens)))
+        x = self.groups(self.image(x.mT)).mT * torch.exp(self.scale)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        made: Tensor = self.last(x.mean(1))
+        return made
+
+
+@pytest.mark.parametrize("face", ["sums", "loop", "verbs"])
+def test_a_step_keeps_no_tensor_of_the_step_before(face: str) -> None:
+    model, x, y = _EveryKind(), torch.randint(0, 9, (40, 5)), torch.randint(0, 3, (40,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if face == "sums":
+        objective = ModuleObjective(model, nn.CrossEntropyLoss())
+        records, theta = objective.prepare((x, y)), objective.initial(objective.prepare((x, y)))
+        rules = (ClippingRule.gradient(1.0), ClippingRule.difference(1.0))
+
+        def step() -> None:
+            for rule in rules:
+                objective.add(Batch(records, None, KEY), (theta, 0.9 * theta), rule, torch.zeros_like(theta))
+    elif face == "loop":
+        loop = qt.PrivateLoop(
+            model, nn.CrossEntropyLoss(), (x, y), optimizer=optimizer, noise_multiplier=1.0, batch_size=20,
+            max_grad_norm=1.0, steps=100,
+        )  # fmt: skip
+        batches = iter(loop)
+
+        def step() -> None:
+            loop.step(next(batches))
+    else:
+        private, optimizer, loader, criterion = qt.make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=20),
+            noise_multiplier=1.0, max_grad_norm=1.0, criterion=nn.CrossEntropyLoss(),
+        )  # fmt: skip
+        samples = (batch for _ in range(100) for batch in loader)
+
+        def step() -> None:
+            inputs, labels = next(samples)
+            optimizer.zero_grad()
+            criterion(private(inputs), labels).backward()
+            optimizer.step()
+
+    step()
+    step()
+    gc.collect()
+    gc.disable()  # reference counts alone must free what a step made
+    try:
+        before = _alive()
+        for _ in range(3):
+            step()
+        assert _alive() - before <= 8  # a sample in hand may hold some more than another
+    finally:
+        gc.enable()

@@ -199,7 +199,7 @@ def main() -> int:
     parser.add_argument("what", choices=("lock", "licences", "check"))
     what = parser.parse_args().what
     if what == "check":
-        from quietgrad.data.index import _places
+        from quietgrad.data.download import _places
 
         return check(_places())
     lock() if what == "lock" else licences()

@@ -11,7 +11,7 @@ HEAD = """# Peers side by side
 Opacus, JAX Privacy, diffprivlib and Flower, each in an environment of its own, asked the same things as quietgrad.
 `python benchmarks/peers/run.py` makes the environments, measures, and writes
 `benchmarks/results/peers.json` and this page. One thread, CPU time (the machine is shared). These are small
-measures: read them as an order, not as exact factors. Longer ones are in the repository's README.
+measures: read them as an order, not as exact factors. Longer ones are under [Benchmarks](benchmarks.md).
 
 Measured {date} on {machine}; {versions}.
 """

@@ -19,7 +19,7 @@ def sanitize(text: object, *, most: int = MOST) -> str:
 
     >>> sanitize("clinic\\x1b]0;pwned\\x07")
     'clinic\\\\x1b]0;pwned\\\\x07'
-    >>> sanitize("ε\\u202e01 = ε"), sanitize("two\\nlines"), sanitize("naïve 数据 ≤ 1"), shown("abcdef", most=3)
+    >>> sanitize("ε\\u202e01 = ε"), sanitize("two\\nlines"), sanitize("naïve 数据 ≤ 1"), sanitize("abcdef", most=3)
     ('ε\\\\u202e01 = ε', 'two\\\\nlines', 'naïve 数据 ≤ 1', 'abc… (3 more characters)')
     """
     words = str(text)

@@ -52,7 +52,7 @@ def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: f
     A mask used twice cancels in the difference of two submissions and bares the change of the vector.
     """
     from quietgrad.secure.channel import Kind, View
-    from quietgrad.secure.sums import SecureSession
+    from quietgrad.secure.local_session import SecureSession
     from quietgrad.secure.terms import Terms
 
     view = View()

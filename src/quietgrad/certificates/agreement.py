@@ -178,8 +178,8 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     """
     from dataclasses import replace
 
+    from quietgrad.federation.parties import shares
     from quietgrad.federation.plan import of_several_parties
-    from quietgrad.federation.weights import shares
     from quietgrad.sampling import FixedSize
 
     known_to = 1 if federation["parties_per_person"] is None else int(federation["parties_per_person"])

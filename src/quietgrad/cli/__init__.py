@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from quietgrad.sanitize import sanitize, sanitize_lines
 
@@ -35,7 +36,19 @@ COMMANDS: dict[str, str] = {
     "data": "registered data sets: list, fetch, find",
     "completion": "make a shell complete commands, options and names",
 }
-"""Command and one line of help. A command is offered when ``cli/NAME.py`` exists; its ``app`` is a typer app."""
+"""Command and one line of help."""
+_HOMES = {
+    "resume": "train.resume_app",
+    "evaluate": "predict.evaluate_app",
+    "account": "accounting.account_app",
+    "calibrate": "accounting.calibrate_app",
+    "keys": "ledger.keys_app",
+    "frontier": "report.frontier_app",
+    "certificate": "certificates.certificate_app",
+    "verify": "certificates.verify_app",
+}
+"""Where a command's typer app is, if not in ``cli/NAME.py`` as ``app``."""
+_COMPLETE = "_QUIETGRAD_COMPLETE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:
         args.remove("--debug")
     name = args[0] if args else "--help"
+    if _COMPLETE in os.environ:  # a shell asks what can stand where
+        return _complete()
     try:
         code = _answer(name, args[1:])
         sys.stdout.flush()
@@ -81,7 +96,18 @@ def _answer(name: str, args: list[str]) -> int:
 
 def available() -> dict[str, str]:
     """The commands that exist in this installation, with their one-line help."""
-    return {name: line for name, line in COMMANDS.items() if find_spec(f"{__name__}.{name}")}
+    return {name: line for name, line in COMMANDS.items() if find_spec(f"{__name__}.{_home(name)[0]}")}
+
+
+def _home(name: str) -> tuple[str, str]:
+    module, _, attribute = _HOMES.get(name, f"{name}.app").partition(".")
+    return module, attribute
+
+
+def app_of(name: str) -> Any:
+    """The typer app of a command."""
+    module, attribute = _home(name)
+    return getattr(import_module(f"{__name__}.{module}"), attribute)
 
 
 def _run(name: str, args: list[str]) -> int:
@@ -91,9 +117,24 @@ def _run(name: str, args: list[str]) -> int:
 
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        command = get_command(import_module(f"{__name__}.{name}").app)
+        command = get_command(app_of(name))
         code = command.main(args, prog_name=f"quietgrad {name}", standalone_mode=False)
     return code if isinstance(code, int) else 0
+
+
+def _complete() -> int:
+    import typer
+    from typer.main import get_command
+
+    whole = typer.Typer(add_completion=True)
+    for name in available():
+        app = app_of(name)
+        if len(app.registered_commands) > 1:
+            whole.add_typer(app, name=name)
+        else:
+            whole.command(name)(app.registered_commands[0].callback)
+    get_command(whole).main(prog_name="quietgrad", complete_var=_COMPLETE)
+    return 0
 
 
 def _refuse(name: str, error: Exception) -> int:
@@ -121,9 +162,9 @@ def _refuse(name: str, error: Exception) -> int:
 
 
 def _here(text: str) -> str:
-    from quietgrad.cli.vocabulary import in_flags
+    from quietgrad.cli.options import to_flag_names
 
-    return in_flags(text)
+    return to_flag_names(text)
 
 
 def _unknown(name: str) -> int:

@@ -18,8 +18,7 @@ Name = Annotated[str, typer.Argument(help="A registered name, such as a9a; see `
 @app.command("list", epilog="Example: quietgrad data list --json")
 def list_sets(as_json: Json = False) -> None:
     """List the registered data sets and say which are on this machine."""
-    from quietgrad.data.registry import REGISTRY
-    from quietgrad.data.store import locate
+    from quietgrad.data.registry import REGISTRY, locate
 
     rows = []
     for entry in REGISTRY.values():
@@ -51,7 +50,7 @@ def list_sets(as_json: Json = False) -> None:
 @app.command(epilog="Example: quietgrad data fetch a9a")
 def fetch(name: Name, as_json: Json = False) -> None:
     """Fetch a data set into the cache unless it is here already; its checksums are verified either way."""
-    from quietgrad.data.store import fetch as fetch_files
+    from quietgrad.data.registry import fetch as fetch_files
 
     _show(name, {file: str(path) for file, path in fetch_files(name).items()}, as_json)
 
@@ -59,7 +58,7 @@ def fetch(name: Name, as_json: Json = False) -> None:
 @app.command(epilog="Example: quietgrad data path adult")
 def path(name: Name, as_json: Json = False) -> None:
     """Say where a data set's files are, without downloading anything."""
-    from quietgrad.data.store import locate
+    from quietgrad.data.registry import locate
     from quietgrad.errors import DataError
 
     found = locate(name)

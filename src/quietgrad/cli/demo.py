@@ -10,7 +10,7 @@ import typer
 
 from quietgrad.cli.options import Json, say, show_json
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.runs import RunSpec
+from quietgrad.cli.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset

@@ -95,7 +95,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Rehearse a federation in this process: real plan, real messages, real secure sums, no network."""
-    from quietgrad.cli.runs import RunSpec
+    from quietgrad.cli.run_spec import RunSpec
     from quietgrad.cli.train import show
 
     reading = {"label": label, "classes": class_labels(classes), "task": task}
@@ -118,7 +118,7 @@ def simulate(
         non_private=non_private,
     )  # fmt: skip
     spec.budget()
-    from quietgrad.cli.members import simulated
+    from quietgrad.cli.federate_roles import simulated
 
     if trust == "secure" and secure is None:
         secure = "masks"
@@ -147,9 +147,9 @@ def provision(
     as_json: Json = False,
 ) -> None:
     """Make the certificates and identities of all members, or this member's own keys."""
-    from quietgrad.cli import members
-    from quietgrad.federation import provision as keys
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.cli import federate_roles
+    from quietgrad.federation import provisioning as keys
+    from quietgrad.federation.plan_file import read_plan
 
     file = read_plan(plan)
     if request is not None:
@@ -166,7 +166,7 @@ def provision(
                 raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
             sent[name] = path
         made = keys.provision(file.members, out, sent)
-        advice = members.handing_out(file, out, sent)
+        advice = federate_roles.handing_out(file, out, sent)
     if as_json:
         show_json({"made": [str(path) for path in made], "plan": file.digest})
     else:
@@ -181,14 +181,14 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
-    from quietgrad.cli.members import threat_rows
-    from quietgrad.federation import network
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.cli.federate_roles import threat_rows
+    from quietgrad.federation import approved
+    from quietgrad.federation.plan_file import read_plan
 
     file = read_plan(plan)
     credentials = None
     if keys is not None:
-        from quietgrad.federation.provision import Credentials
+        from quietgrad.federation.provisioning import Credentials
 
         credentials = Credentials.read(keys)
     if as_json:
@@ -200,7 +200,7 @@ def show(
     say("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threat_rows(file.plan))
     say(f"digest of this plan, the same at everybody: {file.digest}")
-    say(f"to compare by telephone: {network.spoken(file.digest)}")
+    say(f"to compare by telephone: {approved.spoken(file.digest)}")
     if credentials is not None:
         rows = [(name, key.hex()) for name, key in credentials.publics.items()]
         show_rows("identities", rows)
@@ -215,8 +215,8 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Trust a member no longer: a coordinator turns it away at once, others refuse plans that list it."""
-    from quietgrad.federation.provision import Credentials
-    from quietgrad.federation.revocation import revoke as add
+    from quietgrad.federation.provisioning import Credentials
+    from quietgrad.federation.provisioning import revoke as add
 
     credentials = Credentials.read(keys)
     if name not in credentials.publics or name == credentials.name:
@@ -245,10 +245,10 @@ def match(
     as_json: Json = False,
 ) -> None:
     """Find out with the other parties who is known to several of them, by a keyed hash of people's ids."""
-    from quietgrad.cli import members
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.cli import federate_roles
+    from quietgrad.federation.plan_file import read_plan
 
-    rows = members.matched(read_plan(plan), name, data, key, lists, new_key=new_key)
+    rows = federate_roles.matched(read_plan(plan), name, data, key, lists, new_key=new_key)
     if as_json:
         show_json(dict(rows))
     else:
@@ -258,8 +258,8 @@ def match(
 @app.command("threat-model", epilog="Example: quietgrad federate threat-model plan.toml")
 def threat_model(plan: Plan, as_json: Json = False) -> None:
     """Say who must work together to learn what."""
-    from quietgrad.cli.members import threat_rows
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.cli.federate_roles import threat_rows
+    from quietgrad.federation.plan_file import read_plan
 
     rows = threat_rows(read_plan(plan).plan)
     if as_json:
@@ -284,18 +284,18 @@ def server(
     as_json: Json = False,
 ) -> None:
     """Coordinate a federation, or continue one that was interrupted; with a server's keys, add up its shares."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
     from quietgrad.cli.train import show as show_result
 
-    mine = members.approval(
+    mine = federate_roles.approval(
         plan, keys, out, pin=pin, address=address, ledger=ledger, account=account, cap_epsilon=cap_epsilon
     )
-    tell = members.teller(mine.credentials.name, quiet or as_json)
+    tell = federate_roles.member_logger(mine.credentials.name, quiet or as_json)
     if mine.credentials.name in mine.file.plan.servers:
-        members.take_part(mine, tell, patience=patience)
+        federate_roles.take_part(mine, tell, patience=patience)
         return
-    result = members.coordinate(mine, wait=wait, patience=patience, tell=tell)
-    members.remember_reading(mine.file, out)
+    result = federate_roles.coordinate(mine, wait=wait, patience=patience, tell=tell)
+    federate_roles.remember_reading(mine.file, out)
     show_result(result, out, as_json=as_json)
 
 
@@ -322,17 +322,17 @@ def party(
     as_json: Json = False,
 ) -> None:
     """Take part with one's own records: answer what the approved plan allows, refuse everything else."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
 
-    mine = members.approval(
+    mine = federate_roles.approval(
         plan, keys, out, pin=pin, address=address, data=data, ledger=ledger, account=account,
         cap_epsilon=cap_epsilon, people_key=people_key, people_lists=people_lists,
     )  # fmt: skip
-    tell = members.teller(mine.credentials.name, quiet or as_json)
+    tell = federate_roles.member_logger(mine.credentials.name, quiet or as_json)
     if cap_epsilon is not None and ledger is None:
         tell(f"the cap counts what {out / 'ledger.jsonl'} holds; share one --ledger FILE among all runs")
-    facts = members.take_part(mine, tell, patience=patience, listen=listen)
-    members.remember_reading(mine.file, out)
+    facts = federate_roles.take_part(mine, tell, patience=patience, listen=listen)
+    federate_roles.remember_reading(mine.file, out)
     if as_json:
         show_json(facts)
     else:
@@ -361,9 +361,9 @@ def approve(
     as_json: Json = False,
 ) -> None:
     """Approve one plan for an engine that runs here already: a file of this member's own, never shipped."""
-    from quietgrad.cli import members
+    from quietgrad.cli import federate_roles
 
-    mine = members.approval(
+    mine = federate_roles.approval(
         plan, keys, out, pin=pin, data=data, ledger=ledger, account=account, cap_epsilon=cap_epsilon,
         people_key=people_key, people_lists=people_lists,
     )  # fmt: skip
@@ -387,7 +387,7 @@ def job(
     """Write what is submitted to a FLARE or Flower that is there already; there is nothing secret in it."""
     from quietgrad.cli.options import usage
     from quietgrad.federation.jobs import CLASSES, write_job
-    from quietgrad.federation.toml_plan import read_plan
+    from quietgrad.federation.plan_file import read_plan
 
     with usage():
         made = write_job(read_plan(plan), engine, out)
@@ -407,7 +407,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Say where a run is: rounds, what is spent, how it ended. For the coordinator, parties and servers alike."""
-    from quietgrad.federation.progress import status as read
+    from quietgrad.federation.status import status as read
 
     facts = read(folder)
     if as_json:

@@ -1,8 +1,9 @@
-"""Options that several commands share, and how their mistakes become usage errors."""
+"""Options that several commands share, and errors in the words of the command line."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,10 +18,32 @@ if TYPE_CHECKING:
 
     from quietgrad.privacy.budget import Budget
 
+
+def algorithm_names() -> list[str]:
+    """The algorithms, for completion."""
+    from quietgrad.algorithms.registry import ALGORITHMS
+
+    return list(ALGORITHMS)
+
+
+def dataset_names() -> list[str]:
+    """The registered data sets, for completion."""
+    from quietgrad.data.registry import REGISTRY
+
+    return sorted(REGISTRY)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Epsilon = Annotated[float | None, typer.Option(help="ε of the promise.", show_default=False)]
 Delta = Annotated[float, typer.Option(help="δ of the promise: well below 1/n.")]
-RelationName = Annotated[str, typer.Option("--relation", help="Neighbouring data sets: add-remove or replace-one.")]
+RelationName = Annotated[
+    str,
+    typer.Option(
+        "--relation",
+        help="Neighbouring data sets: add-remove or replace-one.",
+        autocompletion=lambda: ["add-remove", "replace-one"],
+    ),
+]
 Algorithm = Annotated[
     str, typer.Option(help="Such as dp-srm, dp-sgd, dp-gd; `quietgrad plan --list` shows all with their settings.")
 ]
@@ -56,7 +79,13 @@ def known_task(text: str | None) -> str | None:
 Label = Annotated[str | None, typer.Option("--label", "--target", help="Label column; else the last.")]
 Classes = Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")]
 TaskName = Annotated[
-    str | None, typer.Option("--task", help="binary, multiclass or regression.", callback=known_task)
+    str | None,
+    typer.Option(
+        "--task",
+        help="binary, multiclass or regression.",
+        callback=known_task,
+        autocompletion=lambda: ["binary", "multiclass", "regression"],
+    ),
 ]
 
 
@@ -137,3 +166,40 @@ def writable(path: Path) -> Path:
     """``path`` with its folder made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+FLAGS = (
+    "epsilon", "delta", "relation", "steps", "batch_size", "learning_rate", "clip", "gamma", "sampling",
+    "algorithm", "oracle", "landscape", "objective", "regularizer", "row_bound", "rows", "label", "classes", "task",
+    "n_features", "n_public", "schema", "account", "noise_multiplier", "rate", "accountant", "cap_epsilon", "head",
+)  # fmt: skip
+_PHRASES = {
+    "For a non-private run pass budget=None.": "For a run without noise pass --non-private to `quietgrad train`.",
+    "OutputPerturbation(mechanism='pure')": "--algorithm output-perturbation --set mechanism=pure",
+    "pass budget=None, or use its private form": "pass --non-private, or use its private form",
+    "budget=None": "--non-private",
+    "Budget(..., relation='replace-one')": "relation='replace-one'",
+}
+_ARGUMENT = re.compile(rf"(?<![\w.])({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\([^)]*\)|[-+\w.]+)?")
+
+
+def to_flag_names(text: str) -> str:
+    """``text`` with arguments of Python as flags.
+
+    >>> to_flag_names("epsilon=-1.0: must be > 0 and finite. For a non-private run pass budget=None.")
+    '--epsilon -1.0: must be > 0 and finite. For a run without noise pass --non-private to `quietgrad train`.'
+    >>> to_flag_names("relation='add-remove': not proved; pass Budget(..., relation='replace-one').")
+    '--relation add-remove: not proved; pass --relation replace-one.'
+    >>> to_flag_names("say what they are: classes=(1, 2, 3), or task='regression'; batch_size=9: must be ≤ n=4.")
+    'say what they are: --classes 1,2,3, or --task regression; --batch-size 9: must be ≤ n=4.'
+    """
+    for python, here in _PHRASES.items():
+        text = text.replace(python, here)
+    return _ARGUMENT.sub(_flag, text)
+
+
+def _flag(found: re.Match[str]) -> str:
+    flag, value = f"--{found[1].replace('_', '-')}", found[2] or ""
+    if value.startswith("("):
+        value = ",".join(part.strip().strip("'\"") for part in value[1:-1].split(",") if part.strip())
+    return f"{flag} {value.strip(chr(39) + chr(34))}".rstrip()

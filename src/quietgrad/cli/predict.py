@@ -1,4 +1,4 @@
-"""`quietgrad predict`: what a trained model says of records."""
+"""`quietgrad predict` and `quietgrad evaluate`: what a model says of records, and private scores of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, say, show_json, usage, writable
-from quietgrad.cli.runs import RUN_FILE, RunSpec, objective_from
+from quietgrad.cli.options import Json, RelationName, say, show_json, show_rows, usage, writable
+from quietgrad.cli.run_spec import RUN_FILE, RunSpec, objective_from
 from quietgrad.files import is_multi_file, write_atomically
+from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sanitize import sanitize
 
 app = typer.Typer(add_completion=False)
@@ -38,7 +39,7 @@ def predict(
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
     import numpy as np
 
-    from quietgrad.cli.scans import predict_to
+    from quietgrad.cli.run_spec import predict_to
     from quietgrad.errors import DataError
     from quietgrad.objectives.tables.frame import Frame
     from quietgrad.training.result import load
@@ -124,7 +125,7 @@ def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | Non
 
 def scan_for(folder: Path, data: str, facts: dict[str, Any]) -> Any:
     """A scan of the files as the run's model takes them; labels, if they are there, are not looked at."""
-    from quietgrad.cli.scans import open_columns
+    from quietgrad.cli.run_spec import open_columns
     from quietgrad.errors import DataError
 
     if facts.get("pictures") is not None:
@@ -258,3 +259,88 @@ def _write(path: Path, columns: dict[str, list[Any]]) -> None:
     """Predictions are about people: only their owner may read the file."""
     text = json.dumps(columns) if path.suffix == ".json" else _csv(columns)
     write_atomically(path, text.encode(), private=True)
+
+
+evaluate_app = typer.Typer(add_completion=False)
+
+
+@evaluate_app.command(epilog="Example: quietgrad evaluate runs/a9a held_out.csv --epsilon 0.3 --account held-out")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Held-out people with labels, in a file like the one trained on, or a registered name, whose test "
+            "part is taken.",
+            show_default=False,
+        ),
+    ],
+    epsilon: Annotated[float, typer.Option(help="ε of the evaluation.")] = 0.3,
+    delta: Annotated[float, typer.Option(help="δ of the evaluation.")] = 1e-6,
+    relation: RelationName = DEFAULT_RELATION,
+    ledger: Annotated[
+        Path | None, typer.Option(help="Ledger file; else the one that the run was paid from.")
+    ] = None,
+    account: Annotated[str, typer.Option(help="Whose privacy is spent: the held-out people.")] = "held-out",
+    person: Annotated[
+        str | None,
+        typer.Option(help="Column of the ids of the people rows are about; by default the one trained by."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
+    import numpy as np
+
+    from quietgrad.cli.options import usage
+    from quietgrad.cli.run_spec import RunSpec, open_scan
+    from quietgrad.errors import DataError
+    from quietgrad.estimators.runs import from_run
+    from quietgrad.estimators.scoring import private_score
+    from quietgrad.files import is_multi_file
+    from quietgrad.privacy.project import project_path
+    from quietgrad.training.result import ledger_of
+
+    model = from_run(folder)
+    facts = model.result_.details.get("model")
+    if facts is None:
+        raise DataError(
+            f"{folder}: an additive model is scored from Python: private_score(from_run(folder), X, y)."
+        )
+    ids = None
+    if is_multi_file(data):
+        spec = RunSpec.load(folder)
+        whose = spec.reading.get("person") if person is None else person
+        reading = {**spec.reading, "pair": facts["class_names"], "person": whose}
+        X: Any = open_scan(data, reading, spec.scanning).table
+        labels = None
+        if X.classes is not None:
+            model.classes_ = np.asarray(X.classes)
+    else:
+        X, y, ids = people_for(folder, data, facts, person)
+        if ids is None and model.privacy_.unit == "person":
+            raise DataError(
+                f"{data}: has no column of people's ids, and the model was trained by person: name --person."
+            )
+        if y is None:
+            raise DataError(f"{data}: has no labels to score against.")
+        labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
+    # Where people who were trained on are known; of a project's ledger it is asked for by naming none.
+    found = ledger_of(folder) if ledger is None else ledger
+    book = found if found.exists() and found.resolve() != project_path().resolve() else None
+    model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
+    with usage():
+        score = private_score(
+            model, X, labels, epsilon=epsilon, delta=delta, relation=relation, ledger=book, account=account,
+            person=ids,
+        )  # fmt: skip
+    score.save(folder)
+    if as_json:
+        show_json(score.to_json())
+        return
+    names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
+    rows = [
+        (n.replace("_", " "), f"{v[0]:.4f} ± {v[1]:.4f}") for n in names if (v := getattr(score, n)) is not None
+    ]
+    rows += [("privacy", str(score.privacy)), ("account", account), ("ledger", str(book or project_path()))]
+    rows += [("note", note) for note in score.notes]
+    show_rows(f"{folder} on held-out people ({data})", rows)

@@ -1,16 +1,40 @@
-"""`quietgrad report`: one self-contained page about one or more finished runs."""
+"""`quietgrad report`: one self-contained page about one or more finished runs.
+
+`quietgrad frontier`: accuracy against ε on a table, with what the search itself costs.
+
+Drawing the curve looks at the people once for every ε, and at held-out people to score: both are charged to a
+ledger like any other use. Only where the data are declared public (``--public``) is nothing charged, and only there
+can the line without privacy be drawn: it is a model without noise.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, say, show_json
+from quietgrad.cli.options import (
+    Classes,
+    Delta,
+    Json,
+    Label,
+    RelationName,
+    TaskName,
+    class_labels,
+    say,
+    show_json,
+    usage,
+)
+from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
+    from quietgrad.charts import Lines
+    from quietgrad.data import Dataset
+    from quietgrad.privacy.ledger import Ledger
     from quietgrad.report.page import Run
 
 app = typer.Typer(add_completion=False)
@@ -78,3 +102,246 @@ def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:
     except QuietgradError as error:
         say(f"no {target.name}: {error}", err=True)
         return None
+
+
+frontier_app = typer.Typer(add_completion=False)
+
+_USUAL = "0.1,0.2,0.5,1,2,5"
+_DRAWN = (
+    "; unless --test names them, who is held out is drawn anew by each call, so over several calls both accounts "
+    "together are what a person may pay"
+)
+
+
+@frontier_app.command(
+    epilog="Example: quietgrad frontier a9a --public --plot a9a.svg   ·   "
+    "quietgrad frontier people.csv --schema schema.json --epsilons 0.1,0.3 --account patients --out runs/frontier"
+)
+def frontier(
+    data: Annotated[str, typer.Argument(help="A file, or a registered name.", show_default=False)],
+    epsilons: Annotated[str, typer.Option(help="Where to fit, such as 0.1,0.5,1.")] = _USUAL,
+    delta: Delta = 1e-5,
+    relation: RelationName = DEFAULT_RELATION,
+    public: Annotated[
+        bool, typer.Option("--public", help="The data are public: charge nothing, and draw the non-private line.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Fits at each ε (public data only: each one costs).")] = 3,
+    score_epsilon: Annotated[float, typer.Option(help="ε of each private score of the held-out people.")] = 0.3,
+    out: Annotated[Path, typer.Option(help="Folder for the picture, the numbers and the ledger.")] = Path(
+        "runs/frontier"
+    ),
+    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
+    account: Annotated[str, typer.Option(help="Whose privacy the fits spend.")] = "default",
+    held_out: Annotated[str, typer.Option(help="Whose privacy the scores spend.")] = "held-out",
+    cap_epsilon: Annotated[
+        float | None, typer.Option(help="Refuse if the fits together could exceed this ε.", show_default=False)
+    ] = None,
+    test: Annotated[Path | None, typer.Option(help="Held-out records; else a fifth of the rows.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
+    label: Label = None,
+    classes: Classes = None,
+    task: TaskName = None,
+    row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it to this .svg, .png or .pdf.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the default model at each ε, score it on held-out records, and draw accuracy against ε."""
+    from quietgrad.charts import in_a_file
+    from quietgrad.files import write_atomically
+    from quietgrad.privacy.budget import Budget, Relation
+
+    with usage():
+        levels = _levels(epsilons)
+        for level in levels:
+            Budget(level, delta, Relation.parse(relation))
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}: must be ≥ 1.")
+    given = {"test": test, "schema": schema, "label": label, "task": task, "classes": class_labels(classes)}
+    table = _load(data, given)
+    if not public:
+        table.refuse_uncounted(Budget(levels[0], delta, Relation.parse(relation)))
+    table = _with_held_out(table, relation)
+    if row_bound is not None:
+        table = replace(table, row_bound=row_bound)
+    if public:
+        found = _public(table, levels, delta, relation, repeats)
+    else:
+        found = _private(
+            table, levels, delta, relation, score_epsilon, ledger or out / "ledger.jsonl",
+            (account, held_out), cap_epsilon, quiet=as_json,
+        )  # fmt: skip
+    import json
+
+    chart = _chart(data, found, relation)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "frontier.json", (json.dumps({"data": table.name, **found}, indent=1) + "\n").encode())
+    write_atomically(out / "frontier.svg", in_a_file(chart).encode())
+    if plot is not None:
+        from quietgrad.report.figures import save_chart
+
+        save_chart(plot, chart)
+    if as_json:
+        show_json({"data": table.name, **found})
+        return
+    say(f"{found['score']:<10}{'±':>8}   ε (δ = {delta:g}, {relation})")
+    for row in found["points"]:
+        say(f"{row['value']:<10.4f}{row['error']:>8.4f}   {row['epsilon']:g}")
+    if found["non_private"] is not None:
+        say(f"{found['non_private']:<10.4f}{'':>8}   without privacy")
+    say(found["cost"])
+    say(f"written: {out / 'frontier.svg'}, {out / 'frontier.json'}{f', {plot}' if plot else ''}")
+
+
+def _levels(text: str) -> list[float]:
+    """
+    >>> _levels("1, 0.5")
+    [0.5, 1.0]
+    """
+    try:
+        return sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        raise ValueError(f"epsilons={text!r}: must be numbers such as 0.1,0.5,1.") from None
+
+
+def _load(data: str, given: dict[str, Any]) -> Dataset:
+    from quietgrad.data import load
+
+    return load(data, **{key: value for key, value in given.items() if value is not None})
+
+
+def _with_held_out(table: Dataset, relation: str) -> Dataset:
+    """The table with held-out rows of its own, a fifth where it brings none.
+
+    Under add-remove each row is held out by a draw of its own: in a split of fixed sizes one record more would move
+    others to the other side, and tables that are neighbours would not have parts that are.
+    """
+    import numpy as np
+
+    from quietgrad.data.dataset import SPLIT_SEED
+    from quietgrad.errors import DataError
+    from quietgrad.privacy.budget import Relation
+    from quietgrad.privacy.rng import SecureStream, fresh_key
+
+    if table.X_test is not None and table.y_test is not None:
+        return table
+    if Relation.parse(relation) is Relation.ADD_REMOVE:
+        aside = SecureStream(fresh_key(), "split").uint64(0, table.n) < np.uint64(2**64 // 5)
+    elif table.n < 20:
+        raise DataError(f"{table.name}: has too few rows to hold some out; give --test.")
+    else:
+        aside = np.random.default_rng(SPLIT_SEED).permutation(table.n) < table.n // 5
+    return replace(table, X=table.X[~aside], y=table.y[~aside], X_test=table.X[aside], y_test=table.y[aside])
+
+
+def _model(table: Dataset, epsilon: float, delta: float, relation: str, **kept: Any) -> Any:
+    from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression
+
+    shared = {"epsilon": epsilon, "delta": delta, "relation": relation, "row_bound": table.row_bound, **kept}
+    if table.task == "regression":
+        return PrivateHuberRegressor(**shared)
+    return PrivateLogisticRegression(classes=table.classes, **shared)
+
+
+def _public(table: Dataset, levels: list[float], delta: float, relation: str, repeats: int) -> dict[str, Any]:
+    from sklearn.linear_model import HuberRegressor, LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import MaxAbsScaler
+
+    points = []
+    for level in levels:
+        scores = [
+            float(_model(table, level, delta, relation).fit(table.X, table.y).score(table.X_test, table.y_test))
+            for _ in range(repeats)
+        ]
+        mean = math.fsum(scores) / repeats
+        spread = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / max(1, repeats - 1) / repeats)
+        points.append({"epsilon": level, "value": mean, "error": spread})
+    plain = HuberRegressor() if table.task == "regression" else LogisticRegression(max_iter=2000)
+    line = make_pipeline(MaxAbsScaler(), plain).fit(table.X, table.y).score(table.X_test, table.y_test)
+    return {
+        "score": "R²" if table.task == "regression" else "accuracy",
+        "points": points,
+        "non_private": float(line),
+        "delta": delta,
+        "relation": relation,
+        "public": True,
+        "cost": f"cost: nothing is charged, the data were declared public; {repeats} fits at each ε",
+    }
+
+
+def _private(
+    table: Dataset,
+    levels: list[float],
+    delta: float,
+    relation: str,
+    score_epsilon: float,
+    file: Path,
+    accounts: tuple[str, str],
+    cap: float | None,
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    from quietgrad.errors import BudgetError
+    from quietgrad.estimators import private_score
+    from quietgrad.privacy.budget import Relation
+    from quietgrad.privacy.ledger import Ledger
+
+    most = math.fsum(levels)  # basic composition: the ledger's own is smaller
+    if cap is not None and most > cap:
+        raise BudgetError(
+            f"the fits could cost ε = {most:g} together, more than --cap-epsilon {cap:g}; ask for fewer or "
+            "smaller ε. Nothing was spent."
+        )
+    if not quiet:
+        say(
+            f"Charged before it is drawn: at most ε = {most:g} to {accounts[0]!r}, and {len(levels)} scores of "
+            f"ε = {score_epsilon:g} to {accounts[1]!r}, in {file}. Public data cost nothing with --public.",
+            err=True,
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    points = []
+    for level in levels:
+        model = _model(table, level, delta, relation, ledger=str(file), account=accounts[0])
+        model.fit(table.X, table.y)
+        score = private_score(
+            model, table.X_test, table.y_test, epsilon=score_epsilon, delta=delta, relation=relation,
+            ledger=str(file), account=accounts[1],
+        )  # fmt: skip
+        value, error = (score.r2 if table.task == "regression" else score.accuracy) or (math.nan, math.nan)
+        points.append({"epsilon": level, "value": float(value), "error": float(error)})
+    spent = {name: _spent(Ledger(file), name, delta, relation) for name in accounts}
+    told = ", ".join(
+        f"ε = {epsilon:.4g} by {name!r}" if epsilon is not None else f"no common ε by {name!r}"
+        for name, epsilon in spent.items()
+    )
+    return {
+        "score": "R²" if table.task == "regression" else "accuracy",
+        "points": points,
+        "non_private": None,
+        "delta": delta,
+        "relation": relation,
+        "public": False,
+        "spent": spent,
+        "cost": f"cost: {told} in all at δ = {delta:g}; no line without privacy, which would cost without end"
+        + ("" if Relation.parse(relation) is Relation.REPLACE_ONE else _DRAWN),
+    }
+
+
+def _spent(ledger: Ledger, account: str, delta: float, relation: str) -> float | None:
+    from quietgrad.errors import UnprovableError
+
+    try:
+        return ledger.spent(account, delta=delta, relation=relation).epsilon
+    except UnprovableError:  # earlier runs of the account were planned under another relation
+        return None
+
+
+def _chart(name: str, found: dict[str, Any], relation: str) -> Lines:
+    from quietgrad.charts import Lines, Series
+
+    points = [(row["epsilon"], row["value"]) for row in found["points"]]
+    lines = [Series("private", points, tuple(row["error"] for row in found["points"]))]
+    if found["non_private"] is not None:
+        lines.append(Series("without privacy", [(points[-1][0], found["non_private"])], level=True))
+    label = f"ε (δ = {found['delta']:g}, {relation})"
+    return Lines(f"{Path(name).name}: {found['score']} against ε", lines, label, found["score"], log_x=True)

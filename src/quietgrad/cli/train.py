@@ -1,4 +1,4 @@
-"""`quietgrad train`: a table and a budget in; a model, a ledger entry, a result and a report out."""
+"""`quietgrad train` and `quietgrad resume`: a table and a budget in; a model, a result and a report out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import typer
 
-from quietgrad.cli.keys import reminder
-from quietgrad.cli.ledger import so_far
+from quietgrad.cli.ledger import reminder, so_far
 from quietgrad.cli.options import (
     BatchSize,
     Classes,
@@ -25,19 +26,22 @@ from quietgrad.cli.options import (
     Settings,
     Steps,
     TaskName,
+    algorithm_names,
     class_labels,
+    dataset_names,
     say,
     show_json,
     show_rows,
     usage,
 )
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.runs import FEATURES, RunSpec, objective_from
+from quietgrad.cli.run_spec import FEATURES, RunSpec, objective_from, scan_scores
 from quietgrad.files import is_multi_file
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
+    from quietgrad.objectives.tables.frame import Frame
     from quietgrad.training.minimizing import Watched
     from quietgrad.training.result import Result
 
@@ -53,7 +57,8 @@ def train(
         str | None,
         typer.Argument(
             help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
-            "'people/*.parquet' is scanned and never loaded whole; without it, the demo's."
+            "'people/*.parquet' is scanned and never loaded whole; without it, the demo's.",
+            autocompletion=dataset_names,
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the model, result, ledger and report.")] = Path("runs/last"),
@@ -62,7 +67,10 @@ def train(
     relation: RelationName = DEFAULT_RELATION,
     algorithm: Annotated[
         str | None,
-        typer.Option(help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models."),
+        typer.Option(
+            help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models.",
+            autocompletion=algorithm_names,
+        ),
     ] = None,
     oracle: Annotated[
         str | None, typer.Option(help="Of perturbed-sgd: adaptive-spider, spider or mini-batch.")
@@ -199,8 +207,6 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     from quietgrad.training.minimizing import progress_bar
 
     if spec.landscape is not None:
-        from quietgrad.cli.landscapes import run_on_landscape
-
         return run_on_landscape(spec, out, quiet=quiet, resumed=resumed)
     data = spec.load_data()
     facts = spec.describe_objective(data)
@@ -250,7 +256,6 @@ def finish(
     objective: Any = None,
 ) -> Result:
     """Score the model, and write the result and the report of a run that is over."""
-    from quietgrad.cli.evaluation import evaluate
 
     facts = spec.describe_objective(data)
     from quietgrad.objectives.tables.frame import Frame
@@ -264,7 +269,7 @@ def finish(
         result,
         data={"name": data.name, "notes": list(data.notes)},
         details=details,
-        metrics=evaluate(
+        metrics=plain_scores(
             objective or objective_from(facts),
             result.params,
             data,
@@ -310,3 +315,118 @@ def _check_folder(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out} holds an interrupted run: `quietgrad resume {out}`, or choose another --out.")
     if (out / "result.json").exists() and not overwrite:
         raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
+
+
+HELD_OUT = "held-out records, without noise"
+TRAINING = "private training records, without noise"
+
+
+def plain_scores(
+    objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, train: bool, frame: Frame | None = None
+) -> dict[str, Any]:
+    """Scores on the held-out part, if there is one, and on the training part if ``train`` says so.
+
+    ``frame`` is the box that the model keeps rows and predictions in. ``"private": false`` marks all scores;
+    ``"computed_on"`` says whose records each was computed on.
+    """
+    metrics: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    if data.X_test is not None:
+        scores = _scores_on(objective, params, (data.X_test, data.y_test), data.task, frame)
+        metrics |= {f"test_{name}": value for name, value in scores.items()}
+        where |= {f"test_{name}": HELD_OUT for name in scores}
+    if train:
+        scores = _scores_on(objective, params, (data.X, data.y), data.task, frame)
+        records = objective.prepare(getattr(data, "table", None) or (data.X, data.y))
+        gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
+        metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
+        where |= {name: TRAINING for name in metrics if not name.startswith("test_")}
+    return {**metrics, "private": False, "computed_on": where} if metrics else {}
+
+
+def _scores_on(
+    objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str, frame: Frame | None
+) -> dict[str, float]:
+    if part[1] is None:
+        return scan_scores(objective, params, part[0], task, frame)
+    X = part[0] if frame is None else frame.clipped(part[0])
+    records = objective.prepare((X, part[1]))
+    answers = objective.predict(records, params)
+    if frame is not None and frame.target is not None:
+        answers = np.clip(answers, *frame.target)
+    scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}
+    if task == "regression":
+        scores["rmse"] = float(np.sqrt(np.mean((answers - part[1]) ** 2)))
+    else:
+        scores["accuracy"] = float(np.mean(answers == part[1]))
+    return scores
+
+
+_RECORDS = 1_000_000
+
+
+def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
+    """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
+    from quietgrad.cli.settings import algorithm_from, key_values
+    from quietgrad.objectives.registry import make_landscape
+    from quietgrad.training import minimize, resume
+    from quietgrad.training.minimizing import progress_bar
+    from quietgrad.training.stationarity import certify
+
+    n = spec.n_public or _RECORDS
+    its = [text.partition(".")[2] for text in spec.settings if text.startswith("landscape.")]
+    others = [text for text in spec.settings if not text.startswith("landscape.")]
+    with usage():
+        land = make_landscape(spec.landscape or "", key_values(its))
+    method = algorithm_from(spec.algorithm or "perturbed-sgd", spec.flags, others, spec.oracle)
+    promise = spec.budget()
+    pays: dict[str, Any] = {"ledger": spec.ledger_in(out), "account": spec.account, "cap": spec.cap()}
+    kept: dict[str, Any] = {"folder": out, "checkpoint_seconds": spec.checkpoint_seconds}
+    if not resumed:
+        spec.save(out)
+    with usage(), progress_bar(quiet=quiet) as watched:
+        if resumed:
+            result = resume(land, n, method, callback=watched, **kept)
+        else:
+            result = minimize(land, n, method, budget=promise, n_public=n, callback=watched, **pays, **kept)
+    found = certify(land, result.params, alpha=float(result.details.get("alpha", 0.01)))
+    curve = watched.curve_of(result.privacy.epsilon) or []
+    details = {**result.details, "certificate": str(found), "epsilon_curve": [list(point) for point in curve]}
+    result = replace(result, data={"name": land.name, "notes": ["synthetic records"]}, details=details)
+    result.save(out)
+    spec.link_ledger(out)
+    report_if_possible([out], out / "report.html")
+    if not quiet:
+        rests = result.details.get("claim")
+        say(f"{result.stopped_by}: {found}" + (f"; the stop rests on: {rests}" if rests else ""))
+    return result
+
+
+resume_app = typer.Typer(add_completion=False)
+
+
+@resume_app.command("resume", epilog="Example: quietgrad resume runs/a9a")
+def resume_command(
+    folder: Annotated[Path, typer.Argument(help="The --out folder of the interrupted run.", show_default=False)],
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Continue where a run stopped: the model is that of an undisturbed run, and nothing is spent twice.
+
+    If versions, threads or kernels changed since, fresh noise is drawn and the plan is charged again.
+    """
+    from quietgrad.errors import DataError
+    from quietgrad.training.result import load
+
+    spec = RunSpec.load(folder)
+    if (folder / "checkpoint.safetensors").exists():
+        result = run(spec, folder, quiet=quiet or as_json, resumed=True)
+    elif not (folder / "result.json").exists():
+        raise DataError(f"{folder}: the run released nothing before it stopped; train again with --out {folder}.")
+    else:
+        result = load(folder)
+        if "model" not in result.details:  # stopped after training, before scores and report were written
+            result = finish(spec, folder, spec.load_data(), result)
+        elif not as_json:
+            say(f"{folder}: the run was finished already.")
+    show(result, folder, as_json=as_json)

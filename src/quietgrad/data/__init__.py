@@ -9,23 +9,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.data.adult import a9a_from_adult
-    from quietgrad.data.dataset import Dataset, clip_rows, normalized
-    from quietgrad.data.demo import demo_dataset
-    from quietgrad.data.loading import load
-    from quietgrad.data.registry import REGISTRY
+    from quietgrad.data.builtin import a9a_from_adult
+    from quietgrad.data.dataset import (
+        Dataset,
+        clip_rows,
+        normalized,
+        split_dirichlet,
+        split_even,
+        split_uneven,
+        uneven_sizes,
+    )
+    from quietgrad.data.loading import demo_dataset, load
+    from quietgrad.data.registry import REGISTRY, fetch, find
     from quietgrad.data.scanning import Scan, scan
     from quietgrad.data.schema import Categorical, Numeric, Schema, read_schema
-    from quietgrad.data.splits import split_dirichlet, split_even, split_uneven, uneven_sizes
-    from quietgrad.data.store import fetch, find
 _HOMES = {
     "load": "loading",
     "scan": "scanning",
     "Scan": "scanning",
     "Dataset": "dataset",
-    "demo_dataset": "demo",
-    "fetch": "store",
-    "find": "store",
+    "demo_dataset": "loading",
+    "fetch": "registry",
+    "find": "registry",
     "REGISTRY": "registry",
     "Schema": "schema",
     "Numeric": "schema",
@@ -33,11 +38,11 @@ _HOMES = {
     "read_schema": "schema",
     "clip_rows": "dataset",
     "normalized": "dataset",
-    "a9a_from_adult": "adult",
-    "split_even": "splits",
-    "split_uneven": "splits",
-    "uneven_sizes": "splits",
-    "split_dirichlet": "splits",
+    "a9a_from_adult": "builtin",
+    "split_even": "dataset",
+    "split_uneven": "dataset",
+    "uneven_sizes": "dataset",
+    "split_dirichlet": "dataset",
 }
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.data.row_layout import Array, RowLayout
+from quietgrad.data.scan_partitions import Array, RowLayout
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.objectives.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
 from quietgrad.objectives.privacy_units import ContributionBounds, UnitGrouping
@@ -31,7 +31,7 @@ _CHANGED = (
 
 
 @dataclass(frozen=True)
-class Carried:
+class UserAlignedPartition:
     """A piece without its first ``skip`` rows, which are somebody's who began earlier, and with the ``tail`` of its
     own last person: the first rows of later pieces.
     """
@@ -42,7 +42,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Runs:
+class IdRuns:
     """What a piece tells of its people: secret, and held for as long as the scan is being cut.
 
     ``orders`` says whether ids never decrease: by value, and of texts by length first, as whole numbers do.
@@ -59,9 +59,9 @@ class Runs:
     orders: tuple[bool, bool]
 
     def __repr__(self) -> str:
-        return "Runs()"
+        return "IdRuns()"
 
-    def then(self, other: Runs) -> Runs:
+    def then(self, other: IdRuns) -> IdRuns:
         """Both, one after the other."""
         if not self.rows or not other.rows:
             return self if self.rows else other
@@ -70,7 +70,7 @@ class Runs:
         same = self.last == other.first
         orders = in_order(self.last, other.first)
         joined = self.foot + other.head if same else 0
-        return Runs(
+        return IdRuns(
             self.kind,
             self.first,
             other.last,
@@ -83,7 +83,7 @@ class Runs:
         )
 
 
-_NOBODY = Runs("", None, None, 0, 0, 0, 0, 0, (True, True))
+_NOBODY = IdRuns("", None, None, 0, 0, 0, 0, 0, (True, True))
 
 
 def in_order(before: Any, after: Any) -> tuple[bool, bool]:
@@ -146,7 +146,7 @@ class RunsOf:
 
     layout: RowLayout
 
-    def __call__(self, parts: Any, task: Task) -> list[Runs]:
+    def __call__(self, parts: Any, task: Task) -> list[IdRuns]:
         found = _NOBODY
         for values in self._ids(parts, task.unit):
             kind, ids = comparable(values)
@@ -157,7 +157,7 @@ class RunsOf:
                 _check_spelling(ids.take(starts))
             sizes = np.diff([*starts.tolist(), len(ids)])
             first, last = ids[0].as_py(), ids[-1].as_py()
-            some = Runs(
+            some = IdRuns(
                 kind, first, last, len(ids), len(starts), int(sizes[0]), int(sizes[-1]), int(sizes.max()), orders
             )
             found = found.then(some)
@@ -182,7 +182,7 @@ def _check_spelling(ids: Any) -> None:
             )
 
 
-def cut_by_person(units: Sequence[Any], runs: Sequence[Runs]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def cut_by_person(units: Sequence[Any], runs: Sequence[IdRuns]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The pieces with everybody's rows in one of them, and how many people begin in each.
 
     Raises:
@@ -205,9 +205,13 @@ def cut_by_person(units: Sequence[Any], runs: Sequence[Runs]) -> tuple[tuple[Any
                     "person: somebody's rows lie in two partitions of the frame. Repartition it so that "
                     "everybody's lie in one, or scan the files."
                 )
-            begun = pieces[owner] if isinstance(pieces[owner], Carried) else Carried(pieces[owner], 0)
+            begun = (
+                pieces[owner]
+                if isinstance(pieces[owner], UserAlignedPartition)
+                else UserAlignedPartition(pieces[owner], 0)
+            )
             pieces[owner] = replace(begun, tail=(*begun.tail, (units[place], found.head)))
-            pieces[place] = Carried(units[place], found.head)
+            pieces[place] = UserAlignedPartition(units[place], found.head)
             people[place] -= 1
         if people[place]:
             owner = place
@@ -270,7 +274,7 @@ def _asked(
 
 def _carried(parts: Any, unit: Any) -> Iterator[tuple[Array, Array, Any]]:
     """The rows of a piece from the first person who begins in it to the end of its last one."""
-    if not isinstance(unit, Carried):
+    if not isinstance(unit, UserAlignedPartition):
         yield from ((X, y, comparable(ids)[1]) for X, y, ids in parts.rows_of(unit) if len(X))
         return
     left, before, last = unit.skip, None, None

@@ -18,11 +18,9 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from quietgrad.data.dataset import Task as Kind
-from quietgrad.data.row_layout import Array, RowLayout
-from quietgrad.data.scan_checks import Verification, copied
-from quietgrad.data.scan_parts import ScanParts, Threads
-from quietgrad.data.scan_people import Carried, Runs, RunsOf, cut_by_person
-from quietgrad.data.scan_units import LEAST_ROWS
+from quietgrad.data.scan_partitions import LEAST_ROWS, Array, RowLayout
+from quietgrad.data.scan_people import IdRuns, RunsOf, UserAlignedPartition, cut_by_person
+from quietgrad.data.scan_reader import ScanParts, Threads, Verification, copied
 from quietgrad.data.schema import Categorical, Schema, read_schema
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter
@@ -39,7 +37,7 @@ _SPARE = 40  # MB: what libraries and results take, whatever the table
 
 
 @dataclass
-class _Seen:
+class _ScanMetadata:
     """What the first reading told; shared by all views of one scan."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -49,9 +47,9 @@ class _Seen:
     digests: tuple[bytes, ...] | None = None
     passes: list[int] = field(default_factory=lambda: [0])
 
-    def of_rows(self) -> _Seen:
+    def of_rows(self) -> _ScanMetadata:
         """What is known of the same rows, whatever is read of them."""
-        return _Seen(self.lock, sizes=self.sizes, passes=self.passes)
+        return _ScanMetadata(self.lock, sizes=self.sizes, passes=self.passes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +69,7 @@ class Scan:
     whose: ContributionBounds | None = None
     mapping: Callable[[Array], Array] | None = None
     names: tuple[str, ...] | None = None
-    _seen: _Seen = field(default_factory=_Seen, repr=False)
+    _seen: _ScanMetadata = field(default_factory=_ScanMetadata, repr=False)
 
     def __repr__(self) -> str:
         return f"Scan({self.name!r}, features={self.features}, target={self.layout.target!r})"
@@ -171,12 +169,12 @@ class Scan:
                 if self.person is None:
                     raise DataError("person: name the column of people's ids: scan(..., person=...).")
                 tasks = [Task(unit, None) for unit in self._watched]
-                read: Work[list[Runs]] = RunsOf(self.layout)
+                read: Work[list[IdRuns]] = RunsOf(self.layout)
                 runs = self._rows.total(read, tasks, _join) or []
                 self._seen.by_person = cut_by_person(self.pieces, runs)
             units, people = self._seen.by_person
             watched = zip(units, self._watched, strict=True)
-            return tuple(unit if isinstance(unit, Carried) else same for unit, same in watched), people
+            return tuple(unit if isinstance(unit, UserAlignedPartition) else same for unit, same in watched), people
 
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged in a fixed order."""
@@ -391,8 +389,10 @@ def scan(
         raise ValueError("columns, classes: the schema says them already.")
     if public is not None and target not in (None, public.label):
         raise ValueError(f"target={target!r}: the schema's label is {public.label!r}.")
-    asked = _Asked(target, public, columns, None if classes is None else tuple(classes), task, labelled, person)
-    from quietgrad.data.scan_frames import cut_source
+    asked = _ScanOptions(
+        target, public, columns, None if classes is None else tuple(classes), task, labelled, person
+    )
+    from quietgrad.data.scan_sources import cut_source
 
     layout, pieces, client, notes = cut_source(source, asked, filesystem, cluster)
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
@@ -414,11 +414,11 @@ def scan(
     if layout.may_drop:
         notes = (*notes, "rows with a missing entry left out")
     units = tuple(unit for unit, _ in pieces)
-    return Scan(layout, units, runner, rows, int(memory), notes, _seen=_Seen(sizes=known))
+    return Scan(layout, units, runner, rows, int(memory), notes, _seen=_ScanMetadata(sizes=known))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ScanOptions:
     """What the caller said of the columns."""
 
     target: str | None

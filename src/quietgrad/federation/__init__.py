@@ -9,48 +9,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.federation.dealing import deal
-    from quietgrad.federation.parties import Party
+    from quietgrad.federation.parties import Party, deal
     from quietgrad.federation.plan import FederatedPlan, Shape
     from quietgrad.federation.planning import federate
     from quietgrad.federation.simulation import simulate
     from quietgrad.secure.channel import View
-    from quietgrad.secure.encoding import sensitivity_growth
-    from quietgrad.secure.faults import DropoutError, ProtocolError
-    from quietgrad.secure.identity import Identity, Roster
-    from quietgrad.secure.masking import MaskingParty
-    from quietgrad.secure.masking_server import MaskingServer
-    from quietgrad.secure.mpc import NoiseServer
+    from quietgrad.secure.discrete_gaussian import sensitivity_growth
+    from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
+    from quietgrad.secure.local_session import SecureSession, secure_sum
+    from quietgrad.secure.masking import MaskingParty, MaskingServer
     from quietgrad.secure.servers import SharingParty, SumServer
-    from quietgrad.secure.sums import SecureSession, secure_sum
-    from quietgrad.secure.terms import Terms, slack
-    from quietgrad.secure.threat_model import ThreatModel, threats
+    from quietgrad.secure.terms import Terms, ThreatModel, slack, threats
+    from quietgrad.secure.three_party import NoiseServer
 
 # Where each public name lives; imported when first used.
 _HOMES = {
     "simulate": "federation.simulation",
     "Party": "federation.parties",
-    "deal": "federation.dealing",
+    "deal": "federation.parties",
     "federate": "federation.planning",
     "FederatedPlan": "federation.plan",
     "Shape": "federation.plan",
-    "secure_sum": "secure.sums",
-    "SecureSession": "secure.sums",
+    "secure_sum": "secure.local_session",
+    "SecureSession": "secure.local_session",
     "Terms": "secure.terms",
     "slack": "secure.terms",
-    "sensitivity_growth": "secure.encoding",
+    "sensitivity_growth": "secure.discrete_gaussian",
     "Identity": "secure.identity",
     "Roster": "secure.identity",
     "MaskingParty": "secure.masking",
-    "MaskingServer": "secure.masking_server",
+    "MaskingServer": "secure.masking",
     "SharingParty": "secure.servers",
     "SumServer": "secure.servers",
-    "NoiseServer": "secure.mpc",
+    "NoiseServer": "secure.three_party",
     "View": "secure.channel",
-    "ProtocolError": "secure.faults",
-    "DropoutError": "secure.faults",
-    "ThreatModel": "secure.threat_model",
-    "threats": "secure.threat_model",
+    "ProtocolError": "secure.identity",
+    "DropoutError": "secure.identity",
+    "ThreatModel": "secure.terms",
+    "threats": "secure.terms",
 }
 
 __all__ = [

@@ -5,41 +5,341 @@ DP-SRM through this door is DDP-SRM (paper 000, Algorithm 2); SPIDER is its dist
 round: the public query goes out, each party answers from its own sample, and the noise is where the plan's trust
 puts it. A round that lost a party is used only if a quorum is left; else it is asked again as a new release, paid
 from the plan's spare rounds, and when those are used up the run ends with the names of those who were missing.
+
+The open door of a federation: a release is a round of messages; a lost one is asked again as a new release.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.account import Account
+from quietgrad.curators.account import Account, Charge
+from quietgrad.curators.base import SessionCost, offsets_above_minimum
+from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
-from quietgrad.federation.coordinator_session import FederatedSession
 from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.rounds import LostRound, largest_reply, quorate
+from quietgrad.federation.rounds import Ask, LostRound, largest_reply, named, quorate, rounds
+from quietgrad.federation.secure_roles import draw as draw_cohort
+from quietgrad.federation.secure_roles import rescaling
 from quietgrad.federation.transport import Transport
-from quietgrad.federation.wire import Message, encode
-from quietgrad.objectives.base import Objective
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.secure.faults import ProtocolError
-from quietgrad.secure.identity import Identity, Roster
-
-AGGREGATES = "aggregates.bin"
-"""What a coordinator keeps of a run that is not over, in its folder."""
+from quietgrad.federation.wire import Message, Scores, encode, off_plan, pack
+from quietgrad.objectives.base import Objective, Query, Regularizer
+from quietgrad.plans.schedule import Plan
+from quietgrad.privacy import events
+from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
+from quietgrad.sampling import SinglePass
+from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
+from quietgrad.vectors import Vector, zeros_like
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger
 
+
 Floats = npt.NDArray[np.float64]
+_VAIN = 8  # times that a round may fail before its question has left
+
+
+class FederatedSession:
+    """The open door to many parties; see :class:`quietgrad.curators.base.Session`."""
+
+    def __init__(
+        self,
+        plan: FederatedPlan,
+        curator: FederatedCurator,
+        store: AggregateStore,
+        charge: Charge,
+    ) -> None:
+        self.plan: Plan = plan
+        self._plan = plan
+        self.objective: Any = curator.objective
+        self.regularizer: Regularizer = curator.objective.regularizer
+        self.faults: list[tuple[int, dict[str, str]]] = []
+        """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
+        self._store, self._exchange, self._charge = store, curator.exchange, charge
+        self.epochs, self.run = 1, store.run
+        self._answered: set[str] = set()
+        self._tell = curator.tell
+        curator.admitted = self._admitted
+        self._vain = _VAIN + (
+            len(plan.names) if plan.cohort else 0
+        )  # each time somebody else may turn out to be away
+        self.seeded = curator.seeded
+        self._key = curator._key if self.seeded else run_key(curator._key, store.run)
+        self._rounds = rounds(plan, curator.exchange, curator._identity, curator._roster)
+        self._zero = zeros_like(curator.objective.initial(plan.shape))
+        self._sources = {
+            slot.name: slot.mechanism.source(self._key, slot.name, plan.limit(slot.name))
+            for slot in plan.schedule.slots
+        }
+        self._made = {slot.name: 0 for slot in plan.schedule.slots}
+        self._draws = dict(self._made)
+        self._replay = list(reversed(store.done))
+        self._round = store.last_round
+        self._claimed = curator.claimed
+        self._filter = plan.schedule.composition == "filter"
+        self._rho = plan.event_rho if self._filter and plan.budget is not None else math.inf
+        self.rho_left = self._rho
+        self.closed = False
+        if store.resumed and not store.done:
+            self._catch_up()
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Releases charged so far by slot, lost rounds among them."""
+        return dict(self._draws)
+
+    @property
+    def made(self) -> int:
+        """Rounds completed so far, of all slots."""
+        return sum(self._made.values())
+
+    def expected_batch(self, slot: str) -> float:
+        return self._plan.schedule[slot].sampling.expected_batch(self._plan.n_public)
+
+    def uniform(self, label: str) -> float:
+        word = SecureStream(self._store.public_key, f"public/{label}").uint64(0, 1)[0]
+        return float(word >> np.uint64(11)) * 2.0**-53
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        total = self._replayed(slot, rho)
+        if total is None:
+            total = self._ask(slot, query, rho)
+        if isinstance(self._zero, np.ndarray) or len(total) != len(self._zero):
+            return total
+        return self._zero.new_tensor(total)
+
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums.
+
+        ``offsets`` are added here, once: parties answer for their records only.
+        """
+        relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
+        public = offsets_above_minimum(offsets, len(queries))
+        chosen = self._replayed(slot, rho)
+        if chosen is None:
+            chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
+        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen + public))
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        raise BudgetError("a noisy search needs one curator of all held-out records; parties use Algorithm 4.")
+
+    def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
+        """Book the run here and at every party; a run that was interrupted meanwhile may simply close again."""
+        if self.closed:
+            raise BudgetError("this session is closed already; open a new one for a new plan.")
+        self.closed = True
+        self._store.end()
+        words = {"run": self._store.run, "reason": reason}
+        # A party who does not hear of the end keeps the whole plan charged, which is what it books anyway.
+        message = encode(Message("close", words))
+        self._exchange.call(dict.fromkeys(self._plan.names, message), {})
+        event = self._charge.close(self._spent_event(), reason=reason, data_dependent=data_dependent)
+        return SessionCost(event, self.used, reason, data_dependent)
+
+    def forget(self) -> None:
+        """The result is safe: remove what was kept to continue the run."""
+        self._store.remove()
+
+    def leave(self) -> None:
+        """Let go of what was kept, for whoever continues the run."""
+        self._store.close()
+
+    # --- rounds -----------------------------------------------------------------------------------------------
+
+    def _ask(self, slot: str, query: Query, rho: float | None, offsets: Floats | None = None) -> Floats:
+        """Ask until a round is complete, each time as a new release, and keep the aggregate before it is used."""
+        if self.closed:
+            raise BudgetError("this session is closed; open a new one for a new plan.")
+        if self._store.ended:
+            raise BudgetError("the kept run had ended and this one asks for more; not the same run.")
+        if self._made[slot] >= self._plan.schedule[slot].count:
+            raise ExhaustedError(
+                f"the plan allows {self._plan.schedule[slot].count} releases of {slot!r} and all were made."
+            )
+        dim = query.dim(self._plan.shape)
+        if query.bound == 0.0:  # exactly zero whatever the data: nobody is asked
+            self._begin(slot, self._round + 1, rho)
+            return self._keep(slot, np.zeros(dim), self._round)
+        fields, arrays = pack(query)
+        if (reason := off_plan(self._plan.templates[slot], fields, arrays)) is not None:
+            raise BudgetError(f"slot {slot!r}: {reason}; nobody was asked.")  # as every party would say
+        multiplier = self._plan.multiplier(slot, rho)
+        self._check_left(slot, rho)
+        vain = 0
+        while True:
+            again = self._store.unfinished == slot and self._plan.trust != "secure"
+            # The question that an interrupted run left open is asked again as it was: the answers are the same.
+            t = self._round if again else self._round + 1
+            draw = self._draws[slot] - 1 if again else self._draws[slot]
+            if not again:
+                self._check_spare(slot)
+            faults: dict[str, str] = {}
+            cohort = draw_cohort(self._plan, self._key, t, self._exchange.away)
+            invited = self._present(cohort, faults)
+            words = {"run": self._store.run, "round": t, "slot": slot, "draw": draw, "rho": rho}
+            words |= {"dim": dim, "query": fields}
+            ask = Ask(cohort, invited, t, slot, words, arrays, dim, float(query.bound), multiplier)
+            try:
+                total, present = self._rounds.collect(ask, faults, lambda: self._begin(slot, t, rho))  # noqa: B023
+            except LostRound as lost:
+                begun = self._round >= t
+                self._store.unfinished = None
+                vain = 0 if begun else vain + 1
+                self._lost(t, slot, lost.faults, vain)
+                continue
+            if faults:
+                self.faults.append((t, faults))
+                self._tell(f"round {t} is complete without some ({named(faults)})")
+            self._answered.update(name for name in ask.invited if name not in faults)
+            finished = self._finished(ask, query, total, rho, offsets)
+            if not isinstance(query, Scores):
+                finished *= rescaling(self._plan, present)
+            return self._keep(slot, finished, t)
+
+    def _present(self, names: tuple[str, ...], faults: dict[str, str]) -> tuple[str, ...]:
+        """Those of a round who are there, once they are a quorum and the servers are there too."""
+        servers = self._plan.servers
+        enough = quorate(self._plan, *servers)
+        here = self._exchange.here((*names, *servers), enough, faults)
+        if not enough(here):
+            raise DropoutError(
+                list(faults),
+                f"missing for {self._exchange.patience:g} s ({named(faults)}); {len(here) - len(servers)} are here "
+                f"and {self._plan.quorum} are needed. When they are back, the same commands continue the run",
+            )
+        return tuple(name for name in here if name not in servers)
+
+    def _lost(self, t: int, slot: str, faults: dict[str, str], vain: int) -> None:
+        """A round went wrong: say so, and give up if it does so again and again before anybody is asked."""
+        if not vain:
+            self.faults.append((t, faults))
+            left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]) + 1)
+            self._tell(f"round {t} is lost ({named(faults)}); {left} spare rounds are left")
+            return
+        self._tell(f"round {t} is begun anew ({named(faults)}); it has cost nothing")
+        if vain > self._vain:
+            raise DropoutError(list(faults), f"round {t} cannot begin: {named(faults)}")
+        self._exchange.transport.clock.sleep(0.1 * 2.0 ** min(vain, 8))
+
+    def _admitted(self, name: str, reply: Message) -> None:
+        """A member is back: it needs keys, and its journal if records are used once."""
+        self._rounds.reset()
+        fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
+        if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
+            raise ProtocolError(name, "restarted without its journal and cannot tell used records from fresh")
+
+    def _check_spare(self, slot: str) -> None:
+        """Refuse to go on if every spare round of ``slot`` was used."""
+        if self._draws[slot] - self._made[slot] > self._plan.spare:
+            t, faults = self.faults[-1] if self.faults else (self._store.last_round, {})
+            why = named(faults) or "interrupted"
+            raise DropoutError(
+                list(faults) or ["coordinator"],
+                f"round {t} was lost ({why}) and the plan's {self._plan.spare} spare rounds are used up",
+            )
+
+    def _check_left(self, slot: str, rho: float | None) -> None:
+        if rho is not None and self._plan.is_private and not 0.0 < rho <= self.rho_left:
+            raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
+        sampling = self._plan.schedule[slot].sampling
+        if isinstance(sampling, SinglePass) and self._taken() + sampling.batch_size > sampling.n:
+            raise ExhaustedError(f"fresh records are used up: {self._taken()} of {sampling.n} were taken.")
+
+    def _begin(self, slot: str, t: int, rho: float | None) -> None:
+        """Charge a release of ``slot``, durably: its question leaves now."""
+        if t <= self._round:  # it was charged when it was asked the first time
+            return
+        self._check_left(slot, rho)
+        if rho is not None and self._plan.is_private:
+            self.rho_left -= rho
+        self._round = t
+        self._draws[slot] += 1
+        self._store.ask(t, slot, rho)
+
+    def _taken(self) -> int:
+        slots = self._plan.schedule.slots
+        return sum(s.sampling.batch_size * self._draws[s.name] for s in slots if isinstance(s.sampling, SinglePass))
+
+    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None, offsets: Floats | None) -> Floats:
+        """What leaves: with the curator's noise if it is the one who adds it."""
+        if self._plan.trust != "curator" or ask.multiplier == 0.0:
+            return total
+        source, number = self._sources[ask.slot], ask.fields["draw"]
+        if isinstance(query, Scores):
+            assert rho is not None
+            most = max(each.bound for each in query.candidates) * self._plan.reach
+            scores = total if offsets is None else total + offsets
+            return np.array([float(source.choose(scores, number, rho, most))])
+        source.add(total, number, ask.multiplier, ask.bound * self._plan.reach)
+        return total
+
+    def _keep(self, slot: str, total: Floats, t: int) -> Floats:
+        self._store.finish(t, slot, total)
+        self._made[slot] += 1
+        return total
+
+    def _replayed(self, slot: str, rho: float | None) -> Floats | None:
+        """The aggregate that an interrupted run already released here, if there is one."""
+        if not self._replay:
+            return None
+        done = self._replay.pop()
+        if done.slot != slot:
+            raise BudgetError(
+                f"the kept run released {done.slot!r} here and this one asks {slot!r}; not the same run."
+            )
+        self._made[slot] += 1
+        self._draws[slot] += 1
+        if rho is not None and self._plan.is_private:
+            self.rho_left -= rho
+        if not self._replay:
+            self._catch_up()
+        return done.value
+
+    def _catch_up(self) -> None:
+        """Count the rounds that were asked and never finished: they are spent."""
+        self._draws = {name: self._store.asked.get(name, 0) for name in self._made}
+        # What parties have answered beyond what is kept here was released and is lost, unless it is what would be
+        # asked next: then they repeat it.
+        last, draws = self._claimed
+        if last > self._round + (self._plan.trust != "secure"):
+            self._round, self._store.unfinished = last, None
+            self._draws = {name: max(n, draws.get(name, 0)) for name, n in self._draws.items()}
+        if self._filter and self._plan.is_private:
+            self.rho_left = self._rho - self._store.rho
+
+    def _spent_event(self) -> events.Event | None:
+        """The whole plan, or what its zCDP filter counted.
+
+        Spare rounds that were not needed are not given back: whether a round is lost is up to any member, who has
+        seen earlier releases by then.
+        """
+        if self._plan.budget is None:
+            return None
+        if self._filter and self.rho_left < self._rho:
+            return self._plan.filter_event(self._rho - self.rho_left)
+        return self._plan.event
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What went wrong on the way, for the result."""
+        return tuple(f"round {t}: {named(faults)}" for t, faults in self.faults)
+
+
+AGGREGATES = "aggregates.bin"
+"""What a coordinator keeps of a run that is not over, in its folder."""
 
 
 class FederatedCurator:
@@ -172,7 +472,7 @@ def adversary(plan: FederatedPlan) -> str:
         return adversary(replace(plan, matched="")) + BUT_FOR_LISTS
     if plan.trust in ADVERSARIES:
         return ADVERSARIES[plan.trust]
-    from quietgrad.secure.threat_model import threats
+    from quietgrad.secure.terms import threats
 
     rows: Mapping[str, str] = dict(threats(plan.terms(max(plan.dims.values()))).rows)
     return "; ".join(f"{question}: {answer}" for question, answer in rows.items())

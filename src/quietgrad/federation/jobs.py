@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from quietgrad.errors import DataError
-from quietgrad.federation.toml_plan import PlanFile
+from quietgrad.federation.plan_file import PlanFile
 
 Engine = Literal["flare", "flower"]
 _HOME = "quietgrad.federation.transport"

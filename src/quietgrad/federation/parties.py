@@ -1,7 +1,13 @@
-"""Parties of a federation: their records, names and ledgers."""
+"""Parties of a federation: their records, names and ledgers.
+
+Public ways to deal the records of one table to parties, for simulations and experiments.
+
+How much each party counts, and how a batch is dealt among parties.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
+from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.errors import DataError
 from quietgrad.federation.matching import Matching
 from quietgrad.objectives.person_ids import factorize_ids, hashed_ids, kind_of
@@ -118,3 +126,77 @@ def names_of(parties: Sequence[Party]) -> tuple[str, ...]:
     if twice:
         raise ValueError(f"parties: the name {twice[0]!r} is given twice.")
     return names
+
+
+def deal(
+    X: Any,
+    y: npt.ArrayLike,
+    m: int,
+    *,
+    unevenness: float = 1.0,
+    dirichlet: float | None = None,
+    seed: int | None = 0,
+) -> list[Party]:
+    """Split one table among m parties: evenly, with sizes n_max/n_min = ``unevenness``, or with skewed labels.
+
+    Args:
+        X, y: the table.
+        m: how many parties.
+        unevenness: n_max/n_min, sizes between them geometric; 1 is even. (Paper 002's u has two groups of sizes.)
+        dirichlet: α of label shares drawn from Dirichlet(α) instead; small α makes the parties' labels differ.
+        seed: of the shuffle; ``None`` keeps the order (even and uneven splits only).
+
+    >>> [party.size for party in deal(np.zeros((70, 2)), np.zeros(70), 3, unevenness=4)]
+    [40, 20, 10]
+    """
+    labels = np.asarray(y)
+    if dirichlet is not None:
+        if unevenness != 1.0 or seed is None:
+            raise ValueError(
+                "dirichlet: needs a seed, and sizes then follow from the labels; leave unevenness out."
+            )
+        parts = split_dirichlet(labels, m, dirichlet, seed)
+    elif unevenness == 1.0:
+        parts = split_even(len(labels), m, seed)
+    else:
+        parts = split_uneven(len(labels), m, unevenness, seed)
+    return [Party(X[part], labels[part], ids=part) for part in parts]
+
+
+Weights = str | Sequence[float]
+"""``"size"`` (n_j/n), ``"equal"`` (1/m), or one number per party."""
+
+
+def factors(weights: Weights, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """What party j multiplies its sum by, w_j·n/n_j, so that the average of parties has weights w_j.
+
+    >>> factors("size", (30, 10)), factors("equal", (30, 10))
+    ((1.0, 1.0), (0.6666666666666666, 2.0))
+    """
+    m, n = len(sizes), sum(sizes)
+    if weights == "size":
+        return (1.0,) * m
+    if weights == "equal":
+        given: list[float] = [1.0] * m
+    elif isinstance(weights, str):
+        raise ValueError(f"weights={weights!r}: must be 'size', 'equal' or one number per party.")
+    else:
+        given = [float(w) for w in weights]
+    if len(given) != m or not all(0.0 <= w < math.inf for w in given) or not sum(given) > 0.0:
+        raise ValueError(f"weights={weights!r}: must be {m} numbers ≥ 0, one per party, that do not sum to 0.")
+    return tuple(w / sum(given) * n / size for w, size in zip(given, sizes, strict=True))
+
+
+def shares(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Whole numbers proportional to ``sizes`` that sum to ``total``, by largest remainders, never above a size.
+
+    >>> shares(10, (70, 20, 10)), shares(2, (50, 30, 20))
+    ((7, 2, 1), (1, 1, 0))
+    """
+    everyone = sum(sizes)
+    exact = [total * size / everyone for size in sizes]
+    given = [min(int(share), size) for share, size in zip(exact, sizes, strict=True)]
+    order = sorted(range(len(sizes)), key=lambda j: given[j] - exact[j])
+    for j in order[: total - sum(given)]:
+        given[j] += 1
+    return tuple(given)

@@ -3,6 +3,8 @@
 Everything a coordinator may say arrives at :meth:`PartyCurator.handle` as bytes. The party draws its own sample,
 clips, sums, and lets go of the sum only as the plan's trust says: to a trusted curator, under its own noise, or
 inside a secure sum.
+
+Which of its records a party lets take part in a round: its own secret samples, at the plan's public rates.
 """
 
 from __future__ import annotations
@@ -16,14 +18,11 @@ import numpy.typing as npt
 
 from quietgrad.curators.account import Account
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.federation.approval import Approval
-from quietgrad.federation.journal import Journal, LastReply, digest_of
+from quietgrad.federation.journal import Approval, Journal, LastReply, digest_of
 from quietgrad.federation.matching import Matching
-from quietgrad.federation.members import Member, SecureMember, Stranger
-from quietgrad.federation.party_sampling import Draw, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.queries import off_plan, unpack
-from quietgrad.federation.wire import Message, limit
+from quietgrad.federation.secure_roles import Member, SecureMember, Stranger
+from quietgrad.federation.wire import Message, limit, off_plan, unpack
 from quietgrad.files import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
@@ -31,13 +30,77 @@ from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.mechanisms import NoiseSource
 from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
-from quietgrad.sampling import FixedSize
-from quietgrad.secure.faults import ProtocolError
+from quietgrad.sampling import CyclicCohorts, FixedSize, Poisson, SinglePass
+from quietgrad.secure.identity import ProtocolError
 from quietgrad.vectors import zeros_like
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger
     from quietgrad.secure.identity import Identity, Roster
+
+
+Draw = Callable[[int], npt.NDArray[np.int64] | None]
+"""Record positions of draw i of a slot; ``None`` means all records."""
+
+
+def samplers(
+    plan: FederatedPlan,
+    party: int,
+    key: bytes,
+    n_records: int,
+    ids: npt.NDArray[Any] | None,
+    drawn: Callable[[str], int],
+) -> dict[str, Draw]:
+    """The sampler of every slot for one party.
+
+    Args:
+        key: secret; with ``ids`` all parties share it and sample by record, as one curator of all records would.
+        drawn: how often each slot was drawn already, if the party restarted.
+    """
+    owner = f"/{plan.names[party]}" if ids is None else ""
+    found: dict[str, Draw] = {}
+    fresh = None
+    for slot in plan.schedule.slots:
+        sampling, stream = slot.sampling, SecureStream(key, f"sample/{slot.name}{owner}")
+        if isinstance(sampling, SinglePass):
+            if fresh is None:
+                names = np.arange(n_records) if ids is None else ids
+                fresh = _FreshRecords(names, sampling.n, SecureStream(key, f"sample/fresh{owner}"))
+            fresh.skip(sampling.batch_size * drawn(slot.name))
+            found[slot.name] = fresh.taking(sampling.batch_size)
+        elif isinstance(sampling, FixedSize):
+            batch = plan.batch_sizes(sampling.batch_size)[party]
+            found[slot.name] = FixedSize(n_records, batch).sampler(n_records, stream).batch if batch else _nobody
+        elif isinstance(sampling, CyclicCohorts) and ids is not None:
+            found[slot.name] = sampling.by_id(ids, stream).batch
+        elif isinstance(sampling, Poisson) and ids is not None:
+            found[slot.name] = sampling.keyed_sampler(ids, stream).batch
+        else:
+            found[slot.name] = sampling.sampler(n_records, stream).batch
+    return found
+
+
+class _FreshRecords:
+    """Records that are used once: each has a secret slot of n, drawn on its own by a keyed hash of its id.
+
+    The same under both relations: a replaced record keeps its id, hence its slot.
+    """
+
+    def __init__(self, ids: npt.NDArray[Any], n: int, stream: SecureStream) -> None:
+        from quietgrad.sampling.samplers import SlotSampler, hashed_slots
+
+        self._sampler = SlotSampler(hashed_slots(ids, n, stream), n)
+
+    def taking(self, count: int) -> Draw:
+        return lambda draw: self._sampler.take(count)
+
+    def skip(self, count: int) -> None:
+        self._sampler.skip_to(self._sampler.position + count)
+
+
+def _nobody(draw: int) -> npt.NDArray[np.int64]:
+    return np.empty(0, np.int64)
+
 
 Floats = npt.NDArray[np.float64]
 

@@ -24,8 +24,8 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from quietgrad.errors import BudgetError
-from quietgrad.federation.queries import Template
-from quietgrad.federation.weights import shares
+from quietgrad.federation.parties import shares
+from quietgrad.federation.wire import Template
 from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
@@ -373,7 +373,7 @@ class FederatedPlan(Plan):
 
     def _told(self) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
-        from quietgrad.federation.explain import explain
+        from quietgrad.federation.planning import explain
 
         return explain(self)
 

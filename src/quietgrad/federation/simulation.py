@@ -12,21 +12,18 @@ import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.account import Account
-from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, adversary
-from quietgrad.federation.coordinator_session import FederatedSession
+from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession, adversary
 from quietgrad.federation.exchange import PATIENCE, Exchange
-from quietgrad.federation.explain import local_batches, multiplicity
 from quietgrad.federation.journal import forget
 from quietgrad.federation.matching import Matching, new_key, read_key
-from quietgrad.federation.members import SumMember
-from quietgrad.federation.parties import Party, check_people, matched, names_of
+from quietgrad.federation.parties import Party, Weights, check_people, matched, names_of
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
-from quietgrad.federation.planning import federate
+from quietgrad.federation.planning import federate, local_batches, multiplicity
+from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.transport.processes import Processes
-from quietgrad.federation.weights import Weights
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds
 from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.privacy.rng import fresh_key, seed_key

@@ -3,6 +3,10 @@
 A hello carries a fresh X25519 key for this run, signed together with the digest of the run, its terms and its
 roster, and in large masked sums the neighbours that its sender drew. Whoever relays hellos cannot put himself
 in the middle, and keys are new in every run, so a restarted role can never repeat a stream of an earlier one.
+
+Who is in a round: a bitmap that the server signs, so that two lists for one round convict it.
+
+What can go wrong between parties; every fault names the one it came from, if that is proved.
 """
 
 from __future__ import annotations
@@ -14,10 +18,52 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from quietgrad.secure.faults import ProtocolError
+from quietgrad.errors import QuietgradError
+
+
+class ProtocolError(QuietgradError, RuntimeError):
+    """A message or a request that the protocol does not allow; the round is aborted and nothing is released.
+
+    Args:
+        party: the name of the one whose message was refused.
+        reason: what was wrong with it.
+
+    >>> raise ProtocolError("hospital-2", "frame is a replay")
+    Traceback (most recent call last):
+    ...
+    quietgrad.secure.identity.ProtocolError: hospital-2: frame is a replay
+    """
+
+    def __init__(self, party: str, reason: str) -> None:
+        super().__init__(f"{party}: {reason}")
+        self.party = party
+        self.reason = reason
+
+
+class DropoutError(ProtocolError):
+    """Too few parties are left for the promised noise or for recovery; the missing ones are named."""
+
+    def __init__(self, missing: list[str], reason: str) -> None:
+        super().__init__(", ".join(missing) or "nobody", reason)
+        self.missing = missing
+
+
+class ImpossibleSum(ProtocolError):
+    """A sum that no data within the bounds can have; nobody is named, because nothing proves who made it so."""
+
+    CHECK = "headroom check"
+
+    def __init__(self, length: float, most: float) -> None:
+        super().__init__(
+            self.CHECK,
+            f"the sum has length {length:.3g}, the most that clipped data and noise can have is {most:.3g}; a mask "
+            "or share was falsified, or somebody ignored the clip",
+        )
+
 
 _HELLO = struct.Struct("<4sH32s32sH")
 _MAGIC = b"QGH2"
@@ -180,3 +226,90 @@ def is_signed(key: bytes, signature: bytes, message: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+_DOMAIN = b"quietgrad survivors 1\0"
+_EMPTY = bytes(8 + 32 + 32 + 64)
+WITNESS_BYTES = len(_EMPTY)
+
+
+def pack_members(members: tuple[int, ...], parties: int) -> bytes:
+    """One bit for each party of the roster.
+
+    >>> pack_members((0, 2), 10).hex()
+    '0500'
+    """
+    bits = np.zeros(parties, np.uint8)
+    bits[list(members)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpack_members(payload: bytes, parties: int) -> tuple[tuple[int, ...], bytes]:
+    """The members, and what follows the bitmap; empty when malformed.
+
+    >>> unpack_members(bytes.fromhex("0500") + b"rest", 10)
+    ((0, 2), b'rest')
+    """
+    size = (parties + 7) // 8
+    if len(payload) < size:
+        return (), b""
+    bits = np.unpackbits(np.frombuffer(payload[:size], np.uint8), bitorder="little")
+    if bits[parties:].any():
+        return (), b""
+    return tuple(np.flatnonzero(bits).tolist()), payload[size:]
+
+
+class Witness(NamedTuple):
+    """The digest of the survivors that the server told someone, and its signature: what neighbours compare.
+
+    It outlives the keys of the run (``context``) in which it was told, so that beginning anew hides nothing.
+    """
+
+    round: int
+    context: bytes
+    digest: bytes
+    signature: bytes
+
+    @classmethod
+    def of(cls, context: bytes, t: int, bitmap: bytes, signature: bytes) -> Witness:
+        """What was told of round t, as its signature claims."""
+        return cls(t, context, hashlib.sha256(bitmap).digest(), signature)
+
+    @classmethod
+    def signed(cls, identity: Identity, context: bytes, t: int, bitmap: bytes) -> Witness:
+        """Sign the survivors of round t."""
+        digest = hashlib.sha256(bitmap).digest()
+        return cls(t, context, digest, identity.sign(_bound(context, t, digest)))
+
+    def is_from(self, key: bytes) -> bool:
+        """Whether the owner of ``key`` signed it."""
+        return is_signed(key, self.signature, _bound(self.context, self.round, self.digest))
+
+    def contradicts(self, other: Witness | None) -> bool:
+        """Whether the two are about the same round and say different things."""
+        if other is None or (self.round, self.context) != (other.round, other.context):
+            return False
+        return self.digest != other.digest
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        return (self.round + 1).to_bytes(8, "big") + self.context + self.digest + self.signature
+
+    @staticmethod
+    def unpack(data: bytes) -> Witness | None:
+        """From :meth:`pack`; None for nobody's (all zeros: there was no earlier round)."""
+        t = int.from_bytes(data[:8], "big")
+        return Witness(t - 1, data[8:40], data[40:72], data[72:]) if t else None
+
+
+def pack_witness(witness: Witness | None) -> bytes:
+    """As bytes of a fixed length.
+
+    >>> Witness.unpack(pack_witness(None)) is None
+    True
+    """
+    return _EMPTY if witness is None else witness.pack()
+
+
+def _bound(context: bytes, t: int, digest: bytes) -> bytes:
+    return _DOMAIN + context + t.to_bytes(8, "big") + digest

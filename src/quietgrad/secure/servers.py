@@ -19,11 +19,9 @@ from collections.abc import Collection, Mapping
 import numpy.typing as npt
 
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.secure.channel import Endpoint, Kind, View
-from quietgrad.secure.encoding import Vector, Words, decode, encode
-from quietgrad.secure.faults import DropoutError, ProtocolError
-from quietgrad.secure.identity import Identity, Roster
-from quietgrad.secure.noise_share import NoiseShare
+from quietgrad.secure.channel import Endpoint, Kind, NoiseShare, View
+from quietgrad.secure.discrete_gaussian import Vector, Words, decode, encode
+from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
 from quietgrad.secure.terms import Terms
 
 _SEED = 32

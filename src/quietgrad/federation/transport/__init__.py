@@ -2,7 +2,7 @@
 
 What a frame means, when it is sent again, who is missing and how a run ends is the business of
 :class:`~quietgrad.federation.exchange.Exchange` on the coordinator's side and of
-:class:`~quietgrad.federation.site.Site` on the other, so that no transport can do it differently.
+:class:`~quietgrad.federation.exchange.Site` on the other, so that no transport can do it differently.
 """
 
 from __future__ import annotations

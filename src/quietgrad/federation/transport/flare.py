@@ -20,9 +20,9 @@ from nvflare.apis.signal import Signal
 
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.approved import FILE, Approved
-from quietgrad.federation.members import Member
-from quietgrad.federation.provision import COORDINATOR
-from quietgrad.federation.site import Site, refusing
+from quietgrad.federation.exchange import Site, refusing
+from quietgrad.federation.provisioning import COORDINATOR
+from quietgrad.federation.secure_roles import Member
 from quietgrad.federation.transport import Away, Bytes, Calls
 
 TOPIC = "quietgrad"

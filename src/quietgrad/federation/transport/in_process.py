@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quietgrad.federation.site import Site
+from quietgrad.federation.exchange import Site
 from quietgrad.federation.transport import Away, Bytes, Clock, Handler
 
 FaultKind = Literal[

@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 
 from quietgrad.errors import DataError
-from quietgrad.federation.site import Site
+from quietgrad.federation.exchange import Site
 from quietgrad.federation.transport import Away, Bytes
 
 _LENGTH = struct.Struct("<Q")

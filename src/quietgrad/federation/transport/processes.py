@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 
-from quietgrad.federation.site import Site
+from quietgrad.federation.exchange import Site
 from quietgrad.federation.transport import Away, Bytes, Calls, Handler
 from quietgrad.federation.transport.local_socket import receive, send
 

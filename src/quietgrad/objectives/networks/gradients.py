@@ -163,7 +163,7 @@ class Collector:
         site.grad = None
         if self._first:
             kept: Any = content
-            if isinstance(content, Record) and site.kernel is not None and not _reads_batch(site):
+            if isinstance(content, Record) and site.kernel is not None and not site.reads_batch:
                 kept = site.kernel.remember(content, self.mix, self._space(site), site.slots)
             self._before[number] = kept
             return
@@ -264,11 +264,6 @@ def _clustered(covers: Sequence[slice]) -> list[_Cluster]:
         last.same &= (slot.start, slot.stop) == (last.start, last.stop)
         last.stop = max(last.stop, slot.stop)
     return clusters
-
-
-def _reads_batch(site: Site) -> bool:
-    """Whether what went in is the records themselves: the same at both points, and cheaper taken together."""
-    return site.given is not None and not site.given.requires_grad and site.given.is_leaf
 
 
 @full_precision()

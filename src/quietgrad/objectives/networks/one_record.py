@@ -55,7 +55,6 @@ class Pass:
     sites: list[Site]
     valid: Tensor | None = None
     alone: bool = False
-    taps: Taps | None = None
 
 
 class RecordProgram:
@@ -170,11 +169,12 @@ class RecordProgram:
         if drew and not self.draws:
             self.draws = True
             return self._vmapped(program, params, record, keys, rows, arrived)
-        for site in taps.sites:
+        sites = taps.done()
+        for site in sites:
             site.arrived = arrived
-        self.sites = max(self.sites, len(taps.sites))
+        self.sites = max(self.sites, len(sites))
         valid = taps.valid if taps.valid is not None and not bool(taps.valid.all()) else None
-        return Pass(rows, refilled(kept[0], iter(outputs)), taps.sites, valid, taps=taps)
+        return Pass(rows, refilled(kept[0], iter(outputs)), sites, valid)
 
     def by_itself(
         self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordKeys, row: int,
@@ -232,8 +232,8 @@ class RecordProgram:
             yield
 
 
-def _vector_of(slot: slice) -> Callable[[Tensor], Vectors]:
-    return lambda grad: [(slot, grad)]
+def _vector_of(slot: slice) -> Callable[[Site, Tensor], Vectors]:
+    return lambda _, grad: [(slot, grad)]
 
 
 def _telling(site: Site) -> Callable[[Tensor], None]:
@@ -272,6 +272,16 @@ def full_precision() -> Iterator[None]:
         yield
 
 
+def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+class _NotCheckpointed:
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
 @contextmanager
 def _torch_as_needed() -> Iterator[None]:
     """Two things of torch's, while a program runs.
@@ -285,22 +295,14 @@ def _torch_as_needed() -> Iterator[None]:
         autograd_function.has_overridden_vmap_rule,
     )
 
-    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-    class Plain:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return function(*args)
-
     def refuse_own_rule(function: Any) -> bool:
         if held[2](function):
             raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
         return False
 
     try:
-        checkpointing.CheckpointFunction = Plain  # type: ignore[misc, assignment]
-        checkpointing._checkpoint_without_reentrant_generator = nothing
+        checkpointing.CheckpointFunction = _NotCheckpointed  # type: ignore[misc, assignment]
+        checkpointing._checkpoint_without_reentrant_generator = _run_once
         autograd_function.has_overridden_vmap_rule = refuse_own_rule  # type: ignore[assignment]
         yield
     finally:

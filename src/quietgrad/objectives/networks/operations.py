@@ -241,9 +241,10 @@ def _over_last(
     if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
         return NotImplemented
     rows = taps.rows(input)
+    still = rows.detach()
 
     def sums(grad: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = norm(rows.detach(), None, None) * grad
+        scaled = norm(still, None, None) * grad
         return tuple(_leading(each.flatten(-axes)) for each in (scaled, grad))  # type: ignore[return-value]
 
     with taps.outside():
@@ -290,10 +291,10 @@ def _over_channels(
     if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias) or input.dim() < 2:
         return NotImplemented
     rows = taps.rows(input)
-    images = rows.shape[1]
+    still, images = rows.detach(), rows.shape[1]
 
     def sums(grad: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = norm(rows.detach().flatten(0, 1), None, None) * grad
+        scaled = norm(still.flatten(0, 1), None, None) * grad
         return tuple(  # type: ignore[return-value]
             each.reshape(-1, images, each.shape[1], each[0, 0].numel()).sum((1, 3)) for each in (scaled, grad)
         )

@@ -70,7 +70,7 @@ class Site:
         kernel: Kernel | None = None,
         slots: Mapping[str, slice] | None = None,
         given: Tensor | None = None,
-        vectors: Callable[[Tensor], Vectors] | None = None,
+        vectors: Callable[[Site, Tensor], Vectors] | None = None,
         covers: Sequence[slice] = (),
         copied: int = 0,
     ) -> None:
@@ -78,7 +78,9 @@ class Site:
         self.names = tuple(names)
         self.kernel = kernel
         self.slots = dict(slots or {})
-        self.given = given
+        # Without its graph, which holds the site: both would keep each other alive, with all activations.
+        self.given = None if given is None else given.detach()
+        self.reads_batch = given is not None and not given.requires_grad  # the same at both points of a difference
         self.vectors = vectors
         self.covers = tuple(covers) or tuple(self.slots.values())
         self.copied = copied  # numbers that are written out for each record
@@ -106,10 +108,10 @@ class Site:
             return None
         if self.kernel is not None:
             assert self.given is not None
-            given = self.given.detach()
-            return Record(given.to(dtype) if given.is_floating_point() else given, self.grad.to(dtype))
+            given = self.given.to(dtype) if self.given.is_floating_point() else self.given
+            return Record(given, self.grad.to(dtype))
         assert self.vectors is not None
-        return [(slot, values.to(dtype)) for slot, values in self.vectors(self.grad)]
+        return [(slot, values.to(dtype)) for slot, values in self.vectors(self, self.grad)]
 
 
 class _Tap(torch.autograd.Function):
@@ -166,7 +168,6 @@ class Taps(TorchFunctionMode):
         self.early = early
         self.factories = factories
         self.sites: list[Site] = []
-        self.asked = False
         self.level = -1
         self.anchor = torch.zeros((), requires_grad=True)
         self.valid: Tensor | None = None  # which records answer as the pass goes; None: all
@@ -232,6 +233,12 @@ class Taps(TorchFunctionMode):
             if id(table[1]) in self._slots and isinstance(result, Tensor):
                 self._looked_up[id(result)] = (table[1], table[0], padding)
         return result
+
+    def done(self) -> list[Site]:
+        """The sites of a program that has ended. What only it needed is let go of."""
+        sites, self.sites = self.sites, []
+        self._copies.clear()
+        return sites
 
     # --- records and parameters ---------------------------------------------------------------------------------
 
@@ -299,21 +306,19 @@ class Taps(TorchFunctionMode):
             known = {role: slot for role, slot in slots.items() if slot is not None}
             return Site(operation, names, kernel=kernel, slots=known, given=given)
 
-        def vectors(grad: Tensor) -> Vectors:
+        def vectors(site: Site, grad: Tensor) -> Vectors:
             assert site.given is not None
-            made = kernel_vectors(kernel, Record(site.given.detach(), grad), wanted)
+            made = kernel_vectors(kernel, Record(site.given, grad), wanted)
             return [part for role, each in made.items() for part in self._pulled_back(wanted[role], each)]
 
-        site = self._vector_site(operation, list(wanted.values()), vectors)
-        site.given = given
-        return site
+        return self._vector_site(operation, list(wanted.values()), vectors, given)
 
     def affine(
         self, operation: str, weight: Any, bias: Any, sums: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> Site:
         """The site of a scale and a shift; ``sums`` gives the records' vectors of both, (n, size)."""
 
-        def vectors(grad: Tensor) -> Vectors:
+        def vectors(site: Site, grad: Tensor) -> Vectors:
             made = zip((weight, bias), sums(grad), strict=True)
             return [
                 part for value, each in made if self.is_shared(value) for part in self._pulled_back(value, each)
@@ -321,7 +326,10 @@ class Taps(TorchFunctionMode):
 
         return self._vector_site(operation, [v for v in (weight, bias) if self.is_shared(v)], vectors)
 
-    def _vector_site(self, operation: str, values: list[Tensor], vectors: Callable[[Tensor], Vectors]) -> Site:
+    def _vector_site(
+        self, operation: str, values: list[Tensor], vectors: Callable[[Site, Tensor], Vectors],
+        given: Tensor | None = None,
+    ) -> Site:  # fmt: skip
         names = [name for value in values for name in self.names_of(value)]
         covers: list[slice] = []
         copied = 0
@@ -334,7 +342,7 @@ class Taps(TorchFunctionMode):
                 mine = {self._names[i]: self._slots[i] for i in self._names}
                 covers += [mine[name] for name in self.names_of(value)]
                 copied += sum(mine[name].stop - mine[name].start for name in self.names_of(value))
-        return Site(operation, names, vectors=vectors, covers=covers, copied=copied)
+        return Site(operation, names, given=given, vectors=vectors, covers=covers, copied=copied)
 
     def _pulled_back(self, value: Tensor, grads: Tensor) -> Vectors:
         """The records' vectors of the parameters that a shared value is made of: Jᵀ b_i, (n, size)."""
@@ -377,7 +385,7 @@ class Taps(TorchFunctionMode):
                 "embedding", self.names_of(table), kernel=embedding_kernel(len(table), padding),
                 slots={"weight": slot}, given=given,
             )  # fmt: skip
-        return self._vector_site("copy", [value], lambda grad: self._pulled_back(value, grad))
+        return self._vector_site("copy", [value], lambda _, grad: self._pulled_back(value, grad))
 
     def spread(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation without a kernel: what it is given of parameters is copied for each record."""
@@ -414,7 +422,6 @@ class Taps(TorchFunctionMode):
 
     def _most(self, rows: Tensor) -> int:
         """A record that answers as most do; the others are not valid in this pass."""
-        self.asked = True
         flat = rows.reshape(self.count, -1)
         valid = torch.ones(self.count, dtype=torch.bool) if self.valid is None else self.valid
         first = int(valid.nonzero()[0])

@@ -1,0 +1,106 @@
+"""`quietgrad certificate` and `quietgrad verify`: a run's claim as one file, and its check without the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quietgrad.cli.options import Json, say, show_json, show_rows
+from quietgrad.sanitize import sanitize
+
+certificate_app = typer.Typer(add_completion=False)
+
+
+@certificate_app.command(
+    epilog="Example: quietgrad keys generate signer.key   ·   "
+    "quietgrad certificate runs/a9a -o a9a.certificate.json --key signer.key"
+)
+def certificate(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file; else certificate.json in the folder.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="Sign with this key, which `quietgrad keys generate` made.")
+    ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Where the run was paid, if its folder does not say.", show_default=False),
+    ] = None,
+    run_only: Annotated[
+        bool, typer.Option("--run-only", help="Leave out the ledger's lines of other runs and accounts.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write plan, releases, ledger lines and versions of a run as canonical JSON, signed if a key is given.
+
+    The run's ε is proved again first; what its options or ledger refute is not certified. No record is in the file.
+    """
+    from quietgrad.certificates import SigningKey, issue
+
+    signer = None if key is None else SigningKey.read(key)  # before the work, so that a mistake is told at once
+    document = issue(folder, whole_ledger=not run_only, ledger=ledger)
+    if signer is not None:
+        document = signer.sign(document)
+    target = document.write(output or folder / "certificate.json")
+    if as_json:
+        show_json({"certificate": str(target), "digest": document.digest, "signature": document.signature})
+        return
+    say(f"certificate: {target}")
+    if signer is None:
+        say("It is not signed: others can check that it is consistent, not who made it (--key signs it).")
+    else:
+        say(f"Signed by {signer.public}. Give others the public key by another way than the file.")
+
+
+verify_app = typer.Typer(add_completion=False)
+_MARKS = {True: "yes", False: "NO", None: "–"}
+
+
+@verify_app.command(epilog="Example: quietgrad verify a9a.certificate.json --public-key signer.key.pub")
+def verify(
+    file: Annotated[Path, typer.Argument(help="The certificate.", show_default=False)],
+    public_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose signature is demanded: a .pub file, its text, or 64 hexadecimal digits.",
+            show_default=False,
+        ),
+    ] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="The ledger itself, if it is at hand.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The model file, if it is at hand.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Prove a certificate's ε again, by quietgrad and by dp-accounting, and check chain, plan and signature.
+
+    Exit code 0 only if ε is proved and nothing was altered; whether by two accountants or by one is said. Unsigned,
+    a file shows only that it is consistent.
+    """
+    from quietgrad.certificates import check, read
+    from quietgrad.certificates import public_key as read_key
+
+    demanded = None if public_key is None else read_key(public_key)
+    verdict = check(read(file), public_key=demanded, ledger=ledger, model=model)
+    if as_json:
+        show_json({"file": str(file), **verdict.to_json()})
+        raise typer.Exit(0 if verdict.ok else 1)
+    rows = [(finding.what, f"{_MARKS[finding.ok]:<5}{finding.words}") for finding in verdict.findings]
+    show_rows(verdict.claim, rows)
+    for title, lines in (("Shown:", verdict.shown), ("Not shown:", verdict.not_shown)):
+        if lines:
+            say(title)
+        for line in lines:
+            say(sanitize(f"  · {line}"))
+    signed = any(finding.what == "signature" and finding.ok for finding in verdict.findings)
+    holds = (
+        "The claim holds as certified." if signed else "The claim follows from the file; nobody signed the file."
+    )
+    by = "" if verdict.accountants == 2 else " One accountant proved it."
+    say(holds + by if verdict.ok else "The claim is NOT proved: see what says NO above.")
+    raise typer.Exit(0 if verdict.ok else 1)

@@ -1,0 +1,312 @@
+"""What `quietgrad federate` runs: rehearsals, the coordinator, sum servers and parties, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from quietgrad.cli.options import usage
+from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.sanitize import sanitize
+from quietgrad.secure.identity import DropoutError
+
+if TYPE_CHECKING:
+    from quietgrad.cli.run_spec import RunSpec
+    from quietgrad.federation.approved import Approved
+    from quietgrad.federation.plan import FederatedPlan
+    from quietgrad.federation.plan_file import PlanFile
+    from quietgrad.training.callbacks import Callback, Progress
+    from quietgrad.training.result import Result
+
+Tell = Callable[[str], None]
+NOT_PRIVATE = "nobody: NOT PRIVATE, this plan adds no noise and what it releases is exact"
+_EVERY = 5.0  # seconds between lines of progress
+
+
+def member_logger(name: str, quiet: bool) -> Tell:
+    """Prints words to stderr with the member's name and the time."""
+
+    def tell(words: str) -> None:
+        if not quiet:
+            line = sanitize(f"{time.strftime('%H:%M:%S')} {name}: {words}")  # others wrote some of the words
+            sys.stderr.write(line + "\n")  # one write: many threads talk
+            sys.stderr.flush()
+
+    return tell
+
+
+def approval(
+    plan: Path, keys: Path, out: Path, *, pin: str | None = None, address: str | None = None,
+    data: Path | None = None, ledger: Path | None = None, account: str = "default",
+    cap_epsilon: float | None = None, people_key: Path | None = None, people_lists: Path | None = None,
+) -> Approved:  # fmt: skip
+    """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
+    from quietgrad.federation.approved import Approved
+    from quietgrad.federation.plan_file import parse_plan, read_text
+
+    text = read_text(plan)
+    digest = parse_plan(text, str(plan)).digest
+    pin = None if pin is None else "".join(pin.split())  # as it was read out, in groups
+    if pin is not None and len(pin) < 16:
+        raise typer.BadParameter(f"{pin!r}: give at least 16 digits of the digest.", param_hint="--pin")
+    if pin is not None and (not digest.startswith(pin.lower())):
+        raise BudgetError(f"{plan}: its digest is {digest}, not the approved {pin}; nothing was given.")
+
+    def absolute(path: Path | None) -> str | None:
+        return None if path is None else str(path.resolve())
+
+    found = Approved(
+        plan=text, digest=digest, keys=str(keys.resolve()), out=str(out.resolve()), data=absolute(data),
+        ledger=absolute(ledger), account=account, cap_epsilon=cap_epsilon, people_key=absolute(people_key),
+        people_lists=absolute(people_lists), address=address,
+    )  # fmt: skip
+    with usage():
+        found.check()
+    return found
+
+
+def tell_state(out: Path, name: str, tell: Tell) -> None:
+    """Say where the run's only secret waits, and remind of keys that other runs left."""
+    from quietgrad.cli.ledger import reminder
+
+    tell(
+        f"what was answered is in {out / f'{name}.journal'}, the key of the samples beside it, until the run is "
+        "over: neither copy nor restore them"
+    )
+    if (words := reminder()) is not None:
+        tell(words)
+
+
+def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path]) -> str:
+    """What to do with the folders that were just provisioned."""
+    own = [name for name in file.members if name not in sent]
+    lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json."] if sent else []
+    if own:
+        lines.append(
+            f"made here, secret keys included, for {', '.join(own)}: "
+            "hand each folder to its member over a safe channel, and remove it here."
+        )
+    lines.append(f"remove {out / 'authority' / 'ca.key'} too: whoever has it can make certificates of any member.")
+    return "\n".join(lines)
+
+
+def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
+    """The threat model of a plan, as questions and answers."""
+    from quietgrad.federation.planning import multiplicity
+    from quietgrad.privacy.budget import PrivacyUnit
+
+    if not plan.is_private:
+        return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
+    people = [("people", multiplicity(plan))] if plan.unit is PrivacyUnit.PERSON else []
+    if plan.trust == "secure":
+        from quietgrad.secure.terms import threats
+
+        return [*threats(plan.terms(max(plan.dims.values()))).rows, *people]
+    from quietgrad.federation.coordinator import adversary
+
+    return [
+        ("trust", plan.trust),
+        ("protects against", adversary(plan)),
+        ("noise in the sum", f"variance {plan.variance_factor:.4g} times that of a trusted curator"),
+        *people,
+    ]
+
+
+def matched(
+    file: PlanFile, name: str, data: Path, key: Path, lists: Path, *, new_key: bool
+) -> list[tuple[str, str]]:
+    """Write the list of a party's people; where all lists are there, also what they are agreed on by."""
+    from quietgrad.federation import approved, matching
+    from quietgrad.objectives.person_ids import factorize_ids
+
+    if name not in file.parties:
+        raise DataError(f"{name!r} is not a party of this plan: {', '.join(file.parties)}.")
+    table = approved.records(file, data)
+    if table.person is None:
+        raise DataError('the plan names no column of people: add [data] person = "COLUMN".')
+    secret = matching.new_key(key) if new_key else matching.read_key(key)
+    mine = matching.write_list(lists, matching.PeopleList.of(name, table.person, secret), secret)
+    rows = [("people key", f"{key}: for the parties alone, never for the coordinator")] if new_key else []
+    rows += [("list of people", f"{mine}: send it to the other parties, not by way of the coordinator")]
+    absent = [other for other in file.parties if not (lists / f"{other}{matching.SUFFIX}").exists()]
+    if absent:
+        return [
+            *rows,
+            ("still missing", f"the lists of {', '.join(absent)}; put them into {lists}, give this again"),
+        ]
+    both = matching.Matching.read(secret, lists, file.parties)
+    kept = both.kept(name, approved.held(table))
+    return [
+        *rows,
+        ("[federation]", f'matched = "{both.digest}"'),
+        (
+            f"[[party]] {name}",
+            f"records = {factorize_ids(kept.person)[1]} (under add-remove, rounded), of "
+            f"{factorize_ids(table.person)[1]} people known here",
+        ),
+    ]
+
+
+def simulated(
+    spec: RunSpec, out: Path, m: int, split: Mapping[str, Any], federation: Mapping[str, Any], *, quiet: bool
+) -> Result:
+    """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
+    from quietgrad.cli.run_spec import objective_from
+    from quietgrad.cli.train import _check_folder, finish
+    from quietgrad.federation import deal
+    from quietgrad.federation.simulation import simulate
+
+    data = spec.load_data()
+    method = spec.make_algorithm(data, data.n)
+    _check_folder(out, overwrite=False)
+    with usage():
+        loss = objective_from(spec.describe_objective(data))
+        people = deal(data.X, data.y, m, **split)
+    homes = [out / "parties" / f"party-{i + 1}" for i in range(m)]
+    if not spec.non_private:
+        people = [
+            dataclasses.replace(p, ledger=home / "ledger.jsonl") for p, home in zip(people, homes, strict=True)
+        ]
+        for home in homes:
+            home.mkdir(parents=True, exist_ok=True)
+    spec.save(out)  # tells `predict` how the data were read
+    progress = _rounds_told(member_logger("simulation", quiet))
+    saved: list[Result] = []
+    simulate(
+        method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,
+        keep=lambda result: saved.append(finish(spec, out, data, result)), **federation,
+    )  # fmt: skip
+    return saved[0]
+
+
+def _rounds_told(tell: Tell) -> Callback:
+    """A callback that tells now and then how many rounds are complete."""
+    next_line = time.monotonic()
+
+    def callback(progress: Progress) -> None:
+        nonlocal next_line
+        if progress.step and (progress.done or time.monotonic() >= next_line):
+            next_line = time.monotonic() + _EVERY
+            tell(f"round {progress.releases} of {progress.planned}")
+
+    return callback
+
+
+def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> Result:
+    """Listen, train, hand out the model; say goodbye with the reason if it fails."""
+    from quietgrad.federation import approved
+    from quietgrad.federation.coordinator import AGGREGATES
+    from quietgrad.federation.transport.tls import TlsServer
+
+    file, credentials, out = mine.file, mine.credentials, mine.folder
+    approved.check_coordinator(credentials)
+    over = approved.finished(file, out) is not None
+    everyone = [name for name in file.members if name != credentials.name]
+    try:
+        transport = TlsServer(
+            credentials, (file.host, file.port), everyone, agreement=file.digest,
+            most=approved.largest_frame(file), timeout=file.timeout, tell=tell,
+        )  # fmt: skip
+    except OSError as error:
+        raise DataError(cannot_listen(file.host, file.port, error)) from None
+    out.mkdir(parents=True, exist_ok=True)
+    tell(
+        f"plan {approved.spoken(file.digest)}, listening on {file.host}:{transport.port} for {', '.join(everyone)}"
+    )
+    if over:
+        tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
+    elif (out / AGGREGATES).exists():
+        tell(f"continuing the interrupted run in {out}")
+    if file.budget is None:
+        tell(NOT_PRIVATE)
+    try:
+        result = mine.coordinate(transport, tell, wait=wait, patience=patience)
+    finally:
+        transport.close()
+    tell(f"digest of the model, the same at everybody: {approved.spoken(approved.model_digest(out))}")
+    for row in transport.attendance():
+        tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
+    return result
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> str:
+    """Why an address cannot be listened on, and what to do."""
+    if error.errno == errno.EADDRINUSE:
+        return f"{host}:{port}: the port is in use; end what listens there, or is another coordinator running?"
+    if error.errno == errno.EACCES:
+        return f"{host}:{port}: this user may not listen on ports below 1024; choose another in the plan."
+    return (
+        f"{host}:{port}: is not an address of this machine ({error.strerror}); behind a router or a public name, "
+        f"listen with --address 0.0.0.0:{port}."
+    )
+
+
+def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | None = None) -> dict[str, Any]:
+    """Be a party, or a server of a secure sum, until the run is over; a party saves the model that comes out."""
+    from quietgrad.federation import approved
+    from quietgrad.federation.transport.local_socket import serve
+    from quietgrad.federation.transport.tls import TlsParty
+
+    file, credentials, out = mine.file, mine.credentials, mine.folder
+    if file.budget is None:
+        tell(NOT_PRIVATE)
+    member = mine.member(tell)
+    try:
+        site = mine.site(member, tell)
+        where = f"calling {file.host}:{file.port}" if listen is None else f"listening at {listen}"
+        tell(f"{_what_is_approved(member, file, out, tell)}; {where}")
+        most = approved.largest_frame(file)
+        if listen is not None:
+            serve(site, listen, most=most)
+        else:
+            TlsParty(
+                credentials, (file.host, file.port), site, agreement=file.digest, most=most, timeout=file.timeout,
+                patience=patience, tell=tell,
+            ).run()  # fmt: skip
+        if site.error is not None:
+            raise site.error
+    except QuietgradError as error:
+        if not isinstance(error, DropoutError) or not getattr(member, "withdraw", bool)():
+            raise
+        tell("nothing was asked, so nothing is charged")
+        raise
+    finally:
+        member.close()
+    facts: dict[str, Any] = {"words": site.words, "messages answered": site.answered}
+    if credentials.name in file.plan.servers:
+        return facts
+    facts |= {
+        "model": str(out / "model.safetensors"), "model digest": approved.spoken(approved.model_digest(out)),
+        "plan digest": approved.spoken(file.digest),
+    }  # fmt: skip
+    if file.budget is None:
+        return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
+    return {**facts, "ledger": str(mine.books)}
+
+
+def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str:
+    """Whether this is a new run, or one that goes on, in words."""
+    from quietgrad.federation import approved
+
+    plan = f"plan {approved.spoken(file.digest)}"
+    if member.name in file.plan.servers:
+        return f"adding up for {plan}"
+    tell_state(out, member.name, tell)
+    rounds = sum(member.answered().values())
+    if member.run is None:
+        return f"approved one run of {plan}"
+    return f"continuing the run of {plan} that was approved before, with {rounds} rounds answered"
+
+
+def remember_reading(file: PlanFile, out: Path) -> None:
+    """Leave what `quietgrad predict` needs to read other files like the parties'."""
+    from quietgrad.cli.run_spec import RunSpec
+
+    RunSpec(reading={k: v for k, v in file.reading.items() if k != "n_features"}).save(out)

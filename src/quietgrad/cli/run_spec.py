@@ -1,0 +1,418 @@
+"""A training run as its options describe it, written to ``run.json`` first so that it can be resumed.
+
+A :class:`RunSpec` is plain values; from them come the data (loaded or scanned), the objective, the algorithm and
+the budget, the same in ``train``, ``resume`` and ``demo``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quietgrad.errors import DataError
+from quietgrad.files import is_multi_file, read_json
+from quietgrad.privacy.budget import DEFAULT_RELATION
+
+if TYPE_CHECKING:
+    from quietgrad.data import Dataset
+    from quietgrad.data.scanning import Scan
+    from quietgrad.objectives.privacy_units import UnitGrouping
+    from quietgrad.objectives.tables.scanned import ScannedPeople
+    from quietgrad.privacy.budget import Budget
+
+RUN_FILE = "run.json"
+_FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The options of ``quietgrad train``, as JSON values."""
+
+    data: str | None = None
+    test: str | None = None
+    reading: dict[str, Any] = field(default_factory=dict)
+    scanning: dict[str, Any] = field(default_factory=dict)
+    objective: str | None = None
+    regularizer: str | None = None
+    intercept: bool = True
+    row_bound: float | None = None
+    rows: str = "clip"
+    algorithm: str | None = None
+    oracle: str | None = None
+    landscape: str | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    epsilon: float | None = None
+    delta: float = 1e-5
+    relation: str = DEFAULT_RELATION
+    non_private: bool = False
+    ledger: str | None = None
+    account: str = "default"
+    cap_epsilon: float | None = None
+    n_public: int | None = None
+    combine: str = "mean"
+    records_per_person: int | None = None
+    records_public: int | None = None
+    evaluate_train: bool = False
+    checkpoint_seconds: float = 10.0
+    features: str | None = None
+
+    def save(self, folder: Path) -> None:
+        """Write ``run.json`` into ``folder``."""
+        from quietgrad.files import write_atomically
+
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / RUN_FILE, (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> RunSpec:
+        """Read the options that a run was started with."""
+        try:
+            values = read_json(folder / RUN_FILE)
+            return cls(**{**values, "settings": tuple(values["settings"])})
+        except FileNotFoundError:
+            raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise DataError(f"{folder / RUN_FILE}: cannot be read as the options of a run.") from None
+
+    def budget(self) -> Budget | None:
+        """The promise; ``None`` for a run that is not private."""
+        from quietgrad.cli.options import budget
+
+        return None if self.non_private else budget(self.epsilon, self.delta, self.relation)
+
+    def cap(self) -> Budget | None:
+        """The most that the account as a whole may spend."""
+        from quietgrad.cli.options import budget
+
+        return None if self.cap_epsilon is None else budget(self.cap_epsilon, self.delta, self.relation)
+
+    def people_in(self, data: Any) -> UnitGrouping | ScannedPeople | None:
+        """Whose the records are, if a column says so; ``None`` if every record is a person's only one."""
+        from quietgrad.objectives.privacy_units import UnitGrouping, check_combination
+        from quietgrad.objectives.tables.scanned import ScannedPeople
+
+        check_combination(self.combine, self.records_per_person)
+        if data.person is None and "person" in self.reading:
+            raise DataError("--person: names a column of a file; these data have none.")
+        if data.person is None:
+            if self.combine != "mean" or self.records_per_person is not None:
+                raise ValueError("combine, records_per_person: say how a person's records count; give --person.")
+            return None
+        combine: Any = self.combine
+        if getattr(data.person, "is_source", False):
+            return ScannedPeople(data.person, combine, self.records_per_person)
+        return UnitGrouping.of(
+            data.person, combine=combine, records_per_person=self.records_per_person, records=data.n
+        )
+
+    def make_algorithm(self, data: Dataset, n: int) -> Any:
+        """The method asked for, or the default for linear models, chosen for ``n``, a public number of records."""
+        from quietgrad.cli.settings import algorithm_from, key_values
+
+        if self.algorithm is not None:
+            return algorithm_from(self.algorithm, self.flags, self.settings, self.oracle)
+        given = {key: value for key, value in self.flags.items() if value is not None}
+        bound = data.row_bound if self.row_bound is None else self.row_bound
+        promise = self.budget()
+        if self.features is not None:  # thousands of features are too many to whiten
+            said = key_values(self.settings)
+            usual = pictures_settings(n, None if promise is None else promise.epsilon)
+            flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
+            return algorithm_from("dp-sgd", flags, self.settings)
+        if promise is None or given or self.settings:  # whoever sets it up sets it up whole
+            usual = _FULL_BATCH if promise is None else {"row_bound": bound}
+            said = key_values(self.settings)  # what is set by hand comes before what is usual
+            flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
+            return algorithm_from("dp-gd" if promise is None else "whitened-gd", flags, self.settings)
+        from quietgrad.algorithms.whitened_design import for_table
+
+        return for_table(
+            n,
+            data.d,
+            budget=promise,
+            outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
+            row_bound=bound,
+            regression=data.task == "regression",
+            sparse=hasattr(data.X, "indptr"),
+            inference=False,
+        )
+
+    def load_data(self) -> Any:
+        """Read and check the data, or open what is scanned; nothing is reserved yet."""
+        from quietgrad.data import demo_dataset, load
+
+        if self.data is None:
+            data: Any = demo_dataset()
+        elif scans(self.data, self.scanning):
+            if self.features is not None:
+                raise DataError(
+                    f"{self.data}: features of pictures are not known to scans; give one file, which is read whole."
+                )
+            return open_scan(self.data, self.reading, self.scanning, self.test)
+        else:
+            data = load(self.data, test=self.test, **self.reading)
+            data.refuse_uncounted(self.budget())
+        return data if self.features is None else _featured(data)
+
+    def ledger_in(self, folder: Path) -> Path | None:
+        """The ledger file: the one asked for, or one that the folder had of its own; ``None`` for the project's."""
+        own = folder / "ledger.jsonl"
+        if self.ledger is not None:
+            return Path(self.ledger)
+        return own if own.is_file() and not own.is_symlink() else None
+
+    def link_ledger(self, folder: Path) -> None:
+        """Let ``ledger.jsonl`` in the folder lead to the project's ledger, if that is what pays."""
+        from quietgrad.privacy.project import project_path
+
+        own = folder / "ledger.jsonl"
+        if self.non_private or self.ledger_in(folder) is not None:
+            return
+        with contextlib.suppress(OSError):  # on file systems without links the folder just has none
+            own.unlink(missing_ok=True)
+            own.symlink_to(project_path().resolve())
+
+    def describe_objective(self, data: Dataset) -> dict[str, Any]:
+        """What :func:`objective_from` needs, and the class names: public facts that are kept with the model."""
+        from quietgrad.objectives.registry import usual_loss
+
+        return {
+            "objective": self.objective or usual_loss(data.task),
+            "regularizer": self.regularizer,
+            "intercept": self.intercept,
+            "row_bound": data.row_bound if self.row_bound is None else self.row_bound,
+            "rows": self.rows,
+            "features": data.d,
+            "feature_names": None if data.feature_names is None else list(data.feature_names),
+            "task": data.task,
+            "classes": None if data.classes is None else len(data.classes),
+            "class_names": None if data.class_names is None else list(data.class_names),
+            "pictures": data.pictures,
+        }
+
+
+FEATURES = ("scattering",)
+
+
+def _featured(data: Dataset) -> Dataset:
+    """Scattering features in place of pixels, and what says how they were made."""
+    from quietgrad.features.scattering import Pictures
+
+    pictures = Pictures.of(data.d)
+    words = {**pictures.to_json(), "columns": None if data.feature_names is None else list(data.feature_names)}
+    return dataclasses.replace(
+        data,
+        X=pictures.rows(data.X),
+        X_test=None if data.X_test is None else pictures.rows(data.X_test),
+        row_bound=pictures.row_bound,
+        feature_names=None,
+        notes=(*data.notes, f"{pictures.width} scattering features of {pictures.pixels} pixels"),
+        pictures=words,
+    )
+
+
+def pictures_settings(n: int, epsilon: float | None) -> dict[str, Any]:
+    """DP-SGD for a linear model on scattering features, from public numbers: those of ``benchmarks/pictures.py``.
+
+    >>> pictures_settings(60_000, 1.2)["learning_rate"]
+    'linear:1'
+    """
+    weight = math.inf if epsilon is None else n * epsilon  # the more people and the larger ε, the longer the steps
+    reach, clip = (0.3, 0.3) if weight < 1e5 else (0.5, 1.0) if weight < 3e5 else (1.0, 2.0)
+    rate, batch = f"linear:{reach / clip:g}", max(1, min(4096, n // 2))
+    return {"steps": 700, "batch_size": batch, "learning_rate": rate, "clip": clip, "momentum": 0.9}
+
+
+def objective_from(facts: dict[str, Any]) -> Any:
+    """The objective that :meth:`RunSpec.describe_objective` describes.
+
+    >>> facts = {"objective": "huber:0.5", "regularizer": "l2:0.1", "intercept": True, "row_bound": None,
+    ...          "rows": "clip", "task": "regression", "classes": None}
+    >>> objective_from(facts)
+    Huber(regularizer=L2(strength=0.1, unpenalized=1), intercept=True, ..., threshold=0.5)
+    """
+    from quietgrad.cli.options import usage
+    from quietgrad.objectives.registry import make_objective
+
+    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
+    with usage():
+        return make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class ScannedData:
+    """What :class:`quietgrad.data.Dataset` says of a loaded table, said of a scan."""
+
+    X: Scan
+    task: Any
+    class_names: tuple[str, ...] | None
+    test: Scan | None = None
+
+    y = None
+    y_test = None
+    pictures = None
+    label_bounds: tuple[float, float] | None = None
+
+    @property
+    def table(self) -> Scan:
+        """What an objective takes."""
+        return self.X
+
+    @property
+    def X_test(self) -> Scan | None:
+        """Held-out records."""
+        return self.test
+
+    @property
+    def person(self) -> Scan | None:
+        """The scan, if it says whose its rows are."""
+        return None if self.X.person is None else self.X
+
+    @property
+    def name(self) -> str:
+        """What was scanned."""
+        return self.X.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to the rows."""
+        return self.X.notes
+
+    @property
+    def n(self) -> int:
+        """Number of rows."""
+        return len(self.X)
+
+    @property
+    def d(self) -> int:
+        """Number of features."""
+        return self.X.features
+
+    @property
+    def row_bound(self) -> float | None:
+        """The schema's bound on rows."""
+        schema = self.X.layout.schema
+        return None if schema is None else schema.row_bound
+
+    @property
+    def classes(self) -> tuple[int, ...] | None:
+        """Codes of the classes."""
+        return None if self.class_names is None else tuple(range(len(self.class_names)))
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the features."""
+        return self.X.feature_names
+
+
+def scans(data: str | None, options: dict[str, Any]) -> bool:
+    """Whether a table is scanned: it is many files, or somebody said how."""
+    return data is not None and (bool(options) or is_multi_file(data))
+
+
+def open_scan(data: str, reading: dict[str, Any], options: dict[str, Any], test: str | None = None) -> ScannedData:
+    """The scan that the options of a command describe."""
+    table, task, names = _opened(data, reading, options)
+    held_out = None if test is None else _opened(test, {**reading, "pair": names}, options)[0]
+    return ScannedData(table, task, names, held_out)
+
+
+def _opened(data: str, reading: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    from quietgrad.cli.options import usage
+    from quietgrad.data import scan
+
+    if "n_features" in reading:
+        raise DataError(f"{data}: n_features= is for LIBSVM files, which are loaded and not scanned.")
+    classes, task = reading.get("classes"), reading.get("task")
+    with usage():
+        table = scan(
+            data, target=reading.get("label"), schema=reading.get("schema"), classes=classes,
+            task="regression" if task == "regression" else None, person=reading.get("person"), **options,
+        )  # fmt: skip
+    if table.layout.task == "regression":
+        return table, "regression", None
+    if table.classes is None:
+        known = reading.get("pair")
+        pair = tuple(int(name) for name in known) if known else table.label_pair()
+        if pair is None:
+            raise DataError(
+                f"{table.name}: the labels are neither 0/1 nor -1/+1. Say what they are: --classes no,yes (the "
+                "list is public), or --task regression."
+            )
+        table = replace(table, layout=replace(table.layout, classes=pair))
+    names = tuple(str(label) for label in table.classes or ())
+    return table, "binary" if len(names) == 2 else "multiclass", names
+
+
+def open_columns(data: str, spec: Any, facts: dict[str, Any]) -> Scan:
+    """The features of files alone, as the run's model takes them: there may be no labels in them."""
+    from quietgrad.data import scan
+
+    schema = spec.reading.get("schema")
+    columns = facts["feature_names"] if schema is None else None
+    options = {key: value for key, value in spec.scanning.items() if key != "cluster"}
+    return scan(data, columns=columns, schema=schema, labelled=False, **options)
+
+
+def scan_scores(objective: Any, params: Any, table: Scan, task: str, frame: Any) -> dict[str, float]:
+    """Loss and accuracy (or rmse) of a model on a scan, without noise: they are data."""
+    table = table.by_row()
+    view = table if frame is None else table.with_rows(_Clipped(frame))
+    records = objective.prepare(view)
+    scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}
+    good, seen = 0.0, 0
+    for X, y in table.blocks():
+        answers = predicted(objective, params, X, frame)
+        good += float(((answers - y) ** 2).sum() if task == "regression" else (answers == y).sum())
+        seen += len(y)
+    scores["rmse" if task == "regression" else "accuracy"] = float(np.sqrt(good / seen)) if (
+        task == "regression"
+    ) else good / seen  # fmt: skip
+    return scores
+
+
+@dataclass(frozen=True)
+class _Clipped:
+    """Rows as a model's box keeps them."""
+
+    frame: Any
+
+    def __call__(self, X: Any, y: Any) -> Any:
+        from quietgrad.objectives.tables.scanned import Laid
+
+        return Laid(self.frame.clipped(X), y)
+
+
+def predicted(objective: Any, params: Any, X: Any, frame: Any) -> Any:
+    """What a model says of a block of rows."""
+    rows = X if frame is None else frame.clipped(X)
+    answers = objective.predict(rows, params)
+    return answers if frame is None or frame.target is None else np.clip(answers, *frame.target)
+
+
+def predict_to(objective: Any, params: Any, table: Scan, frame: Any, names: Any, path: Path) -> int:
+    """Write a model's predictions for a scan to a file, block by block; how many they are."""
+    from quietgrad.cli.predict import cell
+    from quietgrad.estimators.scans import write_blocks
+
+    words = None if names is None else np.array([str(cell(name)) for name in names])
+
+    def answers(X: Any) -> dict[str, Any]:
+        said = predicted(objective, params, X, frame)
+        out = {"prediction": said if words is None else words[said.astype(np.int64)]}
+        if hasattr(objective, "probabilities"):
+            chances = objective.probabilities(X if frame is None else frame.clipped(X), params)
+            one = chances.ndim == 1
+            key = "probability_of_" + str(cell(names[1])) if one and names else "probability"
+            out[key] = np.round(chances if one else chances.max(axis=1), 6)
+        return out
+
+    return write_blocks(path, (answers(X) for X, _ in table.blocks()))

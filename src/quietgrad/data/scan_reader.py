@@ -1,0 +1,214 @@
+"""Reading the partitions of a scan: blocks of rows on the cores of this machine, checked on the first reading."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from quietgrad.data.scan_partitions import Array, RowLayout
+from quietgrad.errors import ChangedError, DataError
+from quietgrad.objectives.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
+from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ScanParts:
+    """Reads the blocks of pieces; sent to threads and workers."""
+
+    layout: RowLayout
+    rows: int
+    turned: Callable[[Array, Array], Any] | None = None
+    whose: ContributionBounds | None = None
+    mapped: Callable[[Array], Array] | None = None
+
+    def blocks(self, task: Task) -> Iterator[Any]:
+        """What an objective's ``prepare`` takes, block by block."""
+        for X, y, people in self.read(task):
+            yield self.seen(X, y, people)
+
+    def seen(self, X: Array, y: Array, people: UnitGrouping | None) -> Any:
+        """A block as an objective takes it."""
+        data = Laid(X, y) if self.turned is None else self.turned(X, y)
+        return data if people is None else RecordsWithIds(data, people)
+
+    def read(self, task: Task) -> Iterator[tuple[Array, Array, UnitGrouping | None]]:
+        """(X, y) as the columns say and whose the rows are, block by block; everybody's rows in one block."""
+        if self.whose is not None:
+            from quietgrad.data.scan_people import whole_people
+
+            yield from whole_people(self, task, self.whose)
+        else:
+            yield from ((X, y, None) for X, y, _ in self.rows_of(task.unit, task.rows))
+
+    def checksum(self, unit: Any) -> int:
+        """A checksum of what a piece holds, however it is then laid out."""
+        found = 0
+        for batch in unit.batches(self.layout.read, self.rows):
+            if batch.num_rows:
+                X, y, _ = self.layout.rows(batch)
+                found = checksum_of(X, y, found)
+        return found
+
+    def _mapped(self, X: Array) -> Array:
+        return X if self.mapped is None else self.mapped(X)
+
+    def rows_of(self, unit: Any, rows: Array | None = None) -> Iterator[tuple[Array, Array, Any]]:
+        """(X, y, people's ids) of all rows of a piece, or of those at ``rows``, block by block."""
+        seen, watched, checksum = 0, hasattr(unit, "checksum"), 0
+        batches = unit.batches(self.layout.read, self.rows)
+        # The kernel reads local files ahead by itself; a thread for it costs a copy between two cores' caches.
+        for batch in _ahead(batches) if getattr(unit, "filesystem", None) is not None else batches:
+            if not batch.num_rows:
+                continue
+            if rows is not None and not (watched or self.layout.may_drop):
+                wanted = _between(rows, seen, seen + batch.num_rows)
+                seen += batch.num_rows
+                if len(wanted):
+                    X, y, ids = self.layout.rows(batch.take(_indices(wanted)))
+                    yield np.ascontiguousarray(self._mapped(X)), y, ids
+                continue
+            X, y, ids = self.layout.rows(batch)
+            if watched:
+                checksum = checksum_of(X, y, checksum)
+            if rows is None:
+                yield self._mapped(X), y, ids
+                continue
+            wanted = _between(rows, seen, seen + len(X))
+            seen += len(X)
+            if len(wanted):
+                yield np.ascontiguousarray(self._mapped(X[wanted])), y[wanted], None
+        if watched and unit.checksum not in (None, checksum):
+            raise ChangedError(
+                "frame: a partition has other content than when it was first read. Make the frame's computation "
+                "repeatable, or persist it; nothing is released from a table that changes under a run."
+            )
+
+
+def checksum_of(X: Array, y: Array, before: int) -> int:
+    """A checksum of rows in memory, going on from ``before``: not secret, and no proof against malice."""
+    return zlib.crc32(np.ascontiguousarray(y).tobytes(), zlib.crc32(np.ascontiguousarray(X.T).data, before))
+
+
+def _between(rows: Array, first: int, last: int) -> Array:
+    a, b = np.searchsorted(rows, (first, last))
+    return np.asarray(rows[a:b] - first)
+
+
+def _indices(places: Array) -> Any:
+    import pyarrow as pa
+
+    return pa.array(places)
+
+
+def _ahead(values: Iterator[Value]) -> Iterator[Value]:
+    """The same values, the next one being made while the last one is used."""
+    done = object()
+    with ThreadPoolExecutor(1) as reader:
+        waiting: Future[Any] = reader.submit(next, values, done)
+        try:
+            while (value := waiting.result()) is not done:
+                waiting = reader.submit(next, values, done)
+                yield value
+        finally:
+            waiting.cancel()
+
+
+@dataclass
+class Threads:
+    """Does the work on this machine, ``count`` pieces at a time."""
+
+    count: int
+
+    def total(self, parts: ScanParts, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+        """``work`` of all tasks, merged in their order whichever is done first."""
+        with one_thread_each(), ThreadPoolExecutor(self.count) as pool:
+            return merged(_in_order(pool, partial(work, parts), tasks, self.count + 1), merge)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, work: Callable[[Task], Value], tasks: Iterable[Task], most: int
+) -> Iterator[Value]:
+    waiting: list[Future[Value]] = []
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) >= most:
+                yield waiting.pop(0).result()
+        while waiting:
+            yield waiting.pop(0).result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+__all__ = ["Verification", "Verified", "copied"]
+
+_COPY = 100  # rows: shorter files of tables with few different rows may be equal by chance
+
+
+class Verified(NamedTuple):
+    """A piece as it was first read; ``varied`` if not all of its rows are the same."""
+
+    digest: bytes
+    rows: int
+    checksum: int
+    varied: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Checks a piece as an objective checks a table in memory, and digests its content by columns."""
+
+    reading: Any
+    digest: bool
+    name: str
+    width: int
+
+    def __call__(self, parts: Any, task: Task) -> list[Verified]:
+        columns = [hashlib.sha256() for _ in range(self.width)] if self.digest else []
+        rows, varied, first = 0, False, None
+        checksum = parts.checksum(task.unit) if hasattr(task.unit, "checksum") else 0
+        for X, y, people in parts.read(task):
+            if not np.isfinite(X).all():
+                raise DataError(
+                    f"{self.name}: the features hold gaps, NaN or infinite values. Say in a schema what stands for "
+                    "a gap (`fill`), leave such rows out (`drop_incomplete`), or remove them first."
+                )
+            if y.dtype.kind == "f" and not np.isfinite(y).all():
+                raise DataError(
+                    f"{self.name}: the target holds NaN or infinite values. Remove those records first."
+                )
+            self.reading.prepare(parts.seen(X, y, people))
+            if not varied and len(X):
+                first = X[:1].copy() if first is None else first
+                varied = bool((first != X).any())
+            rows += len(X)
+            if people is not None and columns:
+                columns[0].update(people.sizes.tobytes())  # the same rows, otherwise grouped, are another table
+            for place, column in enumerate(columns):
+                column.update(np.ascontiguousarray(X[:, place], dtype=np.float64).data)
+        digest = hashlib.sha256(b"".join(c.digest() for c in columns)).digest()
+        return [Verified(digest, rows, checksum, varied)]
+
+
+def copied(pieces: Sequence[Any], found: Sequence[Verified]) -> bool:
+    """Whether two files hold the same rows throughout; files of one and the same row may."""
+    files: dict[str, list[Verified]] = {}
+    for piece, verified in zip(pieces, found, strict=True):
+        if (path := getattr(piece, "path", None)) is not None:
+            files.setdefault(str(path), []).append(verified)
+    long = [
+        tuple(each.digest for each in of)
+        for of in files.values()
+        if sum(each.rows for each in of) >= _COPY and any(each.varied for each in of)
+    ]
+    return len(set(long)) < len(long)

@@ -1,0 +1,307 @@
+"""One TOML file that all institutions of a federation agree on, and the plan, objective and algorithm it describes.
+
+Everybody reads the same file and derives the same :class:`~quietgrad.federation.plan.FederatedPlan` from it, noise
+included; nobody has to take a number from somebody else. Two files agree when their digests do: comments, order and
+spacing do not count.
+
+What is run on what: the algorithm and the objective that a plan file names, built by the registries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quietgrad import files
+from quietgrad.algorithms.registry import entry
+from quietgrad.errors import DataError, QuietgradError
+from quietgrad.federation.plan import FederatedPlan, Shape
+from quietgrad.federation.planning import federate
+from quietgrad.files import check_path_name
+from quietgrad.objectives.registry import loss_entry, make_objective
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
+
+
+def needed(section: Mapping[str, Any], key: str, where: str) -> Any:
+    """The value of a setting that must be there."""
+    if key not in section:
+        raise ValueError(f"{where} needs {key!r}.")
+    return section[key]
+
+
+def algorithm_of(settings: dict[str, Any]) -> Any:
+    """The algorithm that the section ``[algorithm]`` describes."""
+    name = _name(settings, "[algorithm]")
+    return entry(name).make(settings)
+
+
+def objective_of(settings: dict[str, Any], data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The objective of ``[objective]``, and the public facts that a saved model needs to score records."""
+    name = _name(settings, "[objective]")
+    task = loss_entry(name)[0].task
+    names = data.get("classes", [0, 1] if task == "binary" else None)
+    classes = None if names is None else len(names)
+    objective, facts = make_objective(name, settings, classes=classes)
+    labels = None if names is None else [str(label) for label in names]
+    return objective, {**facts, "features": data.get("features"), "class_names": labels}
+
+
+def _name(settings: dict[str, Any], where: str) -> str:
+    name = needed(settings, "name", where)
+    if not isinstance(name, str):
+        raise ValueError(f"{where} name={name!r}: must be a text.")
+    del settings["name"]
+    return name
+
+
+def reading_of(data: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The arguments of :func:`quietgrad.data.load` that a plan fixes."""
+    reading = {key: data[key] for key in ("classes", "label", "schema", "person") if key in data}
+    if task == "binary":
+        reading.setdefault("classes", [0, 1])
+    return {**reading, "n_features": data.get("features"), **({"task": task} if task == "regression" else {})}
+
+
+COORDINATOR = "coordinator"
+MOST_BYTES = 1 << 20  # about fifteen thousand parties
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
+    "federation": {
+        "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
+        "colluders": (int,), "servers": (int,), "spare": (int,), "cohort": (int,), "private": (bool,),
+        "parties_per_person": (int,), "matched": (str,), "records_public": (int,),
+        "combine": (str,), "records_per_person": (int,),
+    },
+    "coordinator": {"address": (str,), "timeout": (int, float), "grace": (int, float)},
+    "data": {"features": (int,), "classes": (list,), "label": (str,), "schema": (dict,), "person": (str,)},
+    "budget": {"epsilon": (int, float), "delta": (int, float), "relation": (str,)},
+}  # fmt: skip
+_PARTY: dict[str, tuple[type, ...]] = {"name": (str,), "records": (int,), "weight": (int, float)}
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A federation as its TOML file describes it; read it with :func:`read_plan` or :func:`parse_plan`.
+
+    Args:
+        name: of the federation.
+        digest: SHA-256 of the file's content; what everybody pins.
+        algorithm, objective: what is run on what.
+        budget: the promise to every record; ``None`` in a run without noise.
+        parties, sizes: names and public numbers of records.
+        features: the public number of columns.
+        settings: the other arguments of :func:`~quietgrad.federation.planning.federate`.
+        host, port: where the coordinator listens.
+        timeout: seconds that a party has to answer.
+        grace: seconds that a party who lost its connection has to come back.
+        reading: how the parties' files are to be read.
+        model: the public facts that a saved model needs to score records.
+    """
+
+    name: str
+    digest: str
+    algorithm: Any
+    objective: Any
+    budget: Budget | None
+    parties: tuple[str, ...]
+    sizes: tuple[int, ...]
+    features: int
+    settings: Mapping[str, Any]
+    host: str
+    port: int
+    timeout: float
+    grace: float
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def plan(self) -> FederatedPlan:
+        """The priced plan; its noise multiplier is rounded up to four digits, so that all machines agree on it."""
+        dim = (self.features + self.objective.intercept) * self.objective.outputs
+        try:
+            plan = federate(
+                self.algorithm,
+                self.objective,
+                names=self.parties,
+                sizes=self.sizes,
+                shape=Shape(dim, self.features),
+                budget=self.budget,
+                **self.settings,
+            )
+        except QuietgradError:
+            raise
+        except ValueError as error:
+            raise DataError(f"{self.name}: {error}") from error
+        if not plan.is_private or plan.paper_noise is not None:
+            return plan
+        return dataclasses.replace(plan, noise_multiplier=_rounded_up(plan.noise_multiplier))
+
+    @cached_property
+    def members(self) -> tuple[str, ...]:
+        """Everybody who needs keys: the parties, the servers if there are any, and the coordinator."""
+        return (*self.plan.names, *self.plan.servers, COORDINATOR)
+
+
+def read_plan(path: str | Path) -> PlanFile:
+    """Read a plan file; see :func:`parse_plan`."""
+    return parse_plan(read_text(path), str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a plan file."""
+    try:
+        return files.read_text(path, most=MOST_BYTES)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such plan file.") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({files.os_error_text(error)}).") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not a text file.") from None
+
+
+def parse_plan(text: str, source: str = "plan") -> PlanFile:
+    """The federation that a TOML text describes; anything unknown in it is refused.
+
+    >>> file = parse_plan('''
+    ... [federation]
+    ... name = "two-clinics"
+    ... trust = "secure"
+    ... secure = "masks"
+    ... [algorithm]
+    ... name = "dp-gd"
+    ... steps = 3
+    ... [objective]
+    ... name = "logistic"
+    ... [data]
+    ... features = 2
+    ... [budget]
+    ... epsilon = 1.0
+    ... delta = 1e-5
+    ... [[party]]
+    ... name = "a"
+    ... records = 60
+    ... [[party]]
+    ... name = "b"
+    ... records = 40
+    ... ''')
+    >>> file.plan.names, file.plan.secure, file.plan.epsilon() <= 1.0, file.members
+    (('a', 'b'), 'masks', True, ('a', 'b', 'coordinator'))
+    """
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
+        known = "nested too deep" if isinstance(error, RecursionError) else "a number has too many digits"
+        why = error if isinstance(error, tomllib.TOMLDecodeError) else known
+        raise DataError(f"{source}: not a TOML file: {why}.") from None
+    try:
+        return _plan(content)
+    except (ValueError, TypeError, OverflowError, AttributeError, RecursionError) as error:
+        raise DataError(f"{source}: {error}") from error
+
+
+def _plan(content: dict[str, Any]) -> PlanFile:
+    known = {*_SECTIONS, "algorithm", "objective", "party"}
+    if extra := sorted(content.keys() - known):
+        raise ValueError(f"section {extra[0]!r} is not known; there may be {', '.join(sorted(known))}.")
+    federation, where, data, promise = (_section(content, name) for name in _SECTIONS)
+    parties = content.get("party", [])
+    if not isinstance(parties, list) or not parties:
+        raise ValueError("parties are missing: add a [[party]] with name and records for each.")
+    names, sizes, weights = _parties(parties)
+    if any(name == COORDINATOR or re.fullmatch(r"server-\d+", name) for name in names):
+        raise ValueError("a party cannot be called 'coordinator' or 'server-1': these names are taken.")
+    private = federation.pop("private", True)
+    if private != bool(promise):
+        raise ValueError("[budget] must state epsilon and delta, exactly when [federation] private is not false.")
+    if weights is not None:
+        if "weights" in federation:
+            raise ValueError("weights are given twice: in [federation] and for each party.")
+        federation["weights"] = weights
+    if "person" in data:  # then the parties' records are numbers of people
+        federation["unit"] = "person"
+    objective, model = objective_of(dict(content.get("objective", {})), data)
+    host, port = address_of(where.get("address", "127.0.0.1:7443"))
+    return PlanFile(
+        name=check_path_name("[federation] name", federation.pop("name", "federation")),
+        digest=hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
+        algorithm=algorithm_of(dict(content.get("algorithm", {}))),
+        objective=objective,
+        budget=_budget(promise) if private else None,
+        parties=names,
+        sizes=sizes,
+        features=needed(data, "features", "[data]"),
+        settings=federation,
+        host=host,
+        port=port,
+        timeout=_seconds("timeout", where.get("timeout", 60)),
+        grace=_seconds("grace", where.get("grace", 15)),
+        reading=reading_of(data, model["task"]),
+        model=model,
+    )
+
+
+def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = content.get(name, {})
+    return _checked(section, f"[{name}]", _SECTIONS[name])
+
+
+def _checked(section: Any, where: str, allowed: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    if not isinstance(section, dict):
+        raise ValueError(f"{where} must be a table.")
+    for key, value in section.items():
+        if key not in allowed:
+            raise ValueError(f"{where} has no setting {key!r}; it has {', '.join(allowed)}.")
+        if not isinstance(value, allowed[key]) or (isinstance(value, bool) and bool not in allowed[key]):
+            raise ValueError(f"{where} {key}={value!r}: must be of type {allowed[key][-1].__name__}.")
+    return dict(section)
+
+
+def _parties(entries: list[Any]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:
+    rows = [_checked(entry, "[[party]]", _PARTY) for entry in entries]
+    names = tuple(needed(row, "name", "[[party]]") for row in rows)
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"party {name!r}: a name has small letters, digits and hyphens, at most 63.")
+    weighted = [row for row in rows if "weight" in row]
+    if weighted and len(weighted) < len(rows):
+        raise ValueError("weights: give every party a weight, or none.")
+    sizes = tuple(needed(row, "records", f"party {row['name']!r}") for row in rows)
+    return names, sizes, [float(row["weight"]) for row in rows] if weighted else None
+
+
+def _budget(promise: Mapping[str, Any]) -> Budget:
+    relation = Relation.parse(promise.get("relation", DEFAULT_RELATION))
+    return Budget(needed(promise, "epsilon", "[budget]"), needed(promise, "delta", "[budget]"), relation)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"[coordinator] address={text!r}: must be HOST:PORT, such as 127.0.0.1:7443.")
+    return host.strip("[]"), int(port)
+
+
+def _seconds(name: str, value: float) -> float:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"[coordinator] {name}={value!r}: must be a number of seconds > 0.")
+    return float(value)
+
+
+def _rounded_up(z: float) -> float:
+    """``z`` to four digits, never less: more noise costs no privacy.
+
+    >>> _rounded_up(1.23401), _rounded_up(20.0)
+    (1.235, 20.0)
+    """
+    grain = 10.0 ** (math.floor(math.log10(z)) - 3)
+    return float(f"{math.ceil(z / grain * (1.0 - 1e-12)) * grain:.6g}")

@@ -1,0 +1,372 @@
+"""Keys and certificates of a federation: a local certificate authority, one certificate and identity per member.
+
+Each member gets a folder with what it needs and nothing of the others:
+
+    ca.pem         the authority that signed everybody's certificate
+    cert.pem       this member's certificate; its name is the member's name
+    key.pem        its TLS key (only its owner may read it)
+    identity.key   its Ed25519 signing key for secure sums (only its owner may read it)
+    member.json    its name, and the public identities of all members
+
+Whoever makes all folders has seen all keys, which is fine where the one who makes them may see the data, and for
+rehearsals. Institutions that trust nobody each make their own keys with :func:`request` and send only the request.
+
+Members who are no longer trusted, by the word of whoever holds a folder of keys.
+
+A revocation is local: it counts for the one in whose folder ``revoked.json`` lies. The coordinator turns the member
+away, also one that is connected; a party or a sum server takes part in no plan that lists it. There is no way back
+but to provision again, with other keys, under other names or not.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from quietgrad.errors import DataError
+from quietgrad.files import check_path_name, read_json, write_atomically
+from quietgrad.secure.identity import Identity, Roster
+
+COORDINATOR = "coordinator"
+_DAYS = 825
+_LARGEST_REQUEST = 1 << 16  # bytes
+_PEM = serialization.Encoding.PEM
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What one member holds; read with :meth:`read`."""
+
+    folder: Path
+    name: str
+    identity: Identity
+    publics: Mapping[str, bytes]
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Credentials:
+        """Read a member's folder; keys that others may read are refused."""
+        path = Path(folder)
+        try:
+            entry = read_json(path / "member.json")
+            publics = {str(name): bytes.fromhex(key) for name, key in entry["identities"].items()}
+            name = str(entry["name"])
+            for file in ("ca.pem", "cert.pem", "key.pem"):
+                (path / file).stat()
+            for secret in ("key.pem", "identity.key"):
+                if (path / secret).stat().st_mode & 0o077:
+                    raise DataError(f"{path / secret}: others may read this key; run `chmod 600 {path / secret}`.")
+            identity = Identity(name, bytes.fromhex((path / "identity.key").read_text().strip()))
+        except FileNotFoundError as error:
+            missing = Path(error.filename or "").name
+            if (path / "key.pem").exists():
+                raise DataError(
+                    f"{path}: {missing} is missing; copy it from the folder that whoever provisioned sent back."
+                ) from None
+            raise DataError(f"{path}: {missing} is missing; make it with `quietgrad federate provision`.") from None
+        except DataError:
+            raise
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise DataError(f"{path}: not a folder of `quietgrad federate provision`.") from None
+        if publics.get(name) != identity.public:
+            raise DataError(f"{path}: the identity key is not the one of {name!r} in member.json.")
+        found = cls(path, name, identity, publics)
+        if (holder := _holder(found.certificate)) != name:
+            raise DataError(
+                f"{path}: member.json is of {name!r} and cert.pem of {holder!r}; copy both from one folder."
+            )
+        return found
+
+    @property
+    def certificate(self) -> x509.Certificate:
+        """The member's own."""
+        try:
+            return x509.load_pem_x509_certificate((self.folder / "cert.pem").read_bytes())
+        except ValueError:
+            raise DataError(f"{self.folder}: cert.pem is not a certificate; copy it again.") from None
+
+    def check_dates(self) -> None:
+        """Refuse a certificate that everybody else would refuse, and say why."""
+        own = self.certificate
+        try:
+            authority = x509.load_pem_x509_certificate((self.folder / "ca.pem").read_bytes())
+            own.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            raise DataError(
+                f"{self.folder}: cert.pem was not signed by the authority in ca.pem; copy both from one provision."
+            ) from None
+        now = datetime.datetime.now(datetime.UTC)
+        if now > own.not_valid_after_utc:
+            day = own.not_valid_after_utc.date()
+            raise DataError(f"{self.folder}: the certificate expired on {day}; provision again.")
+        if now < own.not_valid_before_utc:
+            begin = own.not_valid_before_utc.isoformat(timespec="minutes")
+            raise DataError(f"{self.folder}: the certificate is valid from {begin} on; is the clock right?")
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everybody's public identities: the same at every member, or somebody changed one."""
+        text = "\n".join(f"{name} {key.hex()}" for name, key in sorted(self.publics.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def roster(self, names: Sequence[str]) -> Roster:
+        """The roster of ``names``, in this order."""
+        absent = [name for name in names if name not in self.publics]
+        if absent:
+            raise DataError(f"{self.folder}: there is no identity of {absent[0]!r}; provision for this plan again.")
+        return Roster(tuple(names), tuple(self.publics[name] for name in names))
+
+
+def provision(
+    members: Sequence[str], folder: str | Path, requests: Mapping[str, str | Path] | None = None
+) -> list[Path]:
+    """Make the authority and every member's folder; members with a request keep their own keys.
+
+    Args:
+        members: all names, such as :attr:`~quietgrad.federation.plan_file.PlanFile.members`.
+        folder: where to; it must be empty or new.
+        requests: by name, files that :func:`request` made.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = provision(["a", "b", "coordinator"], folder)
+    ...     [path.name for path in made], Credentials.read(made[0]).name
+    (['a', 'b', 'coordinator'], 'a')
+    """
+    root = Path(folder)
+    for name in members:
+        check_path_name("member", name)
+    if root.exists() and any(root.iterdir()):
+        raise DataError(f"{root}: is not empty; keys are never overwritten, choose another folder.")
+    asked = {name: _read_request(Path(file), name) for name, file in (requests or {}).items()}
+    if strangers := sorted(asked.keys() - set(members)):
+        raise DataError(f"{strangers[0]}: is not a member of this plan.")
+    authority = _Authority()
+    authority.write(root / "authority")
+    publics, made = {}, []
+    for name in members:
+        home = root / name
+        home.mkdir(parents=True)
+        if name in asked:
+            public_key, publics[name] = asked[name]
+        else:
+            public_key, publics[name] = _new_keys(home, name)
+        (home / "cert.pem").write_bytes(authority.sign(name, public_key))
+        (home / "ca.pem").write_bytes(authority.pem)
+        made.append(home)
+    identities = {name: key.hex() for name, key in publics.items()}
+    for name, home in zip(members, made, strict=True):
+        (home / "member.json").write_text(json.dumps({"name": name, "identities": identities}, indent=2) + "\n")
+    return made
+
+
+def request(name: str, folder: str | Path) -> Path:
+    """Make a member's own keys and the request that it sends to whoever runs :func:`provision`.
+
+    The keys stay in ``folder``; into the same folder go the three public files that come back.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asked = request("a", f"{folder}/a")
+    ...     home = provision(["a", "coordinator"], f"{folder}/all", {"a": asked})[0]
+    ...     sorted(path.name for path in home.iterdir())
+    ['ca.pem', 'cert.pem', 'member.json']
+    """
+    home = Path(folder)
+    check_path_name("member", name)
+    home.mkdir(parents=True, exist_ok=True)
+    if (home / "key.pem").exists():
+        raise DataError(f"{home}: has keys already; they are never overwritten.")
+    _new_keys(home, name)
+    key = serialization.load_pem_private_key((home / "key.pem").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    identity = Identity(name, bytes.fromhex((home / "identity.key").read_text()))
+    builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(_PEM)
+    # The identity signs the TLS request, so that nobody can join one member's keys with another's.
+    body = {
+        "name": name,
+        "identity": identity.public.hex(),
+        "request": pem.decode(),
+        "signature": identity.sign(_bound(name, pem)).hex(),
+    }
+    path = home / f"{name}.request.json"
+    path.write_text(json.dumps(body, indent=2) + "\n")
+    return path
+
+
+def asker(path: Path) -> str:
+    """Whose request a file is; its name does not matter, mail programs change it."""
+    try:
+        return check_path_name("name", read_json(path, most=_LARGEST_REQUEST)["name"])
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such request.") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{path}: not a request that `quietgrad federate provision --request` made.") from None
+
+
+class _Authority:
+    """A certificate authority made for one federation."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _subject("quietgrad federation")
+        usage = _usage(key_cert_sign=True, crl_sign=True)
+        builder = self._builder(self._name, self._key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        self._certificate = builder.add_extension(usage, critical=True).sign(self._key, hashes.SHA256())
+        self.pem = self._certificate.public_bytes(_PEM)
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "ca.pem").write_bytes(self.pem)
+        _secret(folder / "ca.key", _private_pem(self._key))
+
+    def sign(self, name: str, public_key: ec.EllipticCurvePublicKey) -> bytes:
+        """A certificate for ``name``: the coordinator's is good for serving only, all others for calling only."""
+        purpose = ExtendedKeyUsageOID.SERVER_AUTH if name == COORDINATOR else ExtendedKeyUsageOID.CLIENT_AUTH
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = self._builder(_subject(name), public_key)
+        for extension, critical in (
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (_usage(digital_signature=True), True),
+            (x509.ExtendedKeyUsage([purpose]), False),
+            (x509.SubjectAlternativeName([x509.DNSName(name)]), False),
+            (issuer, False),
+        ):
+            builder = builder.add_extension(extension, critical=critical)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
+
+    def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        now = _now()
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+            .not_valid_after(now + datetime.timedelta(days=_DAYS))
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        )
+
+
+def _new_keys(home: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
+    key, identity = ec.generate_private_key(ec.SECP256R1()), Identity(name)
+    _secret(home / "key.pem", _private_pem(key))
+    _secret(home / "identity.key", identity.secret_bytes().hex().encode())
+    return key.public_key(), identity.public
+
+
+def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
+    try:
+        body = read_json(path, most=_LARGEST_REQUEST)
+        pem, public = body["request"].encode(), bytes.fromhex(body["identity"])
+        asked = x509.load_pem_x509_csr(pem)
+        key = asked.public_key()
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+        Ed25519PublicKey.from_public_bytes(public).verify(bytes.fromhex(body["signature"]), _bound(name, pem))
+        good = body["name"] == name and asked.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such request.") from None
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OSError, InvalidSignature, UnsupportedAlgorithm,
+        x509.InvalidVersion,
+    ):  # fmt: skip
+        good = False
+    if not good:
+        raise DataError(f"{path}: not a valid request of {name!r}.")
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    return key, public
+
+
+def _holder(certificate: x509.Certificate) -> str:
+    """Whose certificate it is."""
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        return ", ".join(extension.value.get_values_for_type(x509.DNSName))
+    except (x509.ExtensionNotFound, ValueError):
+        return "nobody"
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _bound(name: str, pem: bytes) -> bytes:
+    return b"quietgrad request 1\0" + name.encode() + b"\0" + pem
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _usage(**allowed: bool) -> x509.KeyUsage:
+    names = (
+        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+        "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    )  # fmt: skip
+    return x509.KeyUsage(**{name: allowed.get(name, False) for name in names})
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _secret(path: Path, content: bytes) -> None:
+    """Write a file that only its owner may read, from its first byte on."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+FILE = "revoked.json"
+
+
+def revoke(folder: str | Path, name: str, reason: str) -> dict[str, str]:
+    """Add ``name`` to the revoked members of ``folder``; returns all of them with the reasons.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = revoke(folder, "clinic-2", "its keys were stolen")
+    ...     list(revoked(folder))
+    ['clinic-2']
+    """
+    known = revoked(folder)
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    known[check_path_name("member", name)] = f"{day}: {reason}"
+    write_atomically(Path(folder) / FILE, (json.dumps(known, indent=2) + "\n").encode())
+    return known
+
+
+def revoked(folder: str | Path) -> dict[str, str]:
+    """By name, why members are revoked in ``folder``; a list that cannot be read is refused, not ignored."""
+    path = Path(folder) / FILE
+    try:
+        known = read_json(path, most=1 << 20)
+        if not isinstance(known, dict):
+            raise ValueError
+        return {str(name): str(reason) for name, reason in known.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        raise DataError(f"{path}: cannot be read as the list of revoked members; mend or restore it.") from None
+
+
+def check_none_revoked(folder: str | Path, names: tuple[str, ...]) -> None:
+    """Refuse to work with a plan that lists a revoked member."""
+    known = revoked(folder)
+    if listed := [name for name in names if name in known]:
+        raise DataError(
+            f"the plan lists {listed[0]!r}, which is revoked here ({known[listed[0]]}): agree on a plan without it."
+        )

@@ -1,0 +1,354 @@
+"""Those who answer messages: what all of them have in common, and the two ends of a secure sum.
+
+Each keeps one role of the protocol per length of vector, made anew (with new keys) whenever the coordinator starts
+an epoch. Terms come from the plan that this side approved, never from the message.
+
+Cohorts: rounds that ask only some of the parties, drawn anew for each, while the others may be away.
+
+Everybody learns who was drawn, so ε claims nothing for it: a party is priced as if it were in every round. A
+secure sum of a cohort is one of its members alone, with keys of its own; parties in the cohort who do not
+answer are dropouts, and the round is complete as long as the plan's quorum is left. ``colluders`` is about all
+parties: however the cohort was drawn, at most that many are in it, so a coordinator who draws as it likes gains
+nothing against the noise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit
+from quietgrad.files import os_error_text as error_words
+from quietgrad.privacy.rng import SecureStream
+from quietgrad.secure.channel import Endpoint, NoiseShare
+from quietgrad.secure.graph import GRAPHS_PER_RELEASE
+from quietgrad.secure.identity import Identity, ProtocolError, Roster
+from quietgrad.secure.masking import MaskingParty
+from quietgrad.secure.servers import SharingParty, SumServer
+from quietgrad.secure.three_party import Exchange, NoiseServer
+
+_DRAWINGS = 64
+
+
+def draw(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
+    """Who is asked in round t, in the plan's order: everybody, or a uniform cohort drawn from the run's key.
+
+    A cohort without a quorum of parties who are not known to be ``away`` is drawn again, which costs nothing.
+    """
+    if not plan.cohort:
+        return plan.names
+    first = _drawn(plan, key, t, "cohort")
+    for again in range(1, _DRAWINGS):
+        cohort = first if again == 1 else _drawn(plan, key, t, f"cohort/{again}")
+        if sum(name not in away for name in cohort) >= plan.quorum:
+            return cohort
+    return first
+
+
+def _drawn(plan: FederatedPlan, key: bytes, t: int, label: str) -> tuple[str, ...]:
+    order = np.argsort(SecureStream(key, label).uint64(t, len(plan.names)))
+    return tuple(plan.names[j] for j in sorted(order[: plan.cohort].tolist()))
+
+
+def invitation(plan: FederatedPlan, names: Sequence[str]) -> dict[str, Any]:
+    """What a set-up message says about who is asked: nothing if everybody is."""
+    return {"cohort": [plan.index(name) for name in names]} if plan.cohort else {}
+
+
+def invited_by(plan: FederatedPlan, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read :func:`invitation`: as many different parties as were agreed on, in the plan's order."""
+    if not plan.cohort:
+        return plan.names
+    places = fields.get("cohort")
+    if (
+        not isinstance(places, list)
+        or len(places) != plan.cohort
+        or not all(type(j) is int for j in places)
+        or sorted(set(places)) != places
+        or not 0 <= places[0] <= places[-1] < len(plan.names)
+    ):
+        raise ProtocolError("coordinator", f"must name {plan.cohort} different parties for a round, in order")
+    return tuple(plan.names[j] for j in places)
+
+
+def roster_of(plan: FederatedPlan, everyone: Roster, names: Sequence[str]) -> Roster:
+    """Who is who in a round of these parties: they, and the servers or the coordinator."""
+    return everyone.only([*names, *everyone.names[len(plan.names) :]]) if plan.cohort else everyone
+
+
+def rescaling(plan: FederatedPlan, names: Sequence[str]) -> float:
+    """What the sum of these parties is multiplied by to stand for everybody's: n ÷ their weighted records.
+
+    All of it is public. 1 without cohorts: there a missing party only makes a step shorter.
+    """
+    if not plan.cohort:
+        return 1.0
+    places = [plan.index(name) for name in names]
+    here = math.fsum(plan.factors[j] * plan.sizes[j] for j in places)
+    return plan.n_public / here if here > 0.0 else 1.0
+
+
+class Stranger(ProtocolError):
+    """This side does not know the run: it restarted, and is told of the run again."""
+
+
+class Keyless(ProtocolError):
+    """This side has no keys for the epoch it was asked about: it restarted, or missed the beginning."""
+
+
+class Member:
+    """Whoever answers messages: a table of the kinds that it understands, and one way to read, answer and refuse.
+
+    A message may come from anybody and be anything. Kinds that the plan's mode does not have are not in the table.
+    """
+
+    name: str
+    _most: int
+    _kinds: Mapping[str, Callable[[Message], Message]]
+    _reply: bytearray | None = None
+
+    def handle(self, data: Bytes) -> bytearray:
+        """Answer one message; never raises, and what it says of a failure depends on no record.
+
+        The reply stays as it is until the next call.
+        """
+        try:
+            message = decode(data, most=self._most)
+            answer = self._kinds.get(message.kind)
+            if answer is None:
+                raise ProtocolError(
+                    "coordinator", f"says {message.kind[:40]!r}, which {self.name} does not understand"
+                )
+            self._reply = encode(answer(message), self._reply)  # large replies use one buffer again
+            return self._reply
+        except Stranger as refusal:
+            return _refused("stranger", str(refusal))
+        except Keyless as refusal:
+            return _refused("keys", str(refusal))
+        except (BudgetError, DataError) as refusal:
+            return _refused("plan", f"{self.name}: {refusal}")
+        except ProtocolError as refusal:
+            return _refused("protocol", str(refusal))
+        except WireError as refusal:
+            return _refused("protocol", f"{self.name}: {refusal}")
+        except QuietgradError as refusal:
+            return _refused("failed", f"{self.name}: {refusal}")
+        except OSError as error:  # a full disk has a name, and that carries no record
+            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
+        except Exception:  # its text, or even its type, could carry a record's value
+            return _refused("failed", f"{self.name}: could not answer")
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+def _refused(code: str, reason: str) -> bytearray:
+    return encode(Message("refused", {"code": code, "reason": reason}))
+
+
+class _Roles:
+    """Roles by length of vector, and the messages that set them up."""
+
+    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, seed: int | None) -> None:
+        if roster.names[: len(plan.names)] != plan.names:
+            raise ValueError("roster: must begin with the plan's parties, in their order.")
+        self.name, self._plan, self._identity = identity.name, plan, identity
+        self._roster, self._seed = roster, seed
+        self._roles: dict[int, Any] = {}
+        self._shares: dict[int, NoiseShare] = {}
+        self._key: bytes | None = None
+        self._drawn: dict[str, int] = {}
+        self._most_drawn = GRAPHS_PER_RELEASE * sum(plan.limit(slot.name) for slot in plan.schedule.slots)
+
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
+        raise NotImplementedError
+
+    def begin(self, key: bytes) -> None:
+        """A run begins or continues, with this secret for noise that outlives a set-up."""
+        self._key, self._shares = key, {}
+
+    def _share(self, dim: int) -> NoiseShare | None:
+        """Noise that is correlated over rounds goes on whatever keys the rounds have; other noise does not."""
+        terms = self._plan.terms(dim)
+        if terms.correlated is None:
+            return None
+        if dim not in self._shares:
+            self._shares[dim] = NoiseShare(terms, self._roster.index(self.name), self._seed, self._key)
+        return self._shares[dim]
+
+    def _role(self, message: Message) -> Any:
+        dim = _dimension(message)
+        if dim not in self._roles:
+            raise Keyless(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
+        return self._roles[dim]
+
+    def meet(self, message: Message) -> Message:
+        """Verify everybody's signed keys."""
+        self._role(message).meet([message.blob(name) for name in sorted(message.arrays)])
+        return Message("ok")
+
+    def set_up(self, message: Message) -> Message:
+        """Answer ``hello`` with a signed key for a new epoch."""
+        dim = _dimension(message)
+        if dim not in self._plan.dims.values():
+            raise ProtocolError("coordinator", f"asks for sums of length {dim}, which the plan does not have")
+        run = str(message.fields.get("run"))
+        if run not in self._drawn:
+            self._shares = {}
+        self._drawn = {run: self._drawn.get(run, 0) + 1}
+        if self._drawn[run] > self._most_drawn:
+            # Each set-up draws neighbours anew; whoever could ask for ever would find some that do not protect us.
+            raise ProtocolError("coordinator", f"asks for new keys more than {self._most_drawn} times in one run")
+        roster = roster_of(self._plan, self._roster, invited_by(self._plan, message.fields))
+        if self.name not in roster.names:
+            raise ProtocolError("coordinator", "asks for keys for a round of others")
+        epoch = message.fields.get("epoch")
+        if not isinstance(epoch, str) or not re.fullmatch("[0-9a-f]{32}", epoch):
+            raise ProtocolError("coordinator", "names no epoch")
+        self._roles[dim] = role = self._make(dim, bytes.fromhex(epoch), roster)
+        return Message("hello", {}, blobs({"frame": role.hello}))
+
+
+class SecureMember(_Roles):
+    """A party's side."""
+
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
+        terms = self._plan.terms(dim)
+        if terms.mode == "masks":
+            seen = [role.witness for role in self._roles.values() if role.witness is not None]
+            last = max(seen, key=lambda witness: witness.round, default=None)
+            return MaskingParty(
+                self._identity, roster, terms, epoch, seed=self._seed, witness=last, noise=self._share(dim)
+            )
+        return SharingParty(self._identity, roster, terms, epoch)
+
+    @property
+    def kinds(self) -> Mapping[str, Callable[[Message], Message]]:
+        """What is understood beside the question itself."""
+        setting_up = {"hello": self.set_up, "meet": self.meet}
+        masks = {"prepare": self._prepare, "reveal": self._reveal}
+        return setting_up | (masks if self._plan.secure == "masks" else {})
+
+    def _prepare(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        return Message("frame", {"round": t}, blobs({"frame": role.prepare(t)}))
+
+    def _reveal(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        return Message("frame", {"round": t}, blobs({"frame": role.reveal(t, message.blob("frame"))}))
+
+    def ready(self, message: Message) -> None:
+        """Refuse before any record is touched if this side cannot take part in the round."""
+        role = self._role(message)
+        if isinstance(role, MaskingParty):
+            role.deliver(_round(message), message.blob("deliver"))
+
+    def submit(self, message: Message, vector: Array) -> Message:
+        """The vector, masked or in shares."""
+        role, t = self._role(message), _round(message)
+        if isinstance(role, MaskingParty):
+            return Message("masked", {"round": t}, blobs({"frame": role.submit(t, vector)}))
+        return Message("shares", {"round": t}, blobs(role.share(t, vector)))
+
+
+class SumMember(_Roles, Member):
+    """A server of ``"servers"`` or ``"mpc"``: adds shares and noise, and never sees a vector.
+
+    Args:
+        plan: the plan this server approved.
+        identity: its long-term identity, on the roster.
+        roster: the parties in the plan's order, then the servers.
+        seed: fixes the noise, for tests only.
+    """
+
+    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
+        super().__init__(plan, identity, roster, seed)
+        self._noise: dict[int, Exchange[None]] = {}
+        self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
+        adding = {"receive": self._receive, "partial": self._partial, "finish": self._finish}
+        mpc = {"noise": self._sample} if plan.secure == "mpc" else {}
+        self._kinds = {"open": self._open, "hello": self.set_up, "meet": self.meet, **adding, **mpc}
+
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
+        terms = self._plan.terms(dim)
+        if self._plan.secure == "mpc":
+            return NoiseServer(self._identity, roster, terms, epoch, seed=self._seed)
+        return SumServer(self._identity, roster, terms, epoch, seed=self._seed, noise=self._share(dim))
+
+    @staticmethod
+    def _open(message: Message) -> Message:
+        """A server keeps nothing of a run: it is there, and gets keys when it is needed."""
+        return Message("ready", {"round": -1, "draws": {}})
+
+    def _receive(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        return Message("present", {"round": t}, blobs(role.receive(t, _frames(message))))
+
+    def _partial(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        partial = role.partial(t, _frames(message))
+        return Message("partial", {"round": t}, {} if partial is None else blobs({"frame": partial}))
+
+    def _finish(self, message: Message) -> Message:
+        role, t = self._role(message), _round(message)
+        return Message("total", {"round": t}, {"total": role.finish(t, _frames(message))})
+
+    def _sample(self, message: Message) -> Message:
+        """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
+        role, t, dim = self._role(message), _round(message), _dimension(message)
+        try:
+            if "frame" in message.arrays:
+                if dim not in self._noise:
+                    raise ProtocolError("coordinator", "sends a frame for noise that nobody began")
+                frame = self._noise[dim].send(message.blob("frame"))
+            else:
+                self._noise[dim] = role.prepare(t)
+                frame = next(self._noise[dim])
+        except StopIteration:
+            return Message("noise", {"round": t})
+        return Message("noise", {"round": t}, blobs({"frame": frame}))
+
+
+def _round(message: Message) -> int:
+    t = message.fields.get("round")
+    if type(t) is not int or not 0 <= t < 1 << 62:
+        raise ProtocolError("coordinator", "names no round")
+    return t
+
+
+def _dimension(message: Message) -> int:
+    dim = message.fields.get("dim")
+    if type(dim) is not int:
+        raise ProtocolError("coordinator", "names no length of vectors")
+    return dim
+
+
+def _frames(message: Message) -> dict[int, bytes]:
+    """Frames by roster number."""
+    if not all(name.isascii() and name.isdigit() and len(name) < 6 for name in message.arrays):
+        raise WireError("frames have roster numbers for names")
+    return {int(name): message.blob(name) for name in message.arrays}
+
+
+def total_of(message: Message, dimension: int) -> Array:
+    """The released sum in a server's ``total``, checked."""
+    total = message.arrays.get("total")
+    if total is None or total.dtype != np.float64 or total.shape != (dimension,) or not np.isfinite(total).all():
+        raise WireError("total is not a finite vector of the agreed length")
+    return total
+
+
+def frame_of(message: Message) -> bytes:
+    """The one frame of a reply."""
+    return message.blob("frame")
+
+
+def frames_of(replies: Mapping[int, Message]) -> dict[int, bytes]:
+    """The frames of replies, by roster number."""
+    return {i: frame_of(reply) for i, reply in replies.items()}

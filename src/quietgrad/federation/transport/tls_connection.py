@@ -1,0 +1,212 @@
+"""Frames over a TLS connection: a kind, a length that is bounded, bytes; and contexts that insist on certificates.
+
+    length (4 bytes, little-endian, of what follows) · kind (1 byte) · payload
+
+One thread owns a connection: it sends and then receives, never both at once, because OpenSSL's connections are not
+made for two threads. Every call has a deadline, and a connection that missed one is thrown away, so no half frame
+is ever taken for the beginning of another.
+
+The coordinator's door: callers who have not yet proved who they are, few at a time and none for long.
+
+Anybody who can reach the port can open connections and say nothing. Such a caller costs a place here and nothing
+else: it is dropped after a few seconds, and when the places of its address or of the whole door are taken, the one
+that has waited longest at the busiest address makes room. A member needs a fraction of a second: it gets through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+from quietgrad.errors import DataError
+from quietgrad.federation.provisioning import COORDINATOR, Credentials
+from quietgrad.federation.transport import Bytes
+from quietgrad.secure.identity import ProtocolError
+
+HELLO, WELCOME, REFUSED, ASK, REPLY = b"hwxar"
+_HEAD = struct.Struct("<IB")
+_PIECE = 1 << 18
+LARGEST = (1 << 32) - 2
+
+
+def context_for(credentials: Credentials) -> ssl.SSLContext:
+    """TLS 1.3 with certificates on both sides; the coordinator's name is checked, whatever its address."""
+    credentials.check_dates()
+    serving = credentials.name == COORDINATOR
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(credentials.folder / "ca.pem")
+        context.load_cert_chain(credentials.folder / "cert.pem", credentials.folder / "key.pem")
+    except ssl.SSLError as error:
+        raise DataError(f"{credentials.folder}: certificate and key do not fit ({error.reason}).") from None
+    return context
+
+
+def peer_name(connection: ssl.SSLSocket) -> str:
+    """The name in the other side's verified certificate."""
+    certificate: Any = connection.getpeercert() or {}
+    names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
+    return str(names[0]) if len(names) == 1 else ""
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and notice within a minute that the other machine is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def send(connection: ssl.SSLSocket, kind: int, *parts: Bytes, deadline: float) -> None:
+    """Send one frame before ``deadline`` (of ``time.monotonic``) or raise ``OSError``."""
+    _send_all(connection, _HEAD.pack(1 + sum(map(len, parts)), kind), deadline)
+    for part in parts:
+        _send_all(connection, part, deadline)
+
+
+def receive(connection: ssl.SSLSocket, *, most: int, deadline: float | None) -> tuple[int, bytearray]:
+    """The next frame's kind and payload; a longer one than ``most`` is refused before memory is taken for it."""
+    length, kind = _HEAD.unpack(_read(connection, _HEAD.size, deadline))
+    if not 1 <= length <= most + 1:
+        raise ProtocolError(peer_name(connection), f"announces a frame of {length} bytes; the limit is {most}")
+    return kind, _read(connection, length - 1, deadline)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Close without waiting for the other side."""
+    with contextlib.suppress(OSError):
+        connection.close()
+
+
+def _send_all(connection: ssl.SSLSocket, data: Bytes, deadline: float) -> None:
+    view = memoryview(data).cast("B")
+    at = 0
+    while at < len(view):
+        connection.settimeout(_left(deadline))
+        at += connection.send(view[at : at + _PIECE])
+
+
+def _read(connection: ssl.SSLSocket, size: int, deadline: float | None) -> bytearray:
+    # Memory follows what has arrived: a frame that is only announced costs its announcer nothing.
+    buffer, filled = bytearray(min(size, _PIECE)), 0
+    while filled < size:
+        if filled == len(buffer):
+            buffer.extend(bytes(min(len(buffer), size - filled)))
+        connection.settimeout(None if deadline is None else _left(deadline))
+        with memoryview(buffer) as view, view[filled:] as rest:
+            count = connection.recv_into(rest)
+        if count == 0:
+            raise ConnectionResetError("the other side hung up")
+        filled += count
+    return buffer
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0.0:
+        raise TimeoutError("not in time")
+    return left
+
+
+HANDSHAKE_SECONDS = 5.0
+PER_ADDRESS = 64  # callers; several members may sit behind one router
+ALTOGETHER = 256
+
+
+class Door:
+    """Unauthenticated connections in the order of their arrival, by address.
+
+    >>> door = Door(per_address=2, altogether=3)
+    >>> pairs = [socket.socketpair() for _ in range(4)]
+    >>> evicted = [door.admit(pair[0], address) for pair, address in zip(pairs, "aaab")]
+    >>> evicted, door.waiting
+    ([0, 0, 1, 0], 3)
+    >>> for pair in pairs:
+    ...     _ = [end.close() for end in pair]
+    """
+
+    def __init__(self, *, per_address: int = PER_ADDRESS, altogether: int = ALTOGETHER) -> None:
+        self._per_address, self._altogether = per_address, altogether
+        self._lock = threading.Lock()
+        self._callers: dict[str, OrderedDict[int, socket.socket]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many have not yet proved who they are."""
+        with self._lock:
+            return sum(map(len, self._callers.values()))
+
+    def admit(self, connection: socket.socket, address: str) -> int:
+        """Give a caller a place; returns how many others had to go for it."""
+        with self._lock:
+            self._callers.setdefault(address, OrderedDict())[id(connection)] = connection
+            gone = 0
+            if len(self._callers[address]) > self._per_address:
+                gone += self._evict(address)
+            if sum(map(len, self._callers.values())) > self._altogether:
+                gone += self._evict(max(self._callers, key=lambda each: len(self._callers[each])))
+            return gone
+
+    def leave(self, connection: socket.socket, address: str) -> None:
+        """A caller has proved who it is, or is gone."""
+        with self._lock:
+            callers = self._callers.get(address, OrderedDict())
+            callers.pop(id(connection), None)
+            if not callers:
+                self._callers.pop(address, None)
+
+    def _evict(self, address: str) -> int:
+        _, oldest = self._callers[address].popitem(last=False)
+        with contextlib.suppress(OSError):
+            # Not SSLSocket.shutdown, which would take the TLS object away from the thread that still uses it.
+            socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+        return 1
+
+
+def let_it_read(connection: socket.socket) -> None:
+    """Give a refused caller a second to read why: closing over its unread words would wipe the alert out."""
+    limit = time.monotonic() + 1.0
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        while (left := limit - time.monotonic()) > 0.0:
+            connection.settimeout(left)
+            if not socket.socket.recv(connection, 1 << 14):  # it hung up
+                return
+
+
+def refusal(error: ssl.SSLCertVerificationError) -> str:
+    """Why a certificate was not accepted, in words that say what to do."""
+    match error.verify_code:
+        case 10:
+            return "its certificate has expired; provision again"
+        case 9:
+            return "its certificate is not valid yet; compare the clocks of both machines"
+        case 18 | 19 | 20 | 21:
+            return "its certificate is foreign: another authority signed it; compare ca.pem on both sides"
+        case 62:
+            return "its certificate is of another member"
+    return f"its certificate is not accepted ({error.verify_message})"
+
+
+def alert(error: ssl.SSLError) -> str:
+    """What the other side's last word means: why it did not accept the certificate of this one."""
+    reason = error.reason or "closed"
+    words = {
+        "SSLV3_ALERT_CERTIFICATE_EXPIRED": "says that the certificate here has expired; provision again",
+        "SSLV3_ALERT_BAD_CERTIFICATE": "says that the certificate here is not valid (yet?); compare the clocks",
+        "TLSV1_ALERT_UNKNOWN_CA": "says that the certificate here is foreign; compare ca.pem on both sides",
+        "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "does not accept the certificate here; compare ca.pem on both sides",
+        "SSLV3_ALERT_HANDSHAKE_FAILURE": "does not speak TLS 1.3",
+        "TLSV1_ALERT_PROTOCOL_VERSION": "does not speak TLS 1.3",
+        "TLSV1_ALERT_CERTIFICATE_REQUIRED": "was shown no certificate; see the folder of keys",
+    }
+    return words.get(reason, f"ends the TLS connection ({reason}); does its authority know this certificate?")
