@@ -1,4 +1,4 @@
-"""UnitGrouping with several records: what a step costs, and what ε = 1 per person leaves of a model.
+"""People with several records: what a step costs, and what ε = 1 per person leaves of a model.
 
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/people.py cost|adult|bike
 

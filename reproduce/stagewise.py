@@ -7,7 +7,7 @@
 Takes 8 CPU minutes. The paper shows curves at ε = 8 and gives neither batch, steps, clip nor rates, so these are
 ours and the same for all: 280 steps of 512 images (2.4 epochs; 3 stages of 40, 80 and 160), C = 0.1, δ = 1e-5,
 momentum 0.9, early momentum for the first fifth. Each schedule's rate is the best of five (`RATES`) in one fit at
-ε = 8 (PoissonSampled) on 50 000 training images, looking at the other 10 000; three rates at first, two larger
+ε = 8 (Poisson) on 50 000 training images, looking at the other 10 000; three rates at first, two larger
 ones added when the largest kept winning there. The other settings take these rates over. The test images are
 looked at once per fit. ε is that of one fit; the search is not in it. Stages return their last iterate.
 
@@ -137,7 +137,7 @@ def epsilon_attained(noise_multiplier: float, n: int, batch: int, steps: int) ->
     """ε that one pair of data sets reaches in that setting, so that none smaller can be true.
 
     All gradients are +Ce but one, which is −Ce before it is replaced by +Ce: the sum of a batch moves by 2C if the
-    record is in it, with probability b/n, and not at all otherwise. That is a PoissonSampled sample of one record
+    record is in it, with probability b/n, and not at all otherwise. That is a Poisson sample of one record
     under add-remove with twice the sensitivity.
     """
     from quietgrad.privacy import events

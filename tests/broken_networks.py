@@ -252,7 +252,7 @@ def person_on_two_processes(patch: Patch) -> None:
 
 
 def one_nan_for_everybody(patch: Patch) -> None:
-    """UnitGrouping's records are added up by a product with a matrix of zeros and ones."""
+    """People's records are added up by a product with a matrix of zeros and ones."""
 
     def summed(self: Any, values: Any) -> Any:
         ones = torch.zeros(len(self), len(self.owners), dtype=values.dtype)

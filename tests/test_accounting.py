@@ -104,8 +104,8 @@ def test_random_round_saves_noise(epsilon: float, saving: float) -> None:
 
 # ---- the tables of noise multipliers ----
 
-# n, batch, steps, ε; z: Rényi and PLD fixed-size, attack on it, PLD PoissonSampled/replace, Rényi and PLD
-# PoissonSampled/add
+# n, batch, steps, ε; z: Rényi and PLD fixed-size, attack on it, PLD Poisson/replace, Rényi and PLD
+# Poisson/add
 NOISE_TABLE = [
     (32561, 100, 1500, 0.2, 8.765, 4.693, 4.203, 3.880, 2.311, 2.101),
     (32561, 100, 1500, 0.5, 3.982, 2.504, 2.229, 1.691, 1.365, 1.114),
@@ -129,7 +129,7 @@ def test_noise_table(row: tuple[float, ...]) -> None:
         lambda z: fixed_size_gaussian(n, b, z, steps), rdp_fixed, epsilon, relation=REPLACE, accountant="rdp"
     )
     assert_noise(lambda z: fixed_size_gaussian(n, b, z, steps), pld_fixed, epsilon, relation=REPLACE)
-    # An attack achieves the PoissonSampled pair at half the noise: others at −C, the record at C or −C.
+    # An attack achieves the Poisson pair at half the noise: others at −C, the record at C or −C.
     assert_noise(lambda z: poisson_gaussian(b / n, z / 2, steps), lower, epsilon, relation=ADD)
     assert_noise(lambda z: poisson_gaussian(b / n, z, steps), pld_replace, epsilon, relation=REPLACE)
     assert_noise(lambda z: poisson_gaussian(b / n, z, steps), rdp_poisson, epsilon, relation=ADD, accountant="rdp")
@@ -334,7 +334,7 @@ def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(
 
 @pytest.mark.parametrize(("rate", "z", "steps"), [(0.01, 2.0, 500), (0.3, 9.0, 50), (0.05, 1.0, 20)])
 def test_poisson_curves_under_replace_one(rate: float, z: float, steps: int) -> None:
-    """The PoissonSampled pair's curve lies a little above its PLD and joins other curves."""
+    """The Poisson pair's curve lies a little above its PLD and joins other curves."""
     event = poisson_gaussian(rate, z, steps)
     tight = account(event, delta=DELTA, relation=REPLACE)
     loose = account(event, delta=DELTA, relation=REPLACE, accountant="rdp")

@@ -187,7 +187,7 @@ def test_where_rounding_does_not_matter_nothing_is_tilted(monkeypatch: pytest.Mo
         tilts.append(float(arguments[4]))  # type: ignore[arg-type]
         return compose_tilted(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pld_accountant, "compose", spy)
+    monkeypatch.setattr(pld_accountant, "compose_tilted", spy)
     prove_or_infinite.cache_clear()
     event = poisson_gaussian(0.01, 1.1, 1000)
     plain = account(event, delta=1e-6, relation=ADD)

@@ -124,7 +124,7 @@ def normal(x: mpmath.mpf, mean: float, s: float) -> mpmath.mpf:
 @pytest.mark.parametrize(("rate", "z", "epsilon"), [(0.02, 1.0, 0.2), (0.3, 2.5, 0.5), (0.001, 0.7, 0.01)])
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 def test_poisson_profile_equals_quadrature(rate: float, z: float, epsilon: float, relation: str) -> None:
-    """One PoissonSampled-sampled Gaussian: the worse order of the two densities, integrated by mpmath."""
+    """One Poisson-sampled Gaussian: the worse order of the two densities, integrated by mpmath."""
     with mpmath.workdps(16):
 
         def mixture(x: mpmath.mpf, mean: float) -> mpmath.mpf:

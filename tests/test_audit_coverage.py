@@ -19,7 +19,7 @@ from quietgrad.oracles.gradient_estimators import ORACLES
 from quietgrad.privacy.budget import Relation
 
 ROOT = Path(quietgrad.__file__).parent
-SAMPLERS = {"release_gaussian", "release_l2_laplace", "l2_laplace", "noisy_argmax", "discrete_gaussian"}
+SAMPLERS = {"add_discretized_gaussian", "release_l2_laplace", "l2_laplace", "noisy_argmax", "discrete_gaussian"}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -58,7 +58,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         asked.append(event)
         return prove_or_infinite(event, delta, relation)
 
-    monkeypatch.setattr(module, "bound", counted)
+    monkeypatch.setattr(module, "prove_or_infinite", counted)
     return asked
 
 

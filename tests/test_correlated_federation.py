@@ -1,4 +1,4 @@
-"""BufferedToeplitzNoise noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may
+"""Correlated noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may
 ask.
 """
 

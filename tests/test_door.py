@@ -57,7 +57,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A calibration cache that remembers a third of the noise for every question."""
     monkeypatch.setattr(
-        calibration, "recall", lambda question: 1.2 if question["ask"] == "noise_multiplier" else 10.0**8
+        calibration, "load_calibration", lambda question: 1.2 if question["ask"] == "noise_multiplier" else 10.0**8
     )
 
 

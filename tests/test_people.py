@@ -1,4 +1,4 @@
-"""UnitGrouping with several records: what one of them adds to any sum is bounded, whatever their records hold.
+"""People with several records: what one of them adds to any sum is bounded, whatever their records hold.
 
 The heart is brute force: two tables that differ in one whole person, of adversarial size and values, and the
 difference of the noise-free sums held against the query's bound.
@@ -228,7 +228,7 @@ def test_one_person_moves_a_gradient_by_no_more_than_the_bound(name: str, layout
 
 
 def _unchecked(ids: Any, combine: Any = "mean", most: int | None = None) -> UnitGrouping:
-    """UnitGrouping without the check that nobody has nearly all records: tests are about one who does."""
+    """People without the check that nobody has nearly all records: tests are about one who does."""
     codes = np.unique(ids, return_inverse=True)[1]
     starts = np.concatenate([[0], np.cumsum(np.bincount(codes))]).astype(np.int64)
     return UnitGrouping(np.argsort(codes, kind="stable"), starts, combine, most)

@@ -1,4 +1,4 @@
-"""UnitGrouping in federations: known to one party, or to several and priced so."""
+"""People in federations: known to one party, or to several and priced so."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_a_cap_without_a_ledger_is_held_against_the_projects() -> None:
 
 def test_an_altered_calibration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = plan(DPGD(steps=30), n=1000, budget=BUDGET)
-    monkeypatch.setattr(calibration, "recall", lambda question: 2.0)
+    monkeypatch.setattr(calibration, "load_calibration", lambda question: 2.0)
     assert plan(DPGD(steps=30), n=1000, budget=BUDGET).noise_multiplier == right.noise_multiplier
 
 

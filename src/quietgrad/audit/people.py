@@ -1,4 +1,4 @@
-"""UnitGrouping of 1, 7 and 500 records under attack: exact probes of what one adds, of who is drawn, of whose ids
+"""People of 1, 7 and 500 records under attack: exact probes of what one adds, of who is drawn, of whose ids
 are whose, and a distinguisher who sees every noisy sum.
 """
 
@@ -54,7 +54,7 @@ def neighbouring_people(
             rows = np.vstack([X, _rows(rng, count, kind)])[order]
             truth = np.concatenate([y, labels(loss, rng, count + 2)[:count]])[order]
             whose = np.concatenate([ids, np.full(count, len(_OTHERS))])[order]
-            # UnitGrouping of both worlds are numbered alike, as curators who go by first records would not.
+            # People of both worlds are numbered alike, as curators who go by first records would not.
             worlds.append(RecordsWithIds((rows, truth), _numbered(whose, combine)))
         yield worlds[0], worlds[1]
 

@@ -1,7 +1,7 @@
 """Many independent runs as one: the real algorithm and the real curator on a block-diagonal problem.
 
 An audit needs thousands of runs. Put N copies of a small problem side by side: parameters of length N·d, N·k
-records, each of which touches only its own block. Sums, clips, white noise and PoissonSampled samples of different
+records, each of which touches only its own block. Sums, clips, white noise and Poisson samples of different
 blocks are independent, and algorithms made of coordinate-wise arithmetic keep the blocks apart; so one pass of the
 production code through :class:`~quietgrad.curators.central.CentralSession` *is* N independent runs. Algorithms that
 mix coordinates (a norm, a random round) are noticed and run one by one.
@@ -222,7 +222,7 @@ def _loop(
     """``runs`` runs one after the other, through one door with room for all their releases.
 
     Sharing the door saves setting up streams for each; noise is addressed by the number of the release, so every
-    run's is fresh. CyclicCohorts and a single pass over the records cannot be shared: there each run gets its own
+    run's is fresh. Turns and a single pass over the records cannot be shared: there each run gets its own
     door.
     """
     once = any(slot.sampling.participation(1) is not None for slot in plan.schedule.slots)

@@ -1,6 +1,6 @@
 """The second opinion: ε from the same events by dp-accounting, whose code is not ours.
 
-Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or PoissonSampled-sampled, and pure
+Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or Poisson-sampled, and pure
 ones; its Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own
 accountants is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled
 Gaussians, which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no

@@ -1,4 +1,4 @@
-"""UnitGrouping in a scan: rows sorted by the id of the person they are about, kept together wherever they are cut.
+"""People in a scan: rows sorted by the id of the person they are about, kept together wherever they are cut.
 
 Which rows are whose must be known without a list of the people. So ids must not decrease from row to row: equal
 ones then lie together, and everybody's rows can be read as one block. That is checked in every pass, in the memory

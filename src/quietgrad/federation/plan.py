@@ -162,7 +162,7 @@ class FederatedPlan(Plan):
             return
         if times == 1 or self.budget is None:
             return
-        # A person's parts are drawn by each party on its own. For PoissonSampled samples the mixture over who drew
+        # A person's parts are drawn by each party on its own. For Poisson samples the mixture over who drew
         # them is dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches
         # nothing is.
         samplings = [slot.sampling for slot in self.schedule.slots]

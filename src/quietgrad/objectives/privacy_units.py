@@ -1,4 +1,4 @@
-"""UnitGrouping made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions
+"""People made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions
 name.
 
 A :class:`UnitGrouping` says which records are whose. :class:`UserLevelObjective` wraps a loss so that a curator
@@ -227,7 +227,7 @@ def check_combination(combine: Any, records_per_person: Any) -> None:
 
 
 class UserLevelRecords:
-    """UnitGrouping with their rows, as a curator holds them: it counts people, and shows rows to nobody who does
+    """People with their rows, as a curator holds them: it counts people, and shows rows to nobody who does
     not ask for them as a person's.
     """
 

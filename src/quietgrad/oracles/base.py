@@ -48,7 +48,7 @@ class EstimateError(NamedTuple):
 
 
 class Oracle(Protocol):
-    """CyclicCohorts releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business. Inherit from it."""
+    """Turns releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business. Inherit from it."""
 
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
         """The releases that ``steps`` estimates may need."""
@@ -174,7 +174,7 @@ def plan_preview(objective: Objective, plan: Plan) -> Any:
 def noise_multiplier(door: Session) -> float:
     """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to.
 
-    BufferedToeplitzNoise noise is louder in a single release, which is what is asked here.
+    Correlated noise is louder in a single release, which is what is asked here.
     """
     factor: float = getattr(door, "noise_sources", getattr(door.plan, "variance_factor", 1.0))
     louder = max(slot.mechanism.loudness for slot in door.plan.schedule.slots)

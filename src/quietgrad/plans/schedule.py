@@ -146,7 +146,7 @@ class Schedule:
         if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
             raise ValueError("select: a private search has one slot, its round, and the law of their number.")
         if any(slot.mechanism.together for slot in self.slots):
-            # A look before the run has its own part of the budget. HasSchedule of other slots in between would
+            # A look before the run has its own part of the budget. Releases of other slots in between would
             # need a theorem on concurrent composition, and none of our methods does.
             run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.together]
             if self.composition != "sequential" or len(run) > 1:

@@ -1,7 +1,7 @@
 """Noise that cancels within bands, on secret samples: what correlation and amplification buy together.
 
 Records are in b cohorts that take turns (:class:`~quietgrad.sampling.CyclicPoisson`): release t asks a
-PoissonSampled sample, at rate q, of cohort t mod b. Its noise is z·C·s·w_t with w = S⁻¹u, S lower triangular and
+Poisson sample, at rate q, of cohort t mod b. Its noise is z·C·s·w_t with w = S⁻¹u, S lower triangular and
 Toeplitz with at most b coefficients c₀ = 1 > c₁ ≥ … ≥ 0 and s = ‖c‖.
 
 **Why it is private.** As for all correlated noise the transcript is a causal bijection of S·sums + z·C·s·u. A
@@ -13,13 +13,13 @@ rows t … t + b − 1 of S·sums, by c₀Δ, c₁Δ, …, and no row after them
   follows from earlier releases, and the rest of the window are fixed multiples of it;
 - given the coins of the others and all steps before, the window is, after subtraction of what the others give (a
   function of earlier steps), N(0, σ²I) without the record and (1 − q)·N(0, σ²I) + q·N(c⊗Δ, σ²I) with it,
-  σ = z·C·s and ‖c⊗Δ‖ = s·‖Δ‖ ≤ s·C: **one PoissonSampled sample of one Gaussian release of noise multiplier z**;
+  σ = z·C·s and ‖c⊗Δ‖ = s·‖Δ‖ ≤ s·C: **one Poisson sample of one Gaussian release of noise multiplier z**;
 - its coin is independent of everything before, so windows compose adaptively. A record has at most ⌈T/b⌉ of them;
   the last may be cut off, which is post-processing of a whole one, and before its first nothing depends on it.
 
 The coins of the others are independent of the record's and may as well be known: the bound holds for each outcome.
 Under replace-one the new record has the cohort and the coins of the old one, and the window is the two mixtures
-of a PoissonSampled-sampled release of as many dimensions. C may follow from earlier releases: each step is divided
+of a Poisson-sampled release of as many dimensions. C may follow from earlier releases: each step is divided
 by its own. A run is therefore ``Repeated(PoissonSampled(q, Gaussian(z)), ⌈T/b⌉)``, for either relation.
 
 What breaks it: more bands than cohorts (a row would hear two contributions of the record), samples of everybody (a

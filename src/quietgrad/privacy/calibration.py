@@ -112,8 +112,8 @@ def calibrate(
         delta: target δ in (0, 1).
         steps: number of releases.
         n: number of records; with ``batch_size`` it gives the sampling rate (fixed-size needs both).
-        batch_size: expected (PoissonSampled) or exact (fixed-size) number of records per release.
-        rate: sampling rate, instead of ``n`` and ``batch_size``, for PoissonSampled sampling.
+        batch_size: expected (Poisson) or exact (fixed-size) number of records per release.
+        rate: sampling rate, instead of ``n`` and ``batch_size``, for Poisson sampling.
         sampling: ``"poisson"``, ``"fixed-size"`` or ``"full"``.
         relation: ``"add-remove"`` or ``"replace-one"``.
         cache: whether to look the answer up on disk, and keep it there.

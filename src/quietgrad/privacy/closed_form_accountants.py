@@ -214,9 +214,9 @@ def _poisson_replace_curve(rate: float, mu: float) -> Array:
 
 
 def _select(curve: Array, mean: float, shape: float) -> Array:
-    """The curve of the best of K runs (Papernot, Steinke 2022): Thm. 2, or Thm. 6 for a PoissonSampled K.
+    """The curve of the best of K runs (Papernot, Steinke 2022): Thm. 2, or Thm. 6 for a Poisson K.
 
-    A truncated law of mean 1 is K = 1 for certain and costs one run. A PoissonSampled K of mean 1 is not: it is 0
+    A truncated law of mean 1 is K = 1 for certain and costs one run. A Poisson K of mean 1 is not: it is 0
     or more than 1 in 63 % of all cases, and who sees the result learns from that too.
     """
     a = _ORDERS

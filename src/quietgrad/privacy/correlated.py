@@ -79,7 +79,7 @@ class CorrelatedNoise(Mechanism, ABC):
         return events.Gaussian(multiplier)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        """NoiseRecurrence of S⁻¹u, scaled by z·C·s."""
+        """Rows of S⁻¹u, scaled by z·C·s."""
         return _CancellingSource(self, key, label)
 
     def reach(self, dim: int) -> float:
@@ -247,7 +247,7 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
 class NoiseRecurrence(ABC):
     """w_k = (S⁻¹u)_k by number k, from what is kept of the rows before it.
 
-    NoiseRecurrence are a function of the key and of k alone: after an interruption the buffers are made again from
+    Rows are a function of the key and of k alone: after an interruption the buffers are made again from
     the stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
     Numbers that are skipped (a release of bound 0, a lost round, a draw that was never released) are run through
     all the same: a recursion that stood still would cancel what was never added.

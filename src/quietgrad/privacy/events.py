@@ -244,8 +244,8 @@ class RandomNumberOfReleases(Event, kind="random-round"):
 class RepeatAndSelect(Event, kind="repeat-and-select"):
     """Private search: ``inner`` run K times, only the best result released, K negative binomial.
 
-    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf PoissonSampled).
-    All laws but the PoissonSampled one make at least one run; under that one K may be 0, and then nothing is
+    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf Poisson).
+    All laws but the Poisson one make at least one run; under that one K may be 0, and then nothing is
     released.
     """
 
@@ -316,7 +316,7 @@ def gaussian(noise_multiplier: float, steps: int = 1) -> Event:
 
 
 def poisson_gaussian(rate: float, noise_multiplier: float, steps: int = 1) -> Event:
-    """``steps`` Gaussian releases, each on a PoissonSampled sample of the given rate (DP-SGD).
+    """``steps`` Gaussian releases, each on a Poisson sample of the given rate (DP-SGD).
 
     >>> poisson_gaussian(rate=0.01, noise_multiplier=1.1)
     PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1))

@@ -1,11 +1,11 @@
 """Which records take part in a release: public value objects that know what their secrecy is worth.
 
-``FullBatch`` · ``PoissonSampled`` · ``FixedSizeSampled`` (without replacement) · ``SinglePass`` (disjoint, every
+``FullBatch`` · ``Poisson`` · ``FixedSize`` (without replacement) · ``SinglePass`` (disjoint, every
 record once) · ``CyclicCohorts`` (cohorts, one after the other) · ``CyclicPoisson`` (secret samples of them).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
-PoissonSampled batch is released like any other, as pure noise.
+Poisson batch is released like any other, as pure noise.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Sampling(ABC):
 def from_json(data: dict[str, Any]) -> Sampling:
     """Rebuild a sampling scheme from :meth:`Sampling.to_json`.
 
-    >>> from_json(PoissonSampled(0.01).to_json())
-    PoissonSampled(rate=0.01)
+    >>> from_json(Poisson(0.01).to_json())
+    Poisson(rate=0.01)
     """
     try:
         kind = _KINDS[data["sampling"]]
@@ -142,9 +142,9 @@ class Poisson(Sampling, kind="poisson"):
     The rate is chosen without looking at the number of records (under add-remove that number is private):
     rate = wanted batch ÷ declared n_public.
 
-    >>> PoissonSampled(0.01).event(events.Gaussian(1.1), steps=100)
+    >>> Poisson(0.01).event(events.Gaussian(1.1), steps=100)
     Repeated(inner=PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=100)
-    >>> PoissonSampled(1.5)
+    >>> Poisson(1.5)
     Traceback (most recent call last):
     ...
     ValueError: rate=1.5: must be in (0, 1]; it is the expected batch ÷ n.
@@ -157,7 +157,7 @@ class Poisson(Sampling, kind="poisson"):
             raise ValueError(f"rate={self.rate!r}: must be in (0, 1]; it is the expected batch ÷ n.")
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
-        """Return ``steps`` PoissonSampled-sampled ``inner``; a rate of 1 samples nothing."""
+        """Return ``steps`` Poisson-sampled ``inner``; a rate of 1 samples nothing."""
         one = inner if self.rate == 1.0 else events.PoissonSampled(self.rate, inner)
         return events.repeated(one, steps)
 
@@ -186,8 +186,8 @@ class Poisson(Sampling, kind="poisson"):
 
         >>> from quietgrad.privacy.rng import SecureStream, seed_key
         >>> stream = SecureStream(seed_key(0), "batches")
-        >>> whole = PoissonSampled(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
-        >>> first, second = (PoissonSampled(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12,
+        >>> whole = Poisson(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
+        >>> first, second = (Poisson(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12,
         13]))
         >>> whole.tolist() == [*first, *(second + 2)]
         True
@@ -205,7 +205,7 @@ class Poisson(Sampling, kind="poisson"):
 class FixedSize(Sampling, kind="fixed-size"):
     """``batch_size`` of ``n`` records without replacement, afresh for every release; n is public.
 
-    >>> FixedSizeSampled(1000, 10).event(events.Gaussian(3.0))
+    >>> FixedSize(1000, 10).event(events.Gaussian(3.0))
     FixedSizeSampled(n=1000, batch_size=10, inner=Gaussian(noise_multiplier=3.0))
     """
 
@@ -406,7 +406,7 @@ class CyclicPoisson(Sampling, kind="poisson-turns"):
         return CyclicCohorts(self.cohorts, self.relation)
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
-        """Return a PoissonSampled-sampled ``inner`` as often as one cohort has its turn."""
+        """Return a Poisson-sampled ``inner`` as often as one cohort has its turn."""
         return self._turns.event(Poisson(self.rate).event(inner), steps)
 
     def participation(self, count: int) -> tuple[int, int]:

@@ -229,7 +229,7 @@ class BernoulliSubsampler:
 
 
 class SinglePassOrder(ABC):
-    """SinglePassOrder handed out in order, each once; refuses when there are not enough left."""
+    """Slots handed out in order, each once; refuses when there are not enough left."""
 
     def __init__(self, n_slots: int, batch_size: int) -> None:
         self._n_slots, self._batch_size = n_slots, batch_size
@@ -271,7 +271,7 @@ class SinglePassOrder(ABC):
 
 
 class SlotSampler(SinglePassOrder):
-    """SinglePassOrder of records that are listed.
+    """Slots of records that are listed.
 
     >>> sampler = SlotSampler(np.array([2, 0, 1]), n_slots=3)
     >>> sampler.take(2).tolist(), sampler.left
@@ -342,7 +342,7 @@ class CohortScan:
 
 
 class SinglePassScan(SinglePassOrder):
-    """SinglePassOrder of rows that are not listed: a row's slot is a keyed hash of its number.
+    """Slots of rows that are not listed: a row's slot is a keyed hash of its number.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> sampler = SinglePassScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
