@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from quietgrad.curators.account import spent
     from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
-    from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.regressors import (
+        PrivateHuberRegressor,
+        PrivateLinearRegression,
+        PrivatePoissonRegressor,
+        PrivateQuantileRegressor,
+    )
     from quietgrad.estimators.runs import from_run, to_run
     from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
@@ -31,6 +36,8 @@ _HOMES = {
     "PrivateBinner": "estimators.transformers",
     "PrivateHuberRegressor": "estimators.regressors",
     "PrivateLinearRegression": "estimators.regressors",
+    "PrivatePoissonRegressor": "estimators.regressors",
+    "PrivateQuantileRegressor": "estimators.regressors",
     "PrivateScaler": "estimators.transformers",
     "PrivateScore": "estimators.scoring",
     "PublicOneHot": "estimators.transformers",
@@ -48,6 +55,8 @@ __all__ = [
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
+    "PrivatePoissonRegressor",
+    "PrivateQuantileRegressor",
     "PrivateSVC",
     "PrivateScaler",
     "PrivateScore",
