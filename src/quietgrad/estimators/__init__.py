@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quietgrad.curators.account import spent
     from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
+    from quietgrad.estimators.describing import Description, describe
     from quietgrad.estimators.regressors import (
         PrivateHuberRegressor,
         PrivateLinearRegression,
@@ -42,6 +43,8 @@ _HOMES = {
     "PrivateScore": "estimators.scoring",
     "PublicOneHot": "estimators.transformers",
     "PrivateSearch": "estimators.search",
+    "Description": "estimators.describing",
+    "describe": "estimators.describing",
     "from_run": "estimators.runs",
     "private_score": "estimators.scoring",
     "to_run": "estimators.runs",
@@ -49,6 +52,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Description",
     "PrivateAdditiveClassifier",
     "PrivateAdditiveRegressor",
     "PrivateBinner",
@@ -62,6 +66,7 @@ __all__ = [
     "PrivateScore",
     "PrivateSearch",
     "PublicOneHot",
+    "describe",
     "from_run",
     "private_score",
     "spent",

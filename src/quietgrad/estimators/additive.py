@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
@@ -62,9 +62,9 @@ class _Additive(PrivateModel):
     bins: int | None = field(default=None, kw_only=True)
     pairs: Sequence[tuple[Any, Any]] | None = field(default=None, kw_only=True)
 
-    _columns: ClassVar[Columns]
-    _public: ClassVar[tuple[Bounds, ...] | None] = None
-    _indicators: ClassVar[frozenset[str]] = frozenset()
+    _columns: Columns = field(init=False)
+    _public: tuple[Bounds, ...] | None = field(init=False)
+    _indicators: frozenset[str] = field(init=False)
 
     def _rows(self, X: Any) -> Any:
         check_is_fitted(self)

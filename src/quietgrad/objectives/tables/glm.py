@@ -260,7 +260,7 @@ class Poisson(OneScoreLoss):
 
     @staticmethod
     def residual(score: Floats, y: Floats, h: float) -> Floats:
-        mean = np.exp(np.minimum(score, np.log(h))) + h * np.maximum(score - np.log(h), 0.0)
+        mean: Floats = np.exp(np.minimum(score, np.log(h))) + h * np.maximum(score - np.log(h), 0.0)
         return mean - np.minimum(np.maximum(y, 0.0), h)
 
     @staticmethod
