@@ -25,6 +25,8 @@ from quietgrad.estimators import (
     PrivateBinner,
     PrivateLinearRegression,
     PrivateLogisticRegression,
+    PrivatePoissonRegressor,
+    PrivateQuantileRegressor,
     PrivateScaler,
     PrivateSearch,
     PrivateSVC,
@@ -525,3 +527,40 @@ def test_a_strong_penalty_is_not_leapt_over(strength: float) -> None:
     ).fit(X, y)
     exact = LogisticRegression(C=1.0 / (strength * len(y)), max_iter=1000).fit(X, y)
     assert np.abs(model.coef_ - exact.coef_).max() < 0.15 * np.abs(exact.coef_).max()
+
+
+@pytest.mark.filterwarnings("ignore:random_state")
+@pytest.mark.parametrize("log_mean", [-2.0, 0.0, 3.0])
+def test_counts_are_fitted_on_their_own_scale(log_mean: float) -> None:
+    rng = np.random.default_rng(5)
+    X = rng.standard_normal((20_000, 3)) * [1.0, 10.0, 0.1]
+    y = rng.poisson(np.exp(X @ [0.5, 0.03, 0.0] + log_mean))
+    model = PrivatePoissonRegressor(epsilon=2.0, random_state=0).fit(X, y)
+    assert model.coef_[:2] == pytest.approx([0.5, 0.03], rel=0.15)
+    assert model.predict(X).mean() == pytest.approx(y.mean(), rel=0.08)
+    assert model.target_range_[0] == 0.0
+    with pytest.raises(ValueError, match="begin at 0"):
+        PrivatePoissonRegressor(target_bounds=(1, 9)).fit(X, y)
+
+
+@pytest.mark.filterwarnings("ignore:random_state")
+@pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
+def test_a_quantile_has_its_part_of_the_targets_below_it(quantile: float) -> None:
+    rng = np.random.default_rng(6)
+    X = rng.standard_normal((20_000, 3))
+    y = 50.0 + 5.0 * X[:, 0] + np.exp(0.5 * X[:, 1]) * rng.standard_normal(20_000)
+    model = PrivateQuantileRegressor(quantile=quantile, epsilon=2.0, random_state=0).fit(X, y)
+    assert (y <= model.predict(X)).mean() == pytest.approx(quantile, abs=0.03)
+    with pytest.raises(ValueError, match="quantile"):
+        PrivateQuantileRegressor(quantile=1.0).fit(X, y)
+
+
+def test_counts_and_quantiles_are_saved_as_runs_and_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    X = rng.standard_normal((4000, 2))
+    y = rng.poisson(np.exp(0.5 * X[:, 0]))
+    for model in (PrivatePoissonRegressor(epsilon=4.0), PrivateQuantileRegressor(quantile=0.8, epsilon=4.0)):
+        folder = to_run(model.fit(X, y), tmp_path / type(model).__name__)
+        again = from_run(folder)
+        assert type(again) is type(model)
+        assert again.predict(X) == pytest.approx(model.predict(X))

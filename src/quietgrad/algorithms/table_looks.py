@@ -23,7 +23,9 @@ from quietgrad.objectives.tables.ranges import (
     TargetPieces,
 )
 from quietgrad.objectives.tables.windows import (
+    Counts,
     middle_octave,
+    read_counts,
     read_ends,
     read_magnitudes,
     read_octaves,
@@ -49,6 +51,8 @@ class Look:
         closer: how often the offsets are looked at, each time within what was found before: a date of a few years
             among seconds since 1970 is found in three looks.
         sparse: rows whose zeros are not stored: no feature is shifted.
+        counts: whether targets are counts ≥ 0: their limit and about their mean are found, also below a declared
+            limit.
         whole: whether no tail may be cut off, however far: a Newton step is about the rows as they are.
         refine: whether wide declared ranges are looked into as well: most values may keep to a small part of one.
 
@@ -67,6 +71,7 @@ class Look:
     sparse: bool = False
     refine: bool = False
     whole: bool = False
+    counts: bool = False
 
     def __post_init__(self) -> None:
         if self.ranges not in ("each", "means", "pooled"):
@@ -91,7 +96,7 @@ class Look:
 
     def shares(self) -> dict[str, float]:
         """The slots this look adds, with their shares."""
-        half = self.target_share / 2.0 if not self.whole else 0.0
+        half = 0.0 if self.whole or self.counts else self.target_share / 2.0
         named = {"ranges": self.range_share, **dict.fromkeys(self.offset_slots, self.offset_share)}
         named |= {"octaves": self.octave_share, "targets": self.target_share - half, "target-bins": half}
         return {name: share for name, share in named.items() if share}
@@ -156,12 +161,15 @@ def found_frame(look: Look, door: Session, features: int, relation: Relation) ->
         known = np.array([pair is not None for pair in declared])
         low = np.where(known, np.maximum(low, new_low), new_low)
         high = np.where(known, np.minimum(high, new_high), new_high)
-    frame = Frame(low, high, _found_target(look, door, relation))
     if look.sparse:
-        frame = frame.zero_kept()
-    out: dict[str, Any] = {"low": frame.low, "high": frame.high, "hidden_features": hidden}
-    if frame.target is not None:
-        out["target_low"], out["target_high"] = frame.target
+        low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
+    out: dict[str, Any] = {"low": low, "high": high, "hidden_features": hidden}
+    if look.counts:
+        found = _found_counts(look, door, relation)
+        most = found.most if look.target is None else min(found.most, look.target[1])
+        out |= {"target_low": 0.0, "target_high": most, "target_unit": found.mean, "target_spread": found.spread}
+    elif (target := _found_target(look, door, relation)) is not None:
+        out["target_low"], out["target_high"] = target
     return out
 
 
@@ -174,7 +182,8 @@ def _found_ranges(
     noise = noise_of(door, "ranges", query.bound)
     # A regression is seldom whitened by a whole matrix: what is scaled too small in it stays so.
     regression = look.target is not None or look.target_share > 0.0
-    found = read_magnitudes(counts, noise, whole=look.whole, sparse=look.sparse, tight=regression)
+    n = None if look.ranges != "each" else door.expected_batch("ranges")
+    found = read_magnitudes(counts, noise, n=n, whole=look.whole, sparse=look.sparse, tight=regression)
     reach, hidden = found.reach, int((~found.seen).sum())
     if look.refine:  # what does not stand out keeps its declared range
         reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
@@ -213,6 +222,14 @@ def _declared_at(look: Look) -> Any:
     return np.flatnonzero([pair is not None for pair in look.features or ()])
 
 
+def _found_counts(look: Look, door: Session, relation: Relation) -> Counts:
+    query = TargetMagnitudes(relation)
+    found = read_counts(door.release("targets", query), noise_of(door, "targets", query.bound))
+    if found is None:
+        raise TooNoisyError("y: no counts stand out of the noise. Use more records or a larger ε.")
+    return found
+
+
 def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | None:
     if look.target is not None or not look.target_share:
         return look.target
@@ -236,4 +253,4 @@ def frame_of(extra: Mapping[str, Any]) -> Frame | None:
     if "low" not in extra:
         return None
     target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
-    return Frame(extra["low"], extra["high"], target)
+    return Frame(extra["low"], extra["high"], target, extra.get("target_unit"))

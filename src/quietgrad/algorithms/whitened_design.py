@@ -39,6 +39,7 @@ def for_table(
     row_bound: float | None = None,
     target_bounds: Bounds | None = None,
     regression: bool = False,
+    counts: bool = False,
     sparse: bool = False,
     inference: bool | None = None,
     crowded: float | None = None,
@@ -71,6 +72,7 @@ def for_table(
         row_bound=row_bound,
         target_bounds=target_bounds,
         regression=regression,
+        counts=counts,
         sparse=sparse,
     )
     crowding = features**1.5 / (n * mu)
@@ -84,9 +86,12 @@ def for_table(
     ball = None if row_bound is None or feature_bounds is not None else 1.0
     mean_share = 0.0 if sparse and not full else 0.03
     moment_share = 0.12 if full else 0.04
+    several = 1.0 if outputs < 8 else min(outputs / 4.0, 2.0)  # of many classes, residuals begin near 1
+    wanted = HORIZON * n * mu / (features + 1.0) / math.sqrt(max(outputs, 2) / 2.0)
     if inference:
         full, look = True, replace(look, whole=True, refine=False)
     return WhitenedGD(
+        steps=64 if wanted > 128.0 * max(1.0, outputs / 8.0) and not inference else 32,
         row_bound=ball,
         mean_share=mean_share,
         moment_share=moment_share,
@@ -96,7 +101,7 @@ def for_table(
         freedom=FREEDOM,
         horizon=HORIZON,
         inference_share=0.5 if inference else 0.0,
-        clip=0.8 if inference else 0.4,  # a Newton step needs a start that clipping did not push away
+        clip=0.8 if inference else 0.4 * several,  # a Newton step needs a start that clipping did not push away
     )
 
 
@@ -120,6 +125,7 @@ def look_for(
     row_bound: float | None = None,
     target_bounds: Bounds | None = None,
     regression: bool = False,
+    counts: bool = False,
     sparse: bool = False,
 ) -> Look:
     """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay.
@@ -129,12 +135,12 @@ def look_for(
     """
     mu = strength(budget)
     target_share = 0.0
-    if regression and target_bounds is None:
+    if regression and (target_bounds is None or counts):
         target_share = min(max(100.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.03), 0.12)
     if row_bound is not None and feature_bounds is None:
         feature_bounds = ((-row_bound, row_bound),) * features
     declared = None if feature_bounds is None else tuple(feature_bounds)
-    known = Look(declared, target_bounds, target_share=target_share, sparse=sparse, refine=True)
+    known = Look(declared, target_bounds, target_share=target_share, sparse=sparse, refine=True, counts=counts)
     wide = len(known.looked_at(features)) if row_bound is None else 0
     known = replace(known, refine=False)
     unknown = len(known.looked_at(features))

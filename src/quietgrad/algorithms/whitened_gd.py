@@ -41,7 +41,9 @@ from quietgrad.vectors import Vector, copy
 
 _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
 _AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs no accuracy
-_WIDEST_CLIP = 1.0  # in units of the rows' length: most gradients are shorter
+_WIDE = 2.5  # times the clip: most gradients are shorter; wider still only where signal abounds
+_ABOUNDS = 8.0
+_WIDEST_COUNTS = 16.0  # in means of the counts: a clip for the rarest would drown the rest
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
@@ -149,7 +151,7 @@ class WhitenedGD(Algorithm):
             yield "second-moments", Asked(MeanSquares(bound * bound, relation=relation), squared)
         shape = (features,) if self.moments == "diagonal" else (features, features)
         radius = math.sqrt(features + column**2) * (1.0 + 1e-9)
-        longest = max(self.clip, _WIDEST_CLIP) * radius
+        longest = max(self.clip, 1.0) * radius * (1.0 if self.horizon is None else 1e3)
         whitening = Whitening(Affine(np.zeros(features), np.zeros(shape)), column, outputs, radius)
         varies = {"clip": (0.0, longest), "whitening.radius": (0.0, radius)}
         yield "gradient", Asked(WhitenedGradient(x0, longest, whitening), varies)
@@ -162,7 +164,7 @@ class WhitenedGD(Algorithm):
             self._measure(state, door)
         extra = state.extra
         whitening = self._whitening(state, door)
-        curvature = replace(door.objective, intercept=False, row_bound=1.0).constants().record_smoothness or 1.0
+        curvature = _pace_of(door.objective)
         query = WhitenedGradient(extra["inner"], extra["clip"], whitening)
         gradient = door.release("gradient", self._seen(query, state))
         gradient *= 1.0 / door.expected_batch("gradient")
@@ -223,7 +225,7 @@ class WhitenedGD(Algorithm):
         gradient's own sampling error, with weights that a run without data shows.
         """
         extra, scale = state.extra, whitening.transform.scale
-        smooth = replace(door.objective, intercept=False, row_bound=1.0).constants().record_smoothness or 1.0
+        smooth = _pace_of(door.objective)
         shift = whitening.transform.shift
         if scale.ndim == 1:
             shares, axes = np.maximum(extra["second"] - shift * shift, 0.0) * scale**2, np.eye(len(scale))
@@ -282,9 +284,12 @@ class WhitenedGD(Algorithm):
         second, floor = self._second_moments(state, door, features, bound, relation)
         extra.update(mean=mean, second=second, floor=floor)
         whitening = self._whitening(state, door)
-        extra["momentum"], extra["rate"], widened = self._pace(whitening, door)
-        extra["clip"] = following_clip(self.clip * widened * whitening.radius)
-        for name in ("inner", "mean_inner", "velocity"):
+        # Counts differ from their mean by more than residuals of classes and scaled targets do.
+        clip = max(self.clip, min(extra.get("target_spread", 0.0), _WIDEST_COUNTS))
+        extra["momentum"], extra["rate"], widened = self._pace(whitening, door, clip / self.clip)
+        extra["clip"] = following_clip(clip * widened * whitening.radius)
+        extra["inner"] = whitening.from_raw(state.params)
+        for name in ("mean_inner", "velocity"):
             extra[name] = np.zeros_like(state.params)
 
     def _second_moments(
@@ -310,19 +315,23 @@ class WhitenedGD(Algorithm):
         rest = max(0.0, float(total[~clear].mean())) if not clear.all() else 0.0
         return np.where(clear, total, rest), max(2.0 * noise, least)
 
-    def _pace(self, whitening: Whitening, door: Session) -> tuple[float, float, float]:
+    def _pace(self, whitening: Whitening, door: Session, wider: float) -> tuple[float, float, float]:
         """Momentum and step size with which T steps go as far as the noise allows, and how far to widen the clip.
 
         After a distance H the noise of a score is about .8·H·df/A, the signal about .4·H: what can be learned
         grows with A/df, and so does the distance worth going. Where that is further than anybody needs to go, a
-        wider clip is affordable: a narrow one makes a classifier too sure of itself.
+        wider clip is affordable: a narrow one makes a classifier too sure of itself. With ever more signal the
+        clip widens and the distance grows without end, so that the fit tends to the one without noise. Of k classes
+        the curvature is about 1/k, and the way longer. ``wider`` is how much of the signal a clip costs already.
         """
         if self.horizon is None:
             return 0.0, 1.0, 1.0
         freedom = whitening.radius**2 - whitening.column**2
-        wanted = self.horizon * self._signal(door) / (freedom + 1.0)
-        reach = min(max(wanted, _SHORTEST), _LONGEST)
-        widened = min(wanted / (_AMPLE * _LONGEST), _WIDEST_CLIP / self.clip)
+        wanted = self.horizon * self._signal(door) / (freedom + 1.0) / wider
+        longest = _LONGEST * max(1.0, door.objective.outputs / 8.0)
+        ample = wanted / (_AMPLE * longest)
+        reach = min(max(wanted, _SHORTEST), longest * max(1.0, (ample / _ABOUNDS) ** 0.25))
+        widened = max(min(ample, _WIDE), ample / _ABOUNDS)
         momentum, rate = (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
         return momentum, rate, max(widened, 1.0)
 
@@ -378,6 +387,9 @@ class WhitenedGD(Algorithm):
         matrix[:features] /= frame.half[:, None]
         if column:
             matrix[-1] -= frame.centre @ matrix[:features] / column
+        if door.objective.log_link:
+            matrix[-1:] += math.log(frame.target_scale) / column if column else 0.0
+            return matrix.ravel()
         matrix *= frame.target_scale
         if column:
             matrix[-1] += frame.target_centre / column
@@ -388,6 +400,13 @@ class WhitenedGD(Algorithm):
 
     def config(self) -> dict[str, Any]:
         return config_of(self)
+
+
+def _pace_of(objective: Any) -> float:
+    """The curvature in the score that steps are sized for."""
+    if objective.pace is not None:
+        return float(objective.pace)
+    return float(replace(objective, intercept=False, row_bound=1.0).constants().record_smoothness or 1.0)
 
 
 __all__ = ["Bounds", "Look", "WhitenedGD"]

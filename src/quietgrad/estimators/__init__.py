@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from quietgrad.curators.account import spent
     from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
-    from quietgrad.estimators.regressors import PrivateHuberRegressor, PrivateLinearRegression
+    from quietgrad.estimators.describing import Description, describe
+    from quietgrad.estimators.regressors import (
+        PrivateHuberRegressor,
+        PrivateLinearRegression,
+        PrivatePoissonRegressor,
+        PrivateQuantileRegressor,
+    )
     from quietgrad.estimators.runs import from_run, to_run
     from quietgrad.estimators.scoring import PrivateScore, private_score
     from quietgrad.estimators.search import PrivateSearch
@@ -31,10 +37,14 @@ _HOMES = {
     "PrivateBinner": "estimators.transformers",
     "PrivateHuberRegressor": "estimators.regressors",
     "PrivateLinearRegression": "estimators.regressors",
+    "PrivatePoissonRegressor": "estimators.regressors",
+    "PrivateQuantileRegressor": "estimators.regressors",
     "PrivateScaler": "estimators.transformers",
     "PrivateScore": "estimators.scoring",
     "PublicOneHot": "estimators.transformers",
     "PrivateSearch": "estimators.search",
+    "Description": "estimators.describing",
+    "describe": "estimators.describing",
     "from_run": "estimators.runs",
     "private_score": "estimators.scoring",
     "to_run": "estimators.runs",
@@ -42,17 +52,21 @@ _HOMES = {
 }
 
 __all__ = [
+    "Description",
     "PrivateAdditiveClassifier",
     "PrivateAdditiveRegressor",
     "PrivateBinner",
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
+    "PrivatePoissonRegressor",
+    "PrivateQuantileRegressor",
     "PrivateSVC",
     "PrivateScaler",
     "PrivateScore",
     "PrivateSearch",
     "PublicOneHot",
+    "describe",
     "from_run",
     "private_score",
     "spent",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from quietgrad.algorithms.whitened_design import for_table, look_for
 from quietgrad.curators.central import CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning
 from quietgrad.estimators.base import (
-    PrivateLinearModel,
+    PrivateModel,
     look_noise,
     noted,
     refuse_no_pairs,
@@ -47,7 +47,6 @@ from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.objectives.tables.shapes import Feature, Shapes
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Slot
-from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
 from quietgrad.training.minimizing import settle_failed_run
@@ -55,21 +54,17 @@ from quietgrad.training.minimizing import settle_failed_run
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16
 
 
-class _Additive(PrivateLinearModel):
+@dataclass(eq=False, repr=False)
+class _Additive(PrivateModel):
     """What both additive models share."""
 
-    categories: Mapping[Any, Sequence[Any]] | None
-    bins: int | None
-    pairs: Sequence[tuple[Any, Any]] | None
-    row_bound = None
-    regularization = 0.0
-    inference: bool | None = False
-    algorithm = None
-    fit_intercept = True
+    categories: Mapping[Any, Sequence[Any]] | None = field(default=None, kw_only=True)
+    bins: int | None = field(default=None, kw_only=True)
+    pairs: Sequence[tuple[Any, Any]] | None = field(default=None, kw_only=True)
 
-    _columns: Columns
-    _public: tuple[Bounds, ...] | None = None
-    _indicators: frozenset[str] = frozenset()
+    _columns: Columns = field(init=False)
+    _public: tuple[Bounds, ...] | None = field(init=False)
+    _indicators: frozenset[str] = field(init=False)
 
     def _rows(self, X: Any) -> Any:
         check_is_fitted(self)
@@ -313,6 +308,7 @@ class _Additive(PrivateLinearModel):
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[misc]
     """A private additive classifier: the score is a constant plus one smooth function of each feature.
 
@@ -339,36 +335,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
     (True, 16)
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        relation: str = DEFAULT_RELATION,
-        *,
-        classes: Sequence[Any] | None = None,
-        feature_bounds: Any = None,
-        categories: Mapping[Any, Sequence[Any]] | None = None,
-        bins: int | None = None,
-        pairs: Sequence[tuple[Any, Any]] | None = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Any = None,
-        n_public: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.relation = relation
-        self.classes = classes
-        self.feature_bounds = feature_bounds
-        self.categories = categories
-        self.bins = bins
-        self.pairs = pairs
-        self.ledger = ledger
-        self.account = account
-        self.cap = cap
-        self.n_public = n_public
-        self.random_state = random_state
+    classes: Sequence[Any] | None = field(default=None, kw_only=True)
 
     _look = PrivateLogisticRegression._look
 
@@ -414,6 +381,7 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
     predict_log_proba = PrivateLogisticRegression.predict_log_proba
 
 
+@dataclass(eq=False, repr=False)
 class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
     """A private additive regressor: the prediction is a constant plus one smooth function of each feature.
 
@@ -428,36 +396,7 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
     True
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        relation: str = DEFAULT_RELATION,
-        *,
-        target_bounds: tuple[float, float] | None = None,
-        feature_bounds: Any = None,
-        categories: Mapping[Any, Sequence[Any]] | None = None,
-        bins: int | None = None,
-        pairs: Sequence[tuple[Any, Any]] | None = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Any = None,
-        n_public: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.relation = relation
-        self.target_bounds = target_bounds
-        self.feature_bounds = feature_bounds
-        self.categories = categories
-        self.bins = bins
-        self.pairs = pairs
-        self.ledger = ledger
-        self.account = account
-        self.cap = cap
-        self.n_public = n_public
-        self.random_state = random_state
+    target_bounds: tuple[float, float] | None = field(default=None, kw_only=True)
 
     _target_bounds = PrivateLinearRegression._target_bounds
 

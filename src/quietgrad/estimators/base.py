@@ -13,8 +13,8 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Self
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
@@ -38,7 +38,7 @@ from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
@@ -55,11 +55,18 @@ def look_noise(budget: Budget, share: float) -> float:
     return sensitivity_factor(budget.relation) / (mu * math.sqrt(share))
 
 
-class Charged(BaseEstimator):  # type: ignore[misc]
-    """Whatever is fitted at a price: without a ledger, what it spends is known in its own process only."""
+@dataclass(eq=False, repr=False)
+class SpendsPrivacy(BaseEstimator):  # type: ignore[misc]
+    """What is fitted at a price. Without a ledger, what it spends is known in its own process only."""
 
-    ledger: Any
-    account: str
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    relation: str = DEFAULT_RELATION
+    _: KW_ONLY
+    ledger: Any = None
+    account: str = "default"
+    cap: Budget | None = None
+    n_public: int | None = None
 
     def __getstate__(self) -> Any:
         if self.ledger is None and not hasattr(self, "privacy_"):
@@ -67,27 +74,21 @@ class Charged(BaseEstimator):  # type: ignore[misc]
         return super().__getstate__()
 
 
-class PrivateLinearModel(Charged):
-    """Base of the estimators; see :class:`~quietgrad.estimators.PrivateLogisticRegression` for the parameters."""
+@dataclass(eq=False, repr=False)
+class PrivateModel(SpendsPrivacy):
+    """Base of the models; see :class:`~quietgrad.estimators.PrivateLogisticRegression` for the parameters."""
 
-    epsilon: float
-    delta: float
-    relation: str
-    feature_bounds: Any
-    row_bound: float | None
-    fit_intercept: bool
-    regularization: float
-    inference: bool | None
-    algorithm: Algorithm | str | None
-    ledger: Any
-    account: str
-    cap: Budget | None
-    n_public: int | None
-    random_state: int | None
+    _: KW_ONLY
+    feature_bounds: Any = None
+    random_state: int | None = None
 
-    _within: Charge | None = None
+    row_bound: ClassVar[float | None] = None
+    fit_intercept: ClassVar[bool] = True
+    regularization: ClassVar[float] = 0.0
+    inference: ClassVar[bool | None] = False
+    algorithm: ClassVar[Algorithm | str | None] = None
+    _within: ClassVar[Charge | None] = None
     """An entry that pays for the fit already: that of a private search whose round it is."""
-    _regression = False
 
     def _budget(self) -> Budget:
         return Budget(self.epsilon, self.delta, Relation.parse(self.relation))
@@ -399,6 +400,18 @@ class PrivateLinearModel(Charged):
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         return tags
+
+
+@dataclass(eq=False, repr=False)
+class PrivateLinearModel(PrivateModel):
+    """What linear models share besides."""
+
+    _: KW_ONLY
+    row_bound: float | None = None  # type: ignore[misc]
+    fit_intercept: bool = True  # type: ignore[misc]
+    regularization: float = 0.0  # type: ignore[misc]
+    inference: bool | None = None  # type: ignore[misc]
+    algorithm: Algorithm | str | None = None  # type: ignore[misc]
 
 
 _SEARCHED = (

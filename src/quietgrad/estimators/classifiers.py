@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from scipy.special import ndtri
 from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise
 from quietgrad.estimators.columns import check_labels, say, taken_as_public
@@ -23,7 +23,6 @@ from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
 from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.sampling import FullBatch
 from quietgrad.training.minimizing import settle_failed_run
@@ -33,9 +32,10 @@ _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
 _FEW = 300  # nμ below which a look at the labels takes more of the budget
 
 
+@dataclass(eq=False, repr=False)
 class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
-    classes: Sequence[Any] | None
-    class_weight: Mapping[Any, float] | None
+    classes: Sequence[Any] | None = field(default=None, kw_only=True)
+    class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
     def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
         typed = typed_labels(self.classes, y)
@@ -197,6 +197,7 @@ def declared_classes(classes: Sequence[Any], y: Any) -> Any:
     return declared
 
 
+@dataclass(eq=False, repr=False)
 class PrivateLogisticRegression(_PrivateClassifier):
     """Differentially private logistic regression, binary or multinomial; good without tuning.
 
@@ -236,43 +237,6 @@ class PrivateLogisticRegression(_PrivateClassifier):
     (2.0, (3000, 2))
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        relation: str = DEFAULT_RELATION,
-        *,
-        classes: Sequence[Any] | None = None,
-        feature_bounds: Any = None,
-        class_weight: Mapping[Any, float] | None = None,
-        row_bound: float | None = None,
-        fit_intercept: bool = True,
-        regularization: float = 0.0,
-        inference: bool | None = None,
-        algorithm: Algorithm | str | None = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Budget | None = None,
-        n_public: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.relation = relation
-        self.classes = classes
-        self.feature_bounds = feature_bounds
-        self.class_weight = class_weight
-        self.row_bound = row_bound
-        self.fit_intercept = fit_intercept
-        self.regularization = regularization
-        self.inference = inference
-        self.algorithm = algorithm
-        self.ledger = ledger
-        self.account = account
-        self.cap = cap
-        self.n_public = n_public
-        self.random_state = random_state
-
     def _loss(self, classes: int, names: Any) -> Any:
         settings = self._settings()
         loss = Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
@@ -291,6 +255,7 @@ class PrivateLogisticRegression(_PrivateClassifier):
         return np.log(self.predict_proba(X))
 
 
+@dataclass(eq=False, repr=False)
 class PrivateSVC(_PrivateClassifier):
     """A private linear support vector machine: the hinge with its corner rounded; one against the rest for more
     than two classes.
@@ -306,44 +271,7 @@ class PrivateSVC(_PrivateClassifier):
     True
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        relation: str = DEFAULT_RELATION,
-        *,
-        smoothing: float = 1.0,
-        classes: Sequence[Any] | None = None,
-        feature_bounds: Any = None,
-        class_weight: Mapping[Any, float] | None = None,
-        row_bound: float | None = None,
-        fit_intercept: bool = True,
-        regularization: float = 0.0,
-        inference: bool | None = None,
-        algorithm: Algorithm | str | None = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Budget | None = None,
-        n_public: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.relation = relation
-        self.smoothing = smoothing
-        self.classes = classes
-        self.feature_bounds = feature_bounds
-        self.class_weight = class_weight
-        self.row_bound = row_bound
-        self.fit_intercept = fit_intercept
-        self.regularization = regularization
-        self.inference = inference
-        self.algorithm = algorithm
-        self.ledger = ledger
-        self.account = account
-        self.cap = cap
-        self.n_public = n_public
-        self.random_state = random_state
+    smoothing: float = field(default=1.0, kw_only=True)
 
     def _loss(self, classes: int, names: Any) -> Any:
         settings = self._settings()

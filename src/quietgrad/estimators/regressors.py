@@ -1,15 +1,15 @@
-"""Private regressors: Huber and least squares, on targets scaled by public or privately found numbers."""
+"""Private regressors: least squares, Huber, quantiles and counts, on targets scaled by public or found numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
@@ -17,16 +17,16 @@ from quietgrad.estimators.base import PrivateLinearModel
 from quietgrad.estimators.scans import is_scan, with_labels
 from quietgrad.estimators.whom import Whom
 from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.glm import Huber, Squared
+from quietgrad.objectives.tables.glm import Huber, Pinball, Poisson, Squared
 from quietgrad.plans.counting import NOMINAL
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 
+_LARGEST = 1e4  # means of a count that its loss follows exactly
 _LEAST_SIGNAL = 150.0  # nμ below which the range of targets cannot be found: a false one is a useless model
 
 
+@dataclass(eq=False, repr=False)
 class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
-    target_bounds: tuple[float, float] | None
-    _regression = True
+    target_bounds: tuple[float, float] | None = field(default=None, kw_only=True)
 
     def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
         X, y, bounds = self._accept(X, y)
@@ -77,9 +77,10 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     def _shape(self) -> dict[str, Any]:
         bounds = None if self.target_bounds is None else checked_bounds("target_bounds", self.target_bounds)
         inference = self.inference if self._offers_inference else False
-        return {"regression": True, "target_bounds": bounds, "inference": inference}
+        return {"regression": True, "target_bounds": bounds, "inference": inference, "counts": self._of_counts}
 
-    _offers_inference = False
+    _offers_inference: ClassVar[bool] = False
+    _of_counts: ClassVar[bool] = False
 
     def _loss(self) -> Any:
         raise NotImplementedError
@@ -90,6 +91,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         return np.clip(self._features(X) @ self.coef_ + self.intercept_, *self.target_range_)
 
 
+@dataclass(eq=False, repr=False)
 class PrivateHuberRegressor(_PrivateRegressor):
     """Differentially private linear regression with the Huber loss.
 
@@ -107,47 +109,13 @@ class PrivateHuberRegressor(_PrivateRegressor):
     True
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        relation: str = DEFAULT_RELATION,
-        *,
-        threshold: float = 1.0,
-        target_bounds: tuple[float, float] | None = None,
-        feature_bounds: Any = None,
-        row_bound: float | None = None,
-        fit_intercept: bool = True,
-        regularization: float = 0.0,
-        inference: bool | None = None,
-        algorithm: Algorithm | str | None = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Budget | None = None,
-        n_public: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.relation = relation
-        self.threshold = threshold
-        self.target_bounds = target_bounds
-        self.feature_bounds = feature_bounds
-        self.row_bound = row_bound
-        self.fit_intercept = fit_intercept
-        self.regularization = regularization
-        self.inference = inference
-        self.algorithm = algorithm
-        self.ledger = ledger
-        self.account = account
-        self.cap = cap
-        self.n_public = n_public
-        self.random_state = random_state
+    threshold: float = field(default=1.0, kw_only=True)
 
     def _loss(self) -> Any:
         return Huber(self.threshold, **self._settings())
 
 
+@dataclass(eq=False, repr=False)
 class PrivateLinearRegression(_PrivateRegressor):
     """Differentially private least squares; residual gradients are clipped, so outliers weigh less.
 
@@ -164,42 +132,83 @@ class PrivateLinearRegression(_PrivateRegressor):
     True
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-        relation: str = DEFAULT_RELATION,
-        *,
-        target_bounds: tuple[float, float] | None = None,
-        feature_bounds: Any = None,
-        row_bound: float | None = None,
-        fit_intercept: bool = True,
-        regularization: float = 0.0,
-        inference: bool | None = None,
-        algorithm: Algorithm | str | None = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Budget | None = None,
-        n_public: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.relation = relation
-        self.target_bounds = target_bounds
-        self.feature_bounds = feature_bounds
-        self.row_bound = row_bound
-        self.fit_intercept = fit_intercept
-        self.regularization = regularization
-        self.inference = inference
-        self.algorithm = algorithm
-        self.ledger = ledger
-        self.account = account
-        self.cap = cap
-        self.n_public = n_public
-        self.random_state = random_state
-
-    _offers_inference = True
+    _offers_inference: ClassVar[bool] = True
 
     def _loss(self) -> Any:
         return Squared(**self._settings())
+
+
+@dataclass(eq=False, repr=False)
+class PrivateQuantileRegressor(_PrivateRegressor):
+    """Differentially private linear regression of a quantile: the pinball loss, its corner rounded a little.
+
+    Args:
+        quantile: strictly between 0 and 1; 0.5 is the median.
+        target_bounds: public (low, high) of the targets; ``None`` finds their range privately or refuses;
+            predictions stay inside it.
+
+    The corner is rounded over a fortieth of the targets' range. The other parameters are those of
+    :class:`~quietgrad.estimators.PrivateLogisticRegression`.
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((20_000, 2))
+    >>> y = X @ [1.0, -1.0] + rng.standard_normal(20_000)
+    >>> model = PrivateQuantileRegressor(quantile=0.9, epsilon=2.0, target_bounds=(-8, 8)).fit(X, y)
+    >>> bool(abs((y <= model.predict(X)).mean() - 0.9) < 0.03)
+    True
+    """
+
+    quantile: float = field(default=0.5, kw_only=True)
+
+    def _loss(self) -> Any:
+        return Pinball(self.quantile, **self._settings())
+
+
+@dataclass(eq=False, repr=False)
+class PrivatePoissonRegressor(_PrivateRegressor):
+    """Differentially private Poisson regression of counts: the mean is exp(score).
+
+    Args:
+        target_bounds: public (0, most) of the counts; ``None`` finds a limit privately. Larger counts count as the
+            limit, and predictions stay inside it.
+
+    The other parameters are those of :class:`~quietgrad.estimators.PrivateLogisticRegression`.
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((20_000, 2))
+    >>> y = rng.poisson(np.exp(0.5 * X[:, 0]))
+    >>> model = PrivatePoissonRegressor(epsilon=2.0, target_bounds=(0, 30)).fit(X, y)
+    >>> bool(abs(model.coef_[0] - 0.5) < 0.1), bool(abs(model.predict(X).mean() - y.mean()) < 0.1)
+    (True, True)
+    """
+
+    _of_counts: ClassVar[bool] = True
+
+    def _target_bounds(self, n: int | None = None) -> Bounds | None:
+        bounds = super()._target_bounds(n)
+        if bounds is not None and bounds[0] != 0.0:
+            raise ValueError("target_bounds: counts begin at 0; give (0, most).")
+        return bounds
+
+    def _loss(self) -> Any:
+        return Poisson(_LARGEST, **self._settings())
+
+    def predict(self, X: Any) -> Any:
+        """The mean count of each record, within the counts' range."""
+        check_is_fitted(self)
+        scores = self._features(X) @ self.coef_ + self.intercept_
+        return np.clip(np.exp(np.minimum(scores, 700.0)), *self.target_range_)
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """D², the part of the Poisson deviance that is explained."""
+        from sklearn.metrics import d2_tweedie_score
+
+        least = 1e-9 * self.target_range_[1]
+        return float(d2_tweedie_score(y, np.maximum(self.predict(X), least), power=1, sample_weight=sample_weight))
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = True
+        return tags

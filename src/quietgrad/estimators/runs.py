@@ -10,16 +10,19 @@ import numpy as np
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.tables.frame import Frame
+from quietgrad.objectives.tables.glm import LOSSES
 from quietgrad.training.result import Result, load
 
 _KINDS = {
-    "logistic": ("classifiers", "PrivateLogisticRegression"),
-    "multinomial": ("classifiers", "PrivateLogisticRegression"),
-    "hinge": ("classifiers", "PrivateSVC"),
-    "huber": ("regressors", "PrivateHuberRegressor"),
-    "squared": ("regressors", "PrivateLinearRegression"),
+    "multinomial": "PrivateLogisticRegression",
+    "logistic": "PrivateLogisticRegression",
+    "hinge": "PrivateSVC",
+    "huber": "PrivateHuberRegressor",
+    "squared": "PrivateLinearRegression",
+    "pinball": "PrivateQuantileRegressor",
+    "poisson": "PrivatePoissonRegressor",
 }
-_NAMES = {"PrivateLogisticRegression": "logistic", "PrivateSVC": "hinge", "PrivateHuberRegressor": "huber"}
+_NAMES = {kind: loss for loss, kind in _KINDS.items()}
 
 
 def from_run(folder: str | Path) -> Any:
@@ -33,7 +36,7 @@ def from_run(folder: str | Path) -> Any:
     >>> bool((from_run(folder).predict(X) == model.predict(X)).all())
     True
     """
-    from importlib import import_module
+    from quietgrad import estimators
 
     result = load(folder)
     if result.details.get("additive"):
@@ -44,8 +47,7 @@ def from_run(folder: str | Path) -> Any:
     name = str(facts["objective"]).partition(":")[0]
     if name not in _KINDS:
         raise DataError(f"{folder}: no estimator has the loss {name}.")
-    home, kind = _KINDS[name]
-    model = getattr(import_module(f"quietgrad.estimators.{home}"), kind)(fit_intercept=bool(facts["intercept"]))
+    model = getattr(estimators, _KINDS[name])(fit_intercept=bool(facts["intercept"]))
     if result.privacy.relation is not None:
         model.relation = str(result.privacy.relation)
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
@@ -96,13 +98,13 @@ def to_run(model: Any, folder: str | Path) -> Path:
     kind = type(model).__name__
     if hasattr(model, "shapes_"):
         return _save_additive(model, Path(folder))
-    if kind not in {name for _, name in _KINDS.values()}:
+    if kind not in _NAMES:
         raise ValueError(f"{kind}: only linear estimators are saved as runs.")
     several = len(getattr(model, "classes_", ())) > 2
     if several and kind == "PrivateSVC":
         raise ValueError("PrivateSVC: a run holds a machine of two classes only.")
-    loss = "multinomial" if several else _NAMES.get(kind, "squared")
-    knob = {"hinge": getattr(model, "smoothing", None), "huber": getattr(model, "threshold", None)}.get(loss)
+    loss = "multinomial" if several else _NAMES[kind]
+    knob = getattr(model, str(LOSSES[loss].number), None)
     regression = hasattr(model, "target_range_")
     names = getattr(model, "feature_names_in_", None)
     facts = {

@@ -29,7 +29,7 @@ from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
 from quietgrad.estimators.answers import row_by_row
-from quietgrad.estimators.base import Charged
+from quietgrad.estimators.base import SpendsPrivacy
 from quietgrad.estimators.scans import refuse_scan
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.privacy_units import Combine, UnitGrouping
@@ -53,7 +53,7 @@ def _has(name: str) -> Any:
     return lambda search: hasattr(getattr(search, "best_estimator_", search.estimator), name)
 
 
-class PrivateSearch(MetaEstimatorMixin, Charged):  # type: ignore[misc]
+class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
     """Choose hyper-parameters of a private classifier or regressor within one budget.
 
     How long :meth:`fit` takes tells about how many settings were tried, which the price assumes to be secret: let

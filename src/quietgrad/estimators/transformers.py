@@ -7,6 +7,7 @@ whole pipeline is then private no more. These pay for what they look at, or look
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.algorithms.table_looks import Look, found_frame
 from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.curators.base import Session
-from quietgrad.estimators.base import Charged, PrivateLinearModel
+from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
 from quietgrad.estimators.columns import Columns, checked_rows, read_table
 from quietgrad.estimators.scans import is_scan, nameless, with_labels
 from quietgrad.estimators.whom import Whom, named
@@ -27,7 +28,7 @@ from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
 from quietgrad.objectives.tables.shapes import Feature
 from quietgrad.plans.schedule import Plan, Schedule, Slot, plan
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
+from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector
 
@@ -69,7 +70,8 @@ def plan_scaling(n: int, features: int, budget: Budget) -> Plan:
     return plan(_Ranges(look_for(n, features, budget=budget)), n=n, budget=budget)
 
 
-class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: ignore[misc]
+@dataclass(eq=False, repr=False)
+class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # type: ignore[misc]
     """Scale features into [−1, 1] by ranges that are declared or found privately; zeros of sparse rows stay zeros.
 
     Args:
@@ -86,28 +88,11 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
     (True, 0.2)
     """
 
-    def __init__(
-        self,
-        epsilon: float = 0.1,
-        delta: float = 1e-6,
-        relation: str = DEFAULT_RELATION,
-        *,
-        feature_bounds: Any = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Budget | None = None,
-        n_public: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.relation = relation
-        self.feature_bounds = feature_bounds
-        self.ledger = ledger
-        self.account = account
-        self.cap = cap
-        self.n_public = n_public
+    epsilon: float = 0.1
+    delta: float = 1e-6
+    feature_bounds: Any = field(default=None, kw_only=True)
 
-    _declared_bounds = PrivateLinearModel._declared_bounds
+    _declared_bounds = PrivateModel._declared_bounds
     _takes_sparse = True
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
@@ -169,6 +154,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, Charged):  # type: i
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class PrivateBinner(PrivateScaler):
     """Cut each feature's declared or privately found range into bins, one column of zeros and ones for each.
 
@@ -181,24 +167,7 @@ class PrivateBinner(PrivateScaler):
     [[0.0, 0.0, 1.0, 0.0]]
     """
 
-    def __init__(
-        self,
-        epsilon: float = 0.1,
-        delta: float = 1e-6,
-        relation: str = DEFAULT_RELATION,
-        *,
-        bins: int = 8,
-        feature_bounds: Any = None,
-        ledger: Any = None,
-        account: str = "default",
-        cap: Budget | None = None,
-        n_public: int | None = None,
-    ) -> None:
-        super().__init__(
-            epsilon, delta, relation, feature_bounds=feature_bounds, ledger=ledger, account=account, cap=cap,
-            n_public=n_public,
-        )  # fmt: skip
-        self.bins = bins
+    bins: int = field(default=8, kw_only=True)
 
     _takes_sparse = False
 

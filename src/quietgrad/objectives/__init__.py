@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quietgrad.objectives.landscapes.base import landscape
     from quietgrad.objectives.regularizers import L2, Nonconvex
-    from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
+    from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Pinball, Poisson, Squared
 
 _HOMES = {
     "Logistic": "tables.glm",
     "Multinomial": "tables.glm",
     "Huber": "tables.glm",
+    "Pinball": "tables.glm",
+    "Poisson": "tables.glm",
     "Squared": "tables.glm",
     "Hinge": "tables.glm",
     "L2": "regularizers",
@@ -26,7 +28,18 @@ _HOMES = {
     "landscape": "landscapes.base",
 }
 
-__all__ = ["Hinge", "Huber", "L2", "Logistic", "Multinomial", "Nonconvex", "Squared", "landscape"]
+__all__ = [
+    "Hinge",
+    "Huber",
+    "L2",
+    "Logistic",
+    "Multinomial",
+    "Nonconvex",
+    "Pinball",
+    "Poisson",
+    "Squared",
+    "landscape",
+]
 
 
 def __getattr__(name: str) -> Any:

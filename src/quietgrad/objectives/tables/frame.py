@@ -7,7 +7,7 @@ it predicts, so it depends on no record and a record's contribution depends on t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Frame:
     Args:
         low, high: the box, low < high.
         target: the interval targets are kept in, scaled to ±2; ``None`` leaves them as they are (classes).
+        unit: what counts are divided by instead, about their mean.
 
     >>> frame = Frame(np.array([0.0, 1990.0]), np.array([4.0, 2010.0]))
     >>> frame.apply(np.array([[8.0, 2005.0]])).tolist(), frame.centre.tolist(), frame.half.tolist()
@@ -36,6 +37,7 @@ class Frame:
     low: Floats
     high: Floats
     target: tuple[float, float] | None = None
+    unit: float | None = None
 
     @classmethod
     def told(cls, details: Mapping[str, Any]) -> Frame | None:
@@ -62,16 +64,18 @@ class Frame:
     @property
     def target_centre(self) -> float:
         """The middle of the targets' interval."""
-        return 0.0 if self.target is None else 0.5 * (self.target[0] + self.target[1])
+        return 0.0 if self.target is None or self.unit else 0.5 * (self.target[0] + self.target[1])
 
     @property
     def target_scale(self) -> float:
         """Targets per unit of the scaled ones."""
+        if self.unit is not None:
+            return self.unit
         return 1.0 if self.target is None else 0.5 * (self.target[1] - self.target[0]) / TARGET_REACH
 
     def zero_kept(self) -> Frame:
         """This frame for rows whose zeros are not stored: a box that does not hold 0 is widened to do so."""
-        return Frame(np.minimum(self.low, 0.0), np.maximum(self.high, 0.0), self.target)
+        return replace(self, low=np.minimum(self.low, 0.0), high=np.maximum(self.high, 0.0))
 
     def clipped(self, X: Any) -> Any:
         """Rows moved into the box, not scaled: what a model with coefficients for raw features is given."""

@@ -1,4 +1,4 @@
-"""Generalised linear models: logistic, multinomial logistic, Huber, squared and smoothed-hinge losses.
+"""Generalised linear models: logistic, multinomial, Huber, squared, smoothed-hinge, Poisson and pinball losses.
 
 A class is the whole declaration of its loss: the value, its first and second derivative in the score, what targets
 it takes, and the constants G, L, ρ that hold on all of ℝᵈ for rows no longer than R. Kernels, full-batch sums,
@@ -37,9 +37,6 @@ class OneScoreLoss(LinearObjective):
     :mod:`~quietgrad.objectives.tables.kernels`), so it calls nothing else of this file. ``h`` is the loss's one
     number, the field that :attr:`number` names.
     """
-
-    number: ClassVar[str | None] = None
-    """The field that is h, if the loss has one: a finite number > 0."""
 
     @staticmethod
     @abstractmethod
@@ -239,6 +236,84 @@ class Hinge(OneScoreLoss):
 
 
 @dataclass(frozen=True)
+class Poisson(OneScoreLoss):
+    """Half the Poisson deviance of a count y ∈ [0, h] with mean exp(score). L = hR², ρ = hR³, no G.
+
+    Above log h, the largest mean, the exponential goes on as its parabola: means stay convex and grow no faster.
+
+    >>> Poisson(20.0, row_bound=1.0).constants().smoothness
+    20.0
+    """
+
+    largest: float = 100.0
+    number: ClassVar[str | None] = "largest"
+    task: ClassVar[Task] = "regression"
+    pace: ClassVar[float | None] = 3.0
+    log_link: ClassVar[bool] = True
+
+    @staticmethod
+    def value(score: Floats, y: Floats, h: float) -> Floats:
+        y, beyond = np.minimum(np.maximum(y, 0.0), h), np.maximum(score - np.log(h), 0.0)
+        mean = np.exp(np.minimum(score, np.log(h)))
+        own = y * (np.log(np.maximum(y, 1e-300)) - 1.0)  # of the best score; 0·log 0 = 0
+        return np.asarray(np.maximum(mean + h * beyond * (1.0 + 0.5 * beyond) - y * score + own, 0.0))
+
+    @staticmethod
+    def residual(score: Floats, y: Floats, h: float) -> Floats:
+        mean: Floats = np.exp(np.minimum(score, np.log(h))) + h * np.maximum(score - np.log(h), 0.0)
+        return mean - np.minimum(np.maximum(y, 0.0), h)
+
+    @staticmethod
+    def curvature(score: Floats, y: Floats, h: float) -> Floats:
+        return np.asarray(np.exp(np.minimum(score, np.log(h))))
+
+    def moduli(self) -> tuple[None, float, float]:
+        return None, self.largest, self.largest
+
+    def predict(self, data: Any, params: Floats) -> Floats:
+        """The mean count of each record."""
+        return self.residual(self.decision(data, params), np.zeros(()), self.largest)
+
+
+@dataclass(frozen=True)
+class Pinball(OneScoreLoss):
+    """q(y − score)₊ + (1−q)(score − y)₊, the corner rounded over a width of 1/10. G = max(q, 1−q)·R, L = 10R².
+
+    Its minimum is a quantile. Rounding spreads y evenly over the width: the minimum is off by the width's square.
+
+    >>> Pinball(0.9, row_bound=1.0).constants().lipschitz
+    0.9
+    """
+
+    quantile: float = 0.5
+    number: ClassVar[str | None] = "quantile"
+    task: ClassVar[Task] = "regression"
+    pace: ClassVar[float | None] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.quantile < 1.0:
+            raise ValueError(f"quantile={self.quantile!r}: must be strictly between 0 and 1.")
+
+    @staticmethod
+    def value(score: Floats, y: Floats, h: float) -> Floats:
+        above = np.maximum(10.0 * (score - y) + 0.5, 0.0)
+        inner = np.minimum(above, 1.0)
+        return np.asarray(0.1 * inner * (above - 0.5 * inner) - h * (score - y))
+
+    @staticmethod
+    def residual(score: Floats, y: Floats, h: float) -> Floats:
+        return np.minimum(np.maximum(10.0 * (score - y) + 0.5, 0.0), 1.0) - h
+
+    @staticmethod
+    def curvature(score: Floats, y: Floats, h: float) -> Floats:
+        return np.asarray((np.abs(score - y) < 0.05) * 10.0)
+
+    def moduli(self) -> tuple[float, float, None]:
+        return max(self.quantile, 1.0 - self.quantile), 10.0, None
+
+
+@dataclass(frozen=True)
 class Multinomial(LinearObjective):
     """f = log Σₖ exp(scoreₖ) − score_y, y ∈ {0, …, K−1}. G = √2·R, L = R²/2, ρ = √2·R³/(3√3).
 
@@ -315,6 +390,8 @@ LOSSES: dict[str, type[LinearObjective]] = {
     "huber": Huber,
     "squared": Squared,
     "hinge": Hinge,
+    "poisson": Poisson,
+    "pinball": Pinball,
 }
 """The losses of tables by name; whatever is here is tested against finite differences and attacked by the audit."""
 

@@ -91,9 +91,15 @@ class LinearObjective(BaseObjective, ABC):
 
     task: ClassVar[Task]
     """What its targets are: 0 or 1, class codes, or any finite numbers."""
+    number: ClassVar[str | None] = None
+    """The field that is the loss's one number h, if it has one."""
     convex: ClassVar[bool] = True
     full_batch_only: ClassVar[bool] = False
     """Whether the loss has no compiled kernel for index batches."""
+    pace: ClassVar[float | None] = None
+    """The usual curvature in the score, where the largest, L, is far from it; full-batch steps are sized by it."""
+    log_link: ClassVar[bool] = False
+    """Whether exp(score) is the mean of a target ≥ 0, whose unit then moves the intercept alone."""
 
     @property
     def outputs(self) -> int:

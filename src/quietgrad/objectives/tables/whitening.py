@@ -216,6 +216,16 @@ class Whitening:
         last = matrix[-1] - self.transform.shift @ weights / self.column
         return np.concatenate([weights, last[None]]).ravel()
 
+    def from_raw(self, params: Floats) -> Floats:
+        """Parameters of the model on whitened rows: what :meth:`to_raw` takes apart."""
+        matrix, scale = params.reshape(-1, self.outputs), self.transform.scale
+        weights = matrix[:-1] if self.column else matrix
+        inner = np.linalg.solve(scale, weights) if scale.ndim == 2 else weights / scale[:, None]
+        if not self.column:
+            return np.asarray(inner.ravel())
+        last = matrix[-1] + self.transform.shift @ weights / self.column
+        return np.concatenate([inner, last[None]]).ravel()
+
     def pull_back(self, gradient: Floats) -> Floats:
         """The gradient in whitened coordinates of a function whose gradient on raw parameters is given."""
         matrix = gradient.reshape(-1, self.outputs)
@@ -258,7 +268,7 @@ class WhitenedGradient:
 
     def dim(self, records: Any) -> int:
         """Number of parameters."""
-        return int(records.dim)
+        return len(self.params)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += Σ clip_C(∇fᵢ(θ))."""

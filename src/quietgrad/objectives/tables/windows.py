@@ -15,13 +15,17 @@ from quietgrad.objectives.tables.table import Floats
 _FALSE_ALARM = 1e-3  # chance that noise alone opens a window anywhere in one release
 _TARGET_ALARM = 1e-5  # the same for targets: a false range there is a useless model
 _GROW = 2.5  # deviations at which the neighbour of an occupied bin counts as occupied
-_TAIL = 0.05  # of a feature's non-zero values may lie beyond its limit: a few far ones must not set the scale
+_TAIL, _LEAST_TAIL = (
+    0.05,
+    0.005,
+)  # of a feature's non-zero values may lie beyond its limit: a few far ones must not set the scale
 _POOLED_TAIL = (
     0.1  # of all values, where all features share one limit: a few large features must not drown the rest
 )
 _BEYOND = 2  # octaves that a limit for all stored values goes on with them: few are large, and those tell
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
 _COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
+_EVERYWHERE = 0.85  # of the records must have a value other than zero where a range leaves zero out
 _ONE_SIDED = 1.5  # deviations within which a sign counts as absent
 _EMPTY = 0.02  # of the targets may lie in an end of their interval that is left out
 _UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
@@ -91,9 +95,15 @@ class Found:
 
 
 def read_magnitudes(
-    counts: Floats, sigma: float, *, whole: bool = False, sparse: bool = False, tight: bool = False
+    counts: Floats,
+    sigma: float,
+    *,
+    n: float | None = None,
+    whole: bool = False,
+    sparse: bool = False,
+    tight: bool = False,
 ) -> Found:
-    """Upper limits from counts (features, sign, octave) with noise ``sigma``.
+    """Upper limits from counts (features, sign, octave) of about ``n`` rows, with noise ``sigma``.
 
     A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added when a
     tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit; with ``tight``
@@ -110,16 +120,21 @@ def read_magnitudes(
     mine = windows(both, noise)
     everybody = both.sum(axis=0, keepdims=True)
     shared = windows(everybody, noise * math.sqrt(len(both)))
-    tail = 0.0 if whole else _TAIL if len(both) > 1 else _POOLED_TAIL
-    top = np.where(mine.found, _top(both, mine, tail), _likely(both, noise, _usual(both, mine, shared, tail)))
     mass = np.array([row[a : b + 1].sum() for row, a, b in zip(both, mine.first, mine.last, strict=True)])
     mass = np.where(mine.found, mass, 0.0)
     most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
+    tail = 0.0 if whole else _tail(noise / most) if len(both) > 1 else _POOLED_TAIL
+    top = np.where(mine.found, _top(both, mine, tail), _likely(both, noise, _usual(both, mine, shared, tail)))
     if sparse and len(both) == 1:
         top = _prolonged(both, noise, top)
     pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
     added = np.where(mine.found | (not tight), pad, int(whole))
-    narrow = mine.found & (mass >= 0.6 * most) & (mine.last - mine.first < 3)
+    narrow = mine.found & (mine.last - mine.first < 3)
+    if n is None:
+        narrow &= mass >= 0.6 * most
+    else:  # a row's k non-zero entries count 1/√k each: the mean √k is what all features hold, by n
+        seen = mass + 2.0 * noise * np.sqrt(mine.last - mine.first + 1.0)
+        narrow &= seen * max(float(everybody.sum()), most) >= _EVERYWHERE * n * n
     by_sign = _within(counts, mine)
     # As far as the noise lets one see: the empty side of a window of k octaves has a deviation of √k times σ.
     spread = _ONE_SIDED * sigma * np.sqrt(mine.last - mine.first + 1.0)
@@ -130,6 +145,16 @@ def read_magnitudes(
     near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
     low, high = np.where(sign > 0, near, -far), np.where(sign > 0, far, -near)
     return Found(np.exp2(np.minimum(top + LOWEST + added, HIGHEST + 1.0)), mine.found, offsets, low, high)
+
+
+def _tail(noise: float) -> float:
+    """The part of a feature's values that may lie beyond its limit, by the noise relative to the records.
+
+    >>> _tail(1.0), _tail(1e-3), round(_tail(1e-6), 6)
+    (0.05, 0.006, 6e-05)
+    """
+    seen = 6.0 * noise
+    return min(max(seen, min(_LEAST_TAIL, 10.0 * seen)), _TAIL)
 
 
 def _prolonged(both: Floats, noise: float, top: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -229,18 +254,20 @@ def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float
     """[low, high] without its empty ends, from counts of ``mass`` values in equal bins of it.
 
     A few targets beyond the interval cost more than an interval that is too wide: an end goes only while it seems
-    to hold at most two in a hundred; by eighths, or bin by bin where the noise is far less than that.
+    to hold at most two in a hundred, and fewer where the noise is small; by eighths, or bin by bin where the noise
+    is far less than that.
 
     >>> counts = np.zeros(PIECES); counts[8:16] = 100.0
     >>> read_ends(counts, 1.0, 0.0, 32.0, 800.0)
     (8.0, 16.0)
     """
+    most = min(_EMPTY, 12.0 * sigma / mass) * mass
     step = 1 if 3.0 * sigma * math.sqrt(PIECES) < _EMPTY * mass else PIECES // 8
 
     def empty(line: Floats) -> int:
         gone = 0
         for size in range(step, PIECES, step):
-            if line[:size].sum() > _EMPTY * mass:
+            if line[:size].sum() > most:
                 break
             gone = size
         return gone
@@ -264,6 +291,44 @@ def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
     inside = np.maximum(counts[window.first[0] : window.last[0] + 1], 0.0)
     reached = int(np.searchsorted(np.cumsum(inside), 0.99 * inside.sum())) + int(window.first[0])
     return float(edges[min(reached, len(edges) - 1)])
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a histogram of magnitudes told of targets that are counts.
+
+    ``most`` is a limit of them, ``mean`` about their mean, and 99.5 % differ from it by at most ``spread`` means.
+    """
+
+    most: float
+    mean: float
+    spread: float
+
+
+def read_counts(counts: Floats, sigma: float) -> Counts | None:
+    """Limit, mean and spread of counts, from their magnitudes; ``None`` if nothing stands out of the noise.
+
+    >>> counts = np.zeros(2 * (HIGHEST - LOWEST + 1) + 1); counts[[-1, -LOWEST, 1 - LOWEST]] = 50.0, 30.0, 20.0
+    >>> read_counts(counts, 0.1)
+    Counts(most=2.0, mean=0.7, spread=1.857...)
+    """
+    octaves = HIGHEST - LOWEST + 1
+    line = np.concatenate([[counts[-1] + counts[octaves:-1].clip(min=0.0).sum()], counts[:octaves]])
+    found = windows(line[None, :], sigma, _TARGET_ALARM)
+    if not found.found[0]:
+        return None
+    last = int(found.last[0])
+    tops = np.exp2(np.arange(octaves) + LOWEST)
+    middles = np.where(tops <= 1.0, tops, 0.5 * (0.5 * tops + 1.0 + tops))  # of the whole numbers in an octave
+    values = np.concatenate([[0.0], middles])
+    mass = np.where((np.arange(len(line)) <= last) & (line > _GROW * sigma), line, 0.0)
+    mean = max(float(values @ mass / mass.sum()), sigma / float(mass.sum()), 1e-9)
+    away = np.abs(values / mean - 1.0)
+    order = np.argsort(away)
+    within = int(np.searchsorted(np.cumsum(mass[order]), 0.995 * mass.sum()))
+    pad = 2.0 if 2.5 * sigma > _UNSEEN * float(mass.sum()) else 1.0
+    most = pad * (float(tops[last - 1]) if last else 1.0)
+    return Counts(most, mean, float(away[order[min(within, len(order) - 1)]]))
 
 
 def read_target(counts: Floats, sigma: float, *, whole: bool = False) -> tuple[float, float] | None:

@@ -1,0 +1,461 @@
+"""What people ask of a table first: counts, means, quantiles, histograms and two-way tables, in one budget.
+
+The ranges of columns that are not declared are found as a fit finds them. Then each record falls into one cell of
+every histogram and of every two-way table, and the noisy counts of these cells, with sums of the numbers, are the
+releases; everything shown is arithmetic on them. Errors are standard errors of the privacy noise, and of a quantile
+of its bin too: how far a number may be from that of these records.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.algorithms.table_looks import Look, checked_bounds, found_frame, noise_of
+from quietgrad.algorithms.whitened_design import look_for, strength
+from quietgrad.curators.account import Account
+from quietgrad.curators.base import Session
+from quietgrad.curators.central import CentralCurator
+from quietgrad.errors import DataError, DeclaredWarning
+from quietgrad.estimators.columns import taken_as_public
+from quietgrad.estimators.whom import Whom, named
+from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
+from quietgrad.objectives.tables.glm import Squared
+from quietgrad.objectives.tables.shapes import Feature
+from quietgrad.objectives.tables.table import Floats
+from quietgrad.plans.counting import NOMINAL
+from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
+from quietgrad.sampling import FullBatch
+from quietgrad.training import plan as make_plan
+from quietgrad.training.minimizing import settle_failed_run
+from quietgrad.training.result import Privacy, privacy_statement
+from quietgrad.vectors import Vector
+
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_SHARES = {"histograms": 0.45, "sums": 0.2, "pairs": 0.35}
+_PAIR_BINS, _MOST_LEVELS, _MOST_PAIRS = 4, 12, 45
+_SKIPPED = ("id", "text", "drop")
+_REDRAWS = 200
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column: how its cells become numbers, and what is public of it."""
+
+    name: str
+    kind: str
+    bounds: tuple[float, float] | None = None
+    values: tuple[Any, ...] = ()
+    gaps: bool = False
+    edges: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def levels(self) -> list[str]:
+        """What its cells are called: bins or values, and the last for gaps and values that are not listed."""
+        if self.values:
+            return [*map(str, self.values), "other"]
+        bins = [f"{a:.6g} to {b:.6g}" for a, b in itertools.pairwise(self.edges)]
+        return [*bins, "missing"] if self.gaps else bins
+
+    def cells(self, column: Floats, edges: Floats | None = None) -> Any:
+        """The cell of each value; numbers beyond the edges are in the first or the last bin."""
+        if self.values:
+            return np.where(column < 0, len(self.values), column).astype(np.int64)
+        edges = self.edges if edges is None else edges
+        inner = np.searchsorted(edges[1:-1], column, side="right")
+        return np.where(np.isnan(column), len(edges) - 1, inner)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What was released of a table; every error is one standard error of the privacy noise.
+
+    ``table`` has a row for each column; ``histograms`` and ``pairs`` have a row for each cell, with its count and
+    error. They are data frames if pandas is installed, else lists of mappings.
+    """
+
+    privacy: Privacy
+    n: float
+    rows: list[dict[str, Any]]
+    histograms: dict[str, list[dict[str, Any]]]
+    pairs: dict[tuple[str, str], list[dict[str, Any]]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> Any:
+        """A row for each column."""
+        try:
+            import pandas
+        except ImportError:
+            return self.rows
+        return pandas.DataFrame(self.rows).set_index("column")
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "n": self.n,
+            "columns": self.rows,
+            "histograms": self.histograms,
+            "pairs": [{"columns": list(names), "cells": cells} for names, cells in self.pairs.items()],
+            "notes": list(self.notes),
+            "privacy": self.privacy.to_json(),
+        }
+
+    def plot(self, columns: Sequence[str] | None = None) -> Any:
+        """Draw the histograms with bars of two standard errors; returns the matplotlib figure."""
+        import matplotlib.pyplot as plt
+
+        names = list(self.histograms) if columns is None else [str(name) for name in columns]
+        if unknown := [name for name in names if name not in self.histograms]:
+            raise ValueError(f"columns: {', '.join(unknown)}: not described.")
+        across = min(4, len(names))
+        down = math.ceil(len(names) / across)
+        figure, grid = plt.subplots(down, across, figsize=(3.2 * across, 2.4 * down), squeeze=False)
+        for axis, name in itertools.zip_longest(grid.ravel(), names):
+            if name is None:
+                axis.set_visible(False)
+                continue
+            cells = self.histograms[name]
+            axis.bar(range(len(cells)), [c["count"] for c in cells], yerr=[2.0 * c["error"] for c in cells])
+            axis.set_xticks(range(len(cells)), [c["cell"] for c in cells], rotation=75, fontsize=5)
+            axis.set_title(name, fontsize=8)
+        figure.tight_layout()
+        return figure
+
+    def __str__(self) -> str:
+        return f"{self.table}\n{self.privacy}"
+
+
+@dataclass(frozen=True)
+class _Describe(Algorithm):
+    """The releases of a description, in the shape of a method: what is planned and reserved."""
+
+    look: Look
+    shares: Mapping[str, float]
+    name: ClassVar[str] = "describe"
+
+    def schedule(self, n_public: int) -> Schedule:
+        looks = self.look.shares()
+        rest = 1.0 - sum(looks.values())
+        total = sum(self.shares.values())
+        shares = {**looks, **{name: rest * share / total for name, share in self.shares.items()}}
+        return Schedule(tuple(Slot(name, FullBatch(), noise=share**-0.5) for name, share in shares.items()))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=x0)
+
+    def step(self, state: State, door: Session) -> State:
+        raise NotImplementedError("a description is released by describe().")
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+
+def describe(
+    frame: Any,
+    schema: Any = None,
+    *,
+    epsilon: float = 0.5,
+    delta: float = 1e-6,
+    relation: str | Relation = DEFAULT_RELATION,
+    pairs: Sequence[tuple[str, str]] | None = None,
+    ledger: Any = None,
+    account: str = "default",
+    cap: Budget | None = None,
+    n_public: int | None = None,
+    person: Any = None,
+) -> Description:
+    """Counts, means, quantiles, histograms and two-way tables of a data frame within (ε, δ).
+
+    Args:
+        frame: a data frame, or a mapping of names to columns.
+        schema: what is public of the columns: a mapping of names to ``{"kind": "number" | "integer" | "category" |
+            "bool" | "date", "bounds": [low, high], "categories": [...], "missing": "indicator"}``, a schema of
+            :mod:`quietgrad.data`, or the path of one. Columns that it does not list are left out; ``None`` takes
+            all columns by their types. Ranges that are not declared are found privately. Dates are days since 1970.
+        pairs: pairs of columns to cross; ``None`` crosses all columns if that makes at most 45 tables.
+        epsilon, delta, relation, ledger, account, cap, n_public: as in the estimators.
+        person: one id per record, or the name of a column: a person then counts with shares of their records.
+
+    >>> ages = np.random.default_rng(0).normal(40.0, 10.0, 5000)
+    >>> told = describe({"age": ages}, {"age": {"kind": "number", "bounds": [0, 100]}}, epsilon=1.0)
+    >>> abs(told.rows[0]["mean"] - 40.0) < 2.0, round(told.privacy.epsilon, 2)
+    (True, 1.0)
+    """
+    budget = Budget(epsilon, delta, Relation.parse(relation))
+    frame, ids = named(frame, person)
+    columns, numbers, notes = _read(frame, schema)
+    rows = len(numbers)
+    if not rows:
+        raise DataError("there are no records to describe.")
+    whom = Whom.of(ids, rows)
+    crossed = _crossed(columns, pairs)
+    numeric = [j for j, column in enumerate(columns) if not column.values]
+    shares = {name: share for name, share in _SHARES.items() if {"sums": numeric, "pairs": crossed}.get(name, True)}
+    # Gaps count for no range, like zeros.
+    plain = np.nan_to_num(numbers, nan=0.0)
+    curator = CentralCurator(
+        whom.asks(Squared()), whom.of_data((plain, np.zeros(rows))), account=Account.of(account, ledger, cap)
+    )
+    bounds = [column.bounds if not column.values else (0.0, 1.0) for column in columns]
+
+    def method(n: int) -> _Describe:
+        look = look_for(n, len(columns), budget=budget, feature_bounds=bounds)
+        return _Describe(replace(look, whole=True), shares)  # no tail may be cut off: means would miss it
+
+    declared = n_public if budget.relation is Relation.ADD_REMOVE else None
+    size = curator.count(budget, declared, method(NOMINAL))
+    chosen = method(size.n)
+    session = curator.open(make_plan(chosen, n=size, budget=budget, unit=whom.unit), note="describe", part=True)
+    try:
+        found = found_frame(chosen.look, session, len(columns), budget.relation)
+        bins = _bins(size.n * strength(budget), len(columns))
+        columns = [
+            column
+            if column.values
+            else replace(column, edges=_edges(column, found["low"][j], found["high"][j], bins))
+            for j, column in enumerate(columns)
+        ]
+        tables = _Tables(session, whom, budget.relation)
+        released = tables.histograms(columns, numbers)
+        sums = tables.sums([columns[j] for j in numeric], numbers[:, numeric]) if numeric else {}
+        two_way = tables.pairs(columns, crossed, numbers) if crossed else {}
+    except Exception as error:
+        settle_failed_run(session, error)
+        raise
+    spent = session.close("steps")
+    n, off = float(size.n), 0.0
+    if size.counted:  # what the cells of all histograms add up to has less noise than the count
+        parts = np.array([1.0 / len(counts) for counts, _ in released.values()])
+        n = float(parts @ [counts.sum() for counts, _ in released.values()] / parts.sum())
+        off = next(noise for _, noise in released.values()) / math.sqrt(float(parts.sum()))
+    if hidden := int(found["hidden_features"]):
+        notes = (*notes, f"the ranges of {hidden} columns do not stand out of the noise: declare their bounds")
+    privacy = privacy_statement(session, spent, account, (*whom.notes, *notes))
+    told = [_row(column, *released[column.name], sums.get(column.name), (n, off)) for column in columns]
+    cells = {c.name: _cells(c.levels, *released[c.name]) for c in columns}
+    return Description(privacy, n, told, cells, two_way, notes)
+
+
+def _bins(signal: float, columns: int) -> int:
+    """Bins of a histogram, so that one with an equal part of the records stands out of the noise."""
+    per_bin = 0.5 * signal / math.sqrt(columns)
+    return 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
+
+
+def _edges(column: _Column, low: float, high: float, bins: int) -> Floats:
+    if column.kind == "integer" and round(high) - round(low) < 2 * bins:
+        return np.arange(math.floor(low) - 0.5, math.ceil(high) + 1.0)
+    return Feature(column.name, low, high, bins).edges()
+
+
+class _Tables:
+    """Releases sums of cells of the same people, table by table."""
+
+    def __init__(self, session: Any, whom: Whom, relation: Relation) -> None:
+        self._session, self._whom, self._relation = session, whom, relation
+
+    def _release(self, slot: str, cells: Any, weights: Any, size: int) -> tuple[Floats, float]:
+        groups = cells.shape[1]
+        self._session.reread(self._whom.asks(Tabulation()), self._whom.of_data((cells, weights)))
+        query = CellSums(size, groups, self._relation)
+        return self._session.release(slot, query), noise_of(self._session, slot, query.bound)
+
+    def _counts(self, slot: str, places: list[Any], sizes: list[int]) -> tuple[list[Floats], float]:
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        cells = np.stack([place + start for place, start in zip(places, starts, strict=False)], axis=1)
+        released, noise = self._release(slot, cells, None, int(starts[-1]))
+        return np.split(released, starts[1:-1]), noise
+
+    def histograms(self, columns: list[_Column], numbers: Floats) -> dict[str, tuple[Floats, float]]:
+        """Counts of each column's cells, and their noise."""
+        places = [column.cells(numbers[:, j]) for j, column in enumerate(columns)]
+        counts, noise = self._counts("histograms", places, [len(c.levels) for c in columns])
+        return {c.name: (part, noise) for c, part in zip(columns, counts, strict=True)}
+
+    def sums(self, columns: list[_Column], numbers: Floats) -> dict[str, tuple[float, float, float]]:
+        """Sums of places in the range and of their squares, and the noise; a gap counts for nothing."""
+        low = np.array([c.edges[0] for c in columns])
+        high = np.array([c.edges[-1] for c in columns])
+        place = np.clip((numbers - low) / (high - low), 0.0, 1.0)
+        weights = np.nan_to_num(np.hstack([place, place**2]), nan=0.0)
+        cells = np.broadcast_to(np.arange(weights.shape[1]), weights.shape)
+        released, noise = self._release("sums", np.ascontiguousarray(cells), weights, weights.shape[1])
+        first, second = np.split(released, 2)
+        return {c.name: (float(a), float(b), noise) for c, a, b in zip(columns, first, second, strict=True)}
+
+    def pairs(self, columns: list[_Column], crossed: list[tuple[int, int]], numbers: Floats) -> dict[Any, Any]:
+        """Counts of the cells of each two-way table, numbers in four bins."""
+        coarse = [c if c.values else replace(c, edges=c.edges[_coarse(len(c.edges) - 1)]) for c in columns]
+        places = [c.cells(numbers[:, j]) for j, c in enumerate(coarse)]
+        levels = [c.levels for c in coarse]
+        joint = [places[i] * len(levels[j]) + places[j] for i, j in crossed]
+        counts, noise = self._counts("pairs", joint, [len(levels[i]) * len(levels[j]) for i, j in crossed])
+        return {
+            (columns[i].name, columns[j].name): [
+                {columns[i].name: a, columns[j].name: b, "count": float(count), "error": noise}
+                for (a, b), count in zip(itertools.product(levels[i], levels[j]), part, strict=True)
+            ]
+            for (i, j), part in zip(crossed, counts, strict=True)
+        }
+
+
+def _coarse(bins: int) -> Any:
+    return np.unique(np.linspace(0, bins, min(bins, _PAIR_BINS) + 1).round().astype(int))
+
+
+def _cells(levels: list[str], counts: Floats, noise: float) -> list[dict[str, Any]]:
+    return [{"cell": level, "count": float(c), "error": noise} for level, c in zip(levels, counts, strict=True)]
+
+
+def _row(
+    column: _Column,
+    counts: Floats,
+    noise: float,
+    sums: tuple[float, float, float] | None,
+    everyone: tuple[float, float],
+) -> dict[str, Any]:
+    """What is said of one column."""
+    n, off = everyone
+    partial = bool(column.values) or column.gaps
+    held = n - float(counts[-1]) if partial else n
+    row: dict[str, Any] = {"column": column.name, "kind": column.kind, "count": held}
+    row |= {"count_error": math.hypot(off, noise * partial), "missing": float(counts[-1]) if partial else None}
+    if sums is None:
+        top = int(np.argmax(counts[: len(column.values)]))
+        return {**row, "most_frequent": str(column.values[top]), "most_frequent_count": float(counts[top])}
+    first, second, shaken = sums
+    low, width = column.edges[0], column.edges[-1] - column.edges[0]
+    held = max(held, 1.0)
+    place = min(max(first / held, 0.0), 1.0)
+    spread = math.sqrt(max(second / held - place * place, 0.0))
+    row |= {"mean": low + width * place, "mean_error": width * shaken / held, "std": width * spread}
+    bins = counts[: len(column.edges) - 1]
+    value = _quantiles(bins, column.edges)
+    rng = np.random.default_rng(0)  # post-processing of what was released: no secret is in it
+    drawn = [_quantiles(bins + noise * rng.standard_normal(len(bins)), column.edges) for _ in range(_REDRAWS)]
+    # Inside its bin a quantile may be anywhere.
+    wide = np.diff(column.edges)[np.clip(np.searchsorted(column.edges, value) - 1, 0, len(bins) - 1)]
+    errors = np.hypot(np.std(drawn, axis=0), wide / math.sqrt(12.0))
+    for q, at, error in zip(_QUANTILES, value, errors, strict=True):
+        row |= {f"q{round(100 * q):02d}": float(at), f"q{round(100 * q):02d}_error": float(error)}
+    return row
+
+
+def _quantiles(counts: Floats, edges: Floats) -> Floats:
+    """Quantiles of a histogram, evenly spread inside its bins."""
+    sums = np.concatenate([[0.0], np.cumsum(np.maximum(counts, 0.0))])
+    return np.interp(np.array(_QUANTILES) * sums[-1], sums + 1e-9 * np.arange(len(sums)), edges)
+
+
+def _crossed(columns: list[_Column], pairs: Sequence[tuple[str, str]] | None) -> list[tuple[int, int]]:
+    names = [column.name for column in columns]
+    if pairs is not None:
+        if unknown := sorted({str(name) for pair in pairs for name in pair} - set(names)):
+            raise ValueError(f"pairs: {', '.join(unknown)}: not among the columns.")
+        return [(names.index(str(a)), names.index(str(b))) for a, b in pairs]
+    small = [j for j, column in enumerate(columns) if len(column.values) <= _MOST_LEVELS]
+    crossed = list(itertools.combinations(small, 2))
+    return crossed if len(crossed) <= _MOST_PAIRS else []
+
+
+def _read(frame: Any, schema: Any) -> tuple[list[_Column], Floats, tuple[str, ...]]:
+    """The columns, their cells as numbers (NaN for a gap, −1 for a value that is not listed), and notes."""
+    given = _declared(schema)
+    names = [str(name) for name in (frame.columns if hasattr(frame, "columns") else frame)]
+    typed: list[str] = []
+    columns, numbers = [], []
+    if given is not None and (unknown := sorted(set(given) - set(names))):
+        raise DataError(f"schema: {', '.join(unknown)}: not among the columns of the table.")
+    for name in names if given is None else [n for n in names if n in given]:
+        cells = frame[name]
+        said = dict(given[name]) if given is not None else _by_type(name, cells, typed)
+        if said.get("kind") in _SKIPPED:
+            continue
+        column = _column(name, said)
+        columns.append(column)
+        numbers.append(_codes(column, cells) if column.values else _numbers(column, cells))
+    if not columns:
+        raise DataError("there are no columns to describe: declare their kinds in a schema.")
+    notes = tuple(taken_as_public(f"column {name}", "a schema with its categories") for name in typed)
+    if notes:
+        warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=3)
+    return columns, np.column_stack(numbers).astype(np.float64), notes
+
+
+def _declared(schema: Any) -> dict[str, Mapping[str, Any]] | None:
+    """The schema as a mapping of names to what is said of each column."""
+    if schema is None:
+        return None
+    if isinstance(schema, str | Path):
+        from importlib import import_module
+
+        schema = import_module("quietgrad.data.schema").read_schema(schema)  # readers are no part of an estimator
+    if isinstance(schema, Mapping):
+        return {str(name): said for name, said in (schema.get("columns") or schema).items()}
+    return {
+        str(name): {
+            key: getattr(kind, key) for key in ("bounds", "categories", "missing", "kind") if hasattr(kind, key)
+        }
+        for name, kind in schema.columns.items()
+    }
+
+
+def _by_type(name: str, cells: Any, typed: list[str]) -> dict[str, Any]:
+    kind = getattr(cells, "dtype", np.asarray(cells).dtype)
+    if str(kind) in ("bool", "boolean"):
+        return {"kind": "bool"}
+    if getattr(kind, "categories", None) is not None:
+        typed.append(name)
+        return {"kind": "category", "categories": list(kind.categories)}
+    if str(kind).startswith(("datetime", "date")):
+        return {"kind": "date"}
+    if getattr(kind, "kind", "O") not in "iuf":
+        raise DataError(f"column {name!r} is text: declare its categories in a schema, or leave it out.")
+    return {"kind": "integer" if kind.kind in "iu" else "number"}
+
+
+def _column(name: str, said: Mapping[str, Any]) -> _Column:
+    values = tuple(said.get("categories") or ())
+    kind = str(said.get("kind") or ("category" if values else "number"))
+    if kind == "bool":
+        values = values or (False, True)
+    if kind == "category" and not values:
+        raise DataError(f"schema: column {name!r} is a category: list its public `categories`.")
+    bounds = said.get("bounds")
+    if bounds is not None and kind == "date":
+        bounds = [_days(np.asarray([each]))[0] if isinstance(each, str) else each for each in bounds]
+    pair = None if bounds is None or values else checked_bounds(f"schema: column {name!r}", bounds)
+    return _Column(name, kind, pair, values, gaps=said.get("missing") is not None)
+
+
+def _codes(column: _Column, cells: Any) -> Floats:
+    places = {value: code for code, value in enumerate(column.values)}
+    places |= {str(value): code for code, value in enumerate(column.values) if str(value) not in places}
+    raw = np.asarray(cells, dtype=object)
+    return np.array([places.get(v, places.get(str(v), -1)) if v == v else -1 for v in raw], dtype=np.float64)
+
+
+def _numbers(column: _Column, cells: Any) -> Floats:
+    try:
+        numbers = _days(cells) if column.kind == "date" else np.asarray(cells, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise DataError(f"column {column.name!r} has cells that are no {column.kind}s.") from None
+    if np.isinf(numbers).any() or (np.isnan(numbers).any() and not column.gaps):
+        raise DataError(f'column {column.name!r} has gaps or infinities: declare missing = "indicator" for it.')
+    return numbers
+
+
+def _days(cells: Any) -> Floats:
+    """Days since 1970, NaN for a gap."""
+    days = np.asarray(cells, dtype="datetime64[s]")
+    return np.where(np.isnat(days), np.nan, days.astype(np.int64) / 86_400.0)

@@ -1,0 +1,103 @@
+"""A private description of a table: what it says, how sure it is, what it costs, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import quietgrad as qg
+from quietgrad.errors import DataError, DeclaredWarning
+from quietgrad.estimators import describe
+
+SCHEMA: dict[str, Any] = {
+    "age": {"kind": "integer", "bounds": [0, 120]},
+    "income": {"kind": "number", "bounds": [0, 1e7], "missing": "indicator"},
+    "sex": {"kind": "category", "categories": ["f", "m"]},
+    "smoker": {"kind": "bool"},
+    "visit": {"kind": "date", "bounds": ["2019-01-01", "2024-01-01"]},
+    "name": {"kind": "text"},
+}
+
+
+def people(n: int = 20_000) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {
+            "age": rng.integers(18, 90, n),
+            "income": np.exp(rng.normal(10.0, 1.0, n)),
+            "sex": rng.choice(["f", "m"], n),
+            "smoker": rng.random(n) < 0.3,
+            "visit": pd.Timestamp("2020-01-01") + pd.to_timedelta(rng.integers(0, 900, n), "D"),
+            "name": "nobody",
+        }
+    )
+    frame.loc[rng.random(n) < 0.1, "income"] = np.nan
+    return frame
+
+
+def test_numbers_are_right_within_their_errors() -> None:
+    frame = people()
+    told = describe(frame, SCHEMA, epsilon=1.0)
+    table = told.table
+    assert list(table.index) == ["age", "income", "sex", "smoker", "visit"]
+    # Each is off by more than five of its errors with probability below 10⁻⁵, were the noise alone to blame.
+    for name in ("age", "income"):
+        row = table.loc[name]
+        assert abs(row["count"] - frame[name].notna().sum()) < 5.0 * row["count_error"]
+        assert abs(row["mean"] - frame[name].mean()) < 5.0 * row["mean_error"] + 0.02 * frame[name].mean()
+        for q in (5, 25, 50, 75, 95):
+            assert abs(row[f"q{q:02d}"] - frame[name].quantile(q / 100)) < 5.0 * row[f"q{q:02d}_error"]
+    assert (
+        abs(table.loc["income", "missing"] - frame.income.isna().sum()) < 5.0 * table.loc["income", "count_error"]
+    )
+    for cell in told.histograms["sex"][:2]:
+        assert abs(cell["count"] - (frame.sex == cell["cell"]).sum()) < 5.0 * cell["error"]
+    both = [c for c in told.pairs["sex", "smoker"] if (c["sex"], c["smoker"]) == ("f", "True")]
+    assert abs(both[0]["count"] - ((frame.sex == "f") & frame.smoker).sum()) < 5.0 * both[0]["error"]
+    assert json.loads(json.dumps(told.to_json()))["columns"][0]["column"] == "age"
+    assert len(told.plot(["age", "sex"]).axes) == 2
+
+
+def test_one_budget_pays_for_all_of_it(tmp_path: Path) -> None:
+    told = describe(people(4000), SCHEMA, epsilon=0.5, ledger=tmp_path / "ledger.jsonl", account="people")
+    assert 0.49 < told.privacy.epsilon <= 0.5
+    book = qg.Ledger(tmp_path / "ledger.jsonl")
+    assert book.spent("people", delta=1e-6, relation="add-remove").epsilon == pytest.approx(0.5, abs=0.02)
+    assert {"histograms", "sums", "pairs"} <= set(told.privacy.releases)
+
+
+def test_ranges_are_found_where_they_are_not_declared() -> None:
+    frame = people()[["age"]].assign(pressure=np.random.default_rng(1).normal(1013.0, 5.0, 20_000))
+    told = describe(frame, epsilon=1.0)
+    assert told.table.loc["pressure", "q50"] == pytest.approx(1013.0, abs=3.0)
+    assert told.table.loc["age", "q50"] == pytest.approx(53.5, abs=4.0)
+
+
+def test_people_of_several_records_are_promised_to() -> None:
+    frame = people(6000).assign(who=np.arange(6000) // 3)
+    told = describe(frame, {k: SCHEMA[k] for k in ("age", "sex")}, epsilon=2.0, person="who")
+    assert str(told.privacy.unit) == "person"
+    assert told.n == pytest.approx(2000.0, abs=300.0)
+
+
+def test_refusals_come_before_anything_is_spent(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    frame = people(500)
+    with pytest.raises(DataError, match="gaps"):
+        describe(frame, {"income": {"kind": "number"}}, ledger=ledger)
+    with pytest.raises(DataError, match="categories"):
+        describe(frame, {"sex": {"kind": "category"}}, ledger=ledger)
+    with pytest.raises(DataError, match="weight"):
+        describe(frame, {"weight": {"kind": "number"}}, ledger=ledger)
+    with pytest.raises(DataError, match="text"):
+        describe(frame.drop(columns="income"), ledger=ledger)
+    with pytest.raises(ValueError, match="height"):
+        describe(frame, SCHEMA, pairs=[("age", "height")], ledger=ledger)
+    assert not ledger.exists()
+    with pytest.warns(DeclaredWarning):
+        describe(frame[["sex"]].astype("category"), epsilon=4.0)
