@@ -242,8 +242,9 @@ class Plan:
     def counts(self) -> str:
         """The public numbers in words.
 
-        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=PrivacyUnit.PERSON,
-        records_public=1203554).counts '40 218 people, 1 203 554 records'
+        >>> people = PrivacyUnit.PERSON
+        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=people, records_public=1203554).counts
+        '40 218 people, 1 203 554 records'
         """
         people = self.unit.in_words(f"{_spaced(self.n_public)} records")
         return people if self.records_public is None else f"{people}, {_spaced(self.records_public)} records"
