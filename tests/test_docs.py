@@ -104,6 +104,22 @@ pyarrow.parquet.write_table(
     pyarrow.table({"patient_id": [k // 2 for k in range(len(y))], "x": X[:, 0], "readmitted": y}),
     "visits/a.parquet")
 """
+START = """
+import numpy as np, pandas
+rng = np.random.default_rng(0)
+if "read_csv" in BLOCK:
+    pandas.DataFrame({
+        "age": rng.uniform(18, 100, 3000), "bmi": rng.uniform(15, 45, 3000), "smoker": rng.integers(0, 2, 3000),
+        "diabetes": rng.choice(["no", "yes"], 3000),
+    }).to_csv("patients.csv", index=False)
+"""
+PERIODS = """
+import pandas
+from quietgrad.estimators import PrivateLogisticRegression
+cost = X[:, 0]
+rows = pandas.DataFrame({"patient": np.arange(3000) // 3, "age": X[:, 0], "period": np.arange(3000) % 3})
+event, future_rows = y, rows[:3].drop(columns="patient")
+"""
 PATIENTS = """
 stays, ids = train_set, [k // 2 for k in range(1000)]
 patient_ids = ids
@@ -124,7 +140,8 @@ PAGES = {
     "people.md": TABLE + VISITS,
     "pictures.md": TABLE + PIXELS,
     "scan.md": TABLE + FILES,
-    "start.md": TABLE + CSV,
+    "start.md": START,
+    "tables-new.md": TABLE + PERIODS,
     "torch-more.md": TABLE + MODULES,
     "torch-proof.md": TABLE + MODULES,
     "torch.md": TABLE + MODULES + PATIENTS,
