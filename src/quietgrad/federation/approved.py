@@ -259,13 +259,15 @@ def held(data: Dataset) -> Any:
 
 
 def described(file: PlanFile, name: str, path: str | Path, data: Dataset) -> str:
-    """A party's table in words, for the party itself."""
+    """Describe a party's table, for that party alone: the numbers are exact."""
     said = file.sizes[file.parties.index(name)]
-    columns = f"; columns in this order: {', '.join(data.feature_names)}" if data.feature_names else ""
     found = f"{len(data.y)} records"
     if data.person is not None:
         found = f"{first_seen(data.person)[1]} people, {found}"
-    return f"{path}: {found} (the plan says {said}){columns}"
+    columns = f"; columns in this order: {', '.join(data.feature_names)}" if data.feature_names else ""
+    classes = file.model.get("class_names") or ()
+    labels = f"; any label but {', '.join(classes)} counts as {classes[0]}" if classes else ""
+    return f"{path}: {found} (the plan says {said}){columns}{labels}"
 
 
 def _roster(file: PlanFile, credentials: Credentials) -> Roster | None:

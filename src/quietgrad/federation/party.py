@@ -9,7 +9,7 @@ Which of its records a party lets take part in a round: its own secret samples, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.journal import Approval, Journal, LastReply, digest_of
 from quietgrad.federation.matching import Matching
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.secure_roles import Member, SecureMember, Stranger
+from quietgrad.federation.secure_roles import Member, SecureMember, Stranger, round_of
 from quietgrad.federation.wire import Message, limit, off_plan, unpack
 from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
@@ -301,7 +301,7 @@ class PartyCurator(Member):
         question = b"" if self._member is not None else digest_of(message)
         if self._member is None and (again := self._last.to(question, self._journal.last_round)) is not None:
             return again  # lost on its way, or this party, or the coordinator, restarted: not a new release
-        slot, draw, t, rho = self._check_turn(message.fields)
+        slot, draw, t, rho = self._check_turn(message)
         packed = message.fields.get("query")
         arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
         reason = off_plan(self.plan.templates.get(slot, ()), packed, arrays)
@@ -341,10 +341,11 @@ class PartyCurator(Member):
         if fit.n != self.plan.n_public or fit.sensitivity < proved.sensitivity * (1.0 - 1e-12):
             raise BudgetError(f"a fit of sensitivity {fit.sensitivity:g} is asked; it is {proved.sensitivity:g}.")
 
-    def _check_turn(self, fields: Mapping[str, Any]) -> tuple[str, int, int, float | None]:
-        slot, draw, t, rho = (fields.get(name) for name in ("slot", "draw", "round", "rho"))
-        if not isinstance(slot, str) or type(draw) is not int or type(t) is not int:
-            raise ProtocolError("coordinator", "asks without slot, draw and round")
+    def _check_turn(self, message: Message) -> tuple[str, int, int, float | None]:
+        slot, draw, rho = (message.fields.get(name) for name in ("slot", "draw", "rho"))
+        t = round_of(message)
+        if not isinstance(slot, str) or type(draw) is not int:
+            raise ProtocolError("coordinator", "asks without slot and draw")
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")

@@ -139,6 +139,12 @@ class FederatedPlan(Plan):
                 raise ValueError("correlated noise is over vectors of one length; the queries have several.")
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
+            least = self.invited - self.terms(1).tolerated_dropouts
+            if self.quorum < least:
+                raise ValueError(
+                    f"quorum={self.quorum}: with masks {least} of {self.invited} parties must stay to open a sum; "
+                    f"give a quorum of {least} or more, or use secure='servers'."
+                )
 
     def _check_people(self) -> None:
         check_combination(self.combine, self.records_per_person)

@@ -236,22 +236,22 @@ class SecureMember(_Roles):
         return setting_up | (masks if self._plan.secure == "masks" else {})
 
     def _prepare(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("frame", {"round": t}, blobs({"frame": role.prepare(t)}))
 
     def _reveal(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("frame", {"round": t}, blobs({"frame": role.reveal(t, message.blob("frame"))}))
 
     def ready(self, message: Message) -> None:
         """Refuse before any record is touched if this side cannot take part in the round."""
         role = self._role(message)
         if isinstance(role, MaskingParty):
-            role.deliver(_round(message), message.blob("deliver"))
+            role.deliver(round_of(message), message.blob("deliver"))
 
     def submit(self, message: Message, vector: Array) -> Message:
         """The vector, masked or in shares."""
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         if isinstance(role, MaskingParty):
             return Message("masked", {"round": t}, blobs({"frame": role.submit(t, vector)}))
         return Message("shares", {"round": t}, blobs(role.share(t, vector)))
@@ -287,21 +287,21 @@ class SumMember(_Roles, Member):
         return Message("ready", {"round": -1, "draws": {}})
 
     def _receive(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("present", {"round": t}, blobs(role.receive(t, _frames(message))))
 
     def _partial(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         partial = role.partial(t, _frames(message))
         return Message("partial", {"round": t}, {} if partial is None else blobs({"frame": partial}))
 
     def _finish(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("total", {"round": t}, {"total": role.finish(t, _frames(message))})
 
     def _sample(self, message: Message) -> Message:
         """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
-        role, t, dim = self._role(message), _round(message), _dimension(message)
+        role, t, dim = self._role(message), round_of(message), _dimension(message)
         try:
             if "frame" in message.arrays:
                 if dim not in self._noise:
@@ -315,7 +315,8 @@ class SumMember(_Roles, Member):
         return Message("noise", {"round": t}, blobs({"frame": frame}))
 
 
-def _round(message: Message) -> int:
+def round_of(message: Message) -> int:
+    """The number of the round that a message is about."""
     t = message.fields.get("round")
     if type(t) is not int or not 0 <= t < 1 << 62:
         raise ProtocolError("coordinator", "names no round")

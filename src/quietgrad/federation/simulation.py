@@ -35,6 +35,11 @@ from quietgrad.training.minimizing import how_people_count
 from quietgrad.training.result import Result
 from quietgrad.vectors import Vector
 
+_SIZES = (
+    "the numbers of records were taken from the parties' data and are published: ε holds for neighbours with the "
+    "same numbers; Party(n_public=...) declares others"
+)
+
 
 def simulate(
     algorithm: Algorithm,
@@ -136,8 +141,7 @@ def simulate(
         objective, exchange, account=payer,
         identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
     )  # fmt: skip
-    declared = all(party.n_public is not None for party in parties)
-    notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
+    notes = () if all(party.n_public is not None for party in parties) else (_SIZES,)
     x0 = objective.initial(plan.shape) if start is None else start
     try:
         result = train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes, keep=keep)

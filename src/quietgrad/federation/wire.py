@@ -309,7 +309,7 @@ def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
     if "array" in value:
         if value["array"] not in arrays:
             raise WireError("query refers to an array that was not sent")
-        array = arrays[value["array"]]
+        array = np.ascontiguousarray(arrays[value["array"]], np.float64)
         return array if isinstance(like, np.ndarray) or array.ndim != 1 else like.new_tensor(array)
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
