@@ -18,7 +18,6 @@ from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import assemble
-from quietgrad.federation.transport.in_process import Fault
 from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
@@ -28,6 +27,7 @@ from quietgrad.privacy.rng import fresh_key
 from quietgrad.secure.channel import NoiseShare
 from quietgrad.secure.identity import DropoutError
 from quietgrad.secure.terms import Terms
+from tests.faults import Fault, faulty
 from tests.test_correlated import matrix, white
 
 Floats = npt.NDArray[np.float64]
@@ -185,7 +185,7 @@ def people(m: int = 4, n: int = 60) -> list[Party]:
 def test_a_lost_round_goes_to_the_next_cohort_and_is_paid_for(secure: Any, first: int, tmp_path: Path) -> None:
     """Its keys died with a party that was killed when the question had left."""
     faults = [Fault("party-2", "restart", first=first, seconds=60.0)]
-    settings: dict[str, Any] = {"budget": BUDGET, "trust": "secure", "secure": secure, "faults": faults}
+    settings: dict[str, Any] = {"budget": BUDGET, "trust": "secure", "secure": secure, "transport": faulty(faults)}
     result = simulate(TURNS, Logistic(), people(), spare=2, folder=tmp_path / "one", **settings)
     assert result.privacy.releases["gradient"] > 24
     assert result.privacy.events is not None
@@ -205,7 +205,7 @@ def test_absent_parties_leave_enough_noise() -> None:
         trust="secure",
         secure="masks",
         quorum=4,
-        faults=faults,
+        transport=faulty(faults),
         spare=3,
     )
     assert result.privacy.is_private

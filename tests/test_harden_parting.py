@@ -16,10 +16,10 @@ from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, parse_plan
 from quietgrad.federation.provisioning import Credentials, provision
-from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, encode
 from quietgrad.secure.identity import ProtocolError
 from quietgrad.training.result import Result, load
+from tests.faults import Fault, Faulty
 from tests.hostile import PLAN
 
 SECURE = PLAN.decode()
@@ -44,7 +44,7 @@ def federation(
         data = (X, (X[:, 0] > 0).astype(int))
         parties[name] = approved.make_party(file, keys[name], data, folder=home / name, ledger=ledger)
     handlers = {name: party.handle for name, party in parties.items()}
-    transport = InProcess(handlers, faults or ())
+    transport = Faulty(handlers, faults or ())
     exchange = Exchange(transport)
     result = approved.coordinate(file, keys["coordinator"], exchange, folder=home / "model")
     return file, result, parties["a"], parties["b"]

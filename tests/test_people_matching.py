@@ -24,10 +24,11 @@ from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import MATCHED, FederatedPlan
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.simulation import assemble
-from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.people import OfRecords
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import seed_key
+from tests.faults import Fault, faulty
 from tests.test_people_federation import TWO_CLINICS
 
 LOSS = qg.objectives.Logistic()
@@ -250,7 +251,7 @@ def test_an_interrupted_run_finds_its_key_again(tmp_path: Path) -> None:
 def test_parties_that_drop_out_do_not_hand_their_people_on() -> None:
     result = simulate(
         qg.DPGD(steps=3), LOSS, three(), budget=Budget(1.0, 1e-5), match_people=True, quorum=2, spare=2,
-        faults=[Fault("party-2", "leave", 2, last=10**6)],
+        transport=faulty([Fault("party-2", "leave", 2, last=10**6)]),
     )  # fmt: skip
     assert result.privacy.epsilon is not None
     assert result.privacy.epsilon <= 1.0

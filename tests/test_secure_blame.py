@@ -14,11 +14,10 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation import Party, ProtocolError, SecureSession, SharingParty, SumServer, Terms, deal
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.rounds import blame
+from quietgrad.federation.rounds import proved_faults
 from quietgrad.federation.secure_roles import SecureMember
 from quietgrad.federation.simulation import assemble, train
 from quietgrad.federation.transport import Bytes
-from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.secure import secret_sharing
@@ -26,6 +25,7 @@ from quietgrad.secure.channel import Kind
 from quietgrad.secure.identity import DropoutError, ImpossibleSum
 from quietgrad.secure.masking import MaskingParty
 from quietgrad.secure.secret_sharing import Deal
+from tests.faults import Fault, Faulty
 from tests.test_secure_faults import D, Masked, Shared
 
 FALSE = b"\1" + bytes(32)
@@ -234,7 +234,7 @@ def federation(
 
     handlers = {**made.handlers, **{name: wrapped(name) for name in change}}
     curator = FederatedCurator(
-        Logistic(), InProcess(handlers, faults or []), identity=made.identity, roster=made.roster
+        Logistic(), Faulty(handlers, faults or []), identity=made.identity, roster=made.roster
     )
     return plan, curator
 
@@ -264,11 +264,11 @@ def test_a_party_does_not_hide_behind_one_who_is_absent(secure: str) -> None:
 
 def test_accusations_by_more_than_may_collude_are_proved() -> None:
     said = "refuses: c: dealt a false share"
-    assert blame({"a": said, "b": said, "d": "did not answer within 9 s"}, colluders=1) == {
+    assert proved_faults({"a": said, "b": said, "d": "did not answer within 9 s"}, colluders=1) == {
         "d": "did not answer within 9 s",
         "c": "dealt a false share (so say a, b)",
     }
-    assert blame({"a": said}, colluders=1) == {"a": "or c: dealt a false share"}
+    assert proved_faults({"a": said}, colluders=1) == {"a": "or c: dealt a false share"}
 
 
 @pytest.mark.parametrize("secure", ["masks", "servers", "mpc"])

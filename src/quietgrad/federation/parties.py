@@ -43,10 +43,6 @@ class Party:
         ids: whole numbers that name its records across all parties, for sampling by record in tests.
         person: one id per record, of the person it is about; ``n_public`` then counts people. Ids mean the same
             people at every party.
-
-    >>> import numpy as np
-    >>> Party(np.zeros((3, 2)), np.zeros(3)).size
-    3
     """
 
     X: Any
@@ -145,9 +141,6 @@ def deal(
         unevenness: n_max/n_min, sizes between them geometric; 1 is even. (Paper 002's u has two groups of sizes.)
         dirichlet: α of label shares drawn from Dirichlet(α) instead; small α makes the parties' labels differ.
         seed: of the shuffle; ``None`` keeps the order (even and uneven splits only).
-
-    >>> [party.size for party in deal(np.zeros((70, 2)), np.zeros(70), 3, unevenness=4)]
-    [40, 20, 10]
     """
     labels = np.asarray(y)
     if dirichlet is not None:

@@ -335,21 +335,3 @@ def _frames(message: Message) -> dict[int, bytes]:
     if not all(name.isascii() and name.isdigit() and len(name) < 6 for name in message.arrays):
         raise WireError("frames have roster numbers for names")
     return {int(name): message.blob(name) for name in message.arrays}
-
-
-def total_of(message: Message, dimension: int) -> Array:
-    """The released sum in a server's ``total``, checked."""
-    total = message.arrays.get("total")
-    if total is None or total.dtype != np.float64 or total.shape != (dimension,) or not np.isfinite(total).all():
-        raise WireError("total is not a finite vector of the agreed length")
-    return total
-
-
-def frame_of(message: Message) -> bytes:
-    """The one frame of a reply."""
-    return message.blob("frame")
-
-
-def frames_of(replies: Mapping[int, Message]) -> dict[int, bytes]:
-    """The frames of replies, by roster number."""
-    return {i: frame_of(reply) for i, reply in replies.items()}

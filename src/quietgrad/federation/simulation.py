@@ -22,7 +22,7 @@ from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import federate, local_batches, multiplicity
 from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.transport import Handler, Transport
-from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.transport.processes import Processes
 from quietgrad.objectives.people import Combine, OfRecords
 from quietgrad.privacy.budget import Budget, Unit
@@ -62,8 +62,8 @@ def simulate(
     seed: int | None = None,
     folder: str | Path | None = None,
     timeout: float = 60.0,
-    faults: Sequence[Fault] = (),
     processes: bool = False,
+    transport: Callable[[Federation], Transport] | None = None,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
     keep: Callable[[Result], object] = lambda result: None,
@@ -93,8 +93,8 @@ def simulate(
         seed: fixed randomness for tests; the result is then not private.
         folder: keep aggregates and the parties' journals here; calling again after an interruption resumes. A
             call that finds no interrupted run there approves a new one for everybody.
-        faults: things that go wrong, for rehearsals.
         processes: give every party a process of its own.
+        transport: make another transport to the members, to rehearse what can go wrong.
         keep: called with the result before what could resume the run is removed: save it there.
         parties_per_person: if the parties' records are people's (``Party(..., person=ids)``), how many parties one
             of them may be known to; 1 if nobody is known to two. The promise is then to people.
@@ -127,13 +127,11 @@ def simulate(
         records_per_person=records_per_person, unit="person" if by_person else "record", matching=matching,
         start=start,
     )  # fmt: skip
-    if processes and faults:
-        raise ValueError("faults: are injected in one process only; leave processes out.")
-    transport: Transport = (
-        Processes(federation.makers) if processes else InProcess(federation.handlers, faults, federation.again)
-    )
-    # Nobody starts a process again that was killed here.
-    exchange = Exchange(transport, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
+    if transport is None:
+        transport = _processes if processes else _in_process
+    carrier = transport(federation)
+    # A process that was killed is not started again here.
+    exchange = Exchange(carrier, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
     payer = Account.of(account, ledger, cap, seeded=seed is not None)
     if budget is not None:
         payer = payer.settled(partial(_contents, plan.asks(objective), parties), plan.unit)
@@ -146,12 +144,20 @@ def simulate(
     try:
         result = train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes, keep=keep)
     finally:
-        transport.close()
+        carrier.close()
         federation.close()
     if home is not None:
         for name in plan.names:
             forget(home, name)
     return result
+
+
+def _in_process(federation: Federation) -> Transport:
+    return InProcess(federation.handlers)
+
+
+def _processes(federation: Federation) -> Transport:
+    return Processes(federation.makers)
 
 
 def _people_key(folder: str | Path | None, seed: int | None) -> bytes:

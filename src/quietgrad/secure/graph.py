@@ -182,11 +182,7 @@ def _sparse(m: int, c: int, x: int, k: int) -> Graph | None:
 
 
 def log2_tail(population: int, marked: int, drawn: int, above: int) -> float:
-    """log₂ P(more than ``above`` of ``drawn`` are marked), drawn without replacement.
-
-    >>> round(2 ** log2_tail(10, 4, 3, 1), 5)  # (C(4,2)·6 + C(4,3)) / C(10,3) = 40 / 120
-    0.33333
-    """
+    """log₂ P(more than ``above`` of ``drawn`` are marked), drawn without replacement."""
     most = min(marked, drawn)
     terms = [
         _log2_choose(marked, j) + _log2_choose(population - marked, drawn - j) - _log2_choose(population, drawn)

@@ -94,10 +94,6 @@ class SecureSession:
             vectors: one per party.
             scale: a public number by which the terms' bound and σ are multiplied in this round, for queries
                 whose clipping bound changes from step to step (SPIDER's differences).
-
-        >>> session = SecureSession(Terms("servers", parties=2, dimension=1, bound=1.0, sigma=0.0))
-        >>> session.sum([[3.0], [50.0]], scale=10.0).round(9).tolist()
-        [13.0]
         """
         if len(vectors) != self.terms.parties:
             raise DataError(f"{len(vectors)} vectors: must be one for each of the {self.terms.parties} parties.")

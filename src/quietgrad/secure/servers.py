@@ -62,24 +62,6 @@ class SumServer(Endpoint):
 
     One round by hand; in a federation every frame below is a message over the network.
 
-    >>> from quietgrad.federation import Identity, Roster, SharingParty, SumServer, Terms
-    >>> people = [Identity("north"), Identity("south"), Identity("east lab"), Identity("west lab")]
-    >>> terms = Terms("servers", parties=2, dimension=1, bound=1.0, sigma=0.0)
-    >>> roster, run = Roster.of(people), b"a name that is new in every run"
-    >>> parties = [SharingParty(person, roster, terms, run) for person in people[:2]]
-    >>> first, second = (SumServer(person, roster, terms, run) for person in people[2:])
-    >>> for party in parties:
-    ...     party.meet([first.hello, second.hello])  # the other parties' hellos are not her business
-    >>> for server in (first, second):
-    ...     server.meet([other.hello for other in (*parties, first, second)])
-    >>> shares = {p.me: p.share(0, [0.25 + p.me]) for p in parties}
-    >>> from_first = first.receive(0, {i: frames[first.me] for i, frames in shares.items()})
-    >>> from_second = second.receive(0, {i: frames[second.me] for i, frames in shares.items()})
-    >>> first.partial(0, {second.me: from_second[first.me]})
-    >>> partial = second.partial(0, {first.me: from_first[second.me]})
-    >>> first.finish(0, {second.me: partial}).tolist()
-    [1.25]
-
     Args:
         identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
         seed: fixes the noise, for tests only.

@@ -152,11 +152,7 @@ class Terms:
 
     @property
     def server_count(self) -> int:
-        """How many servers there are: 1 aggregator for masks, else K.
-
-        >>> Terms("servers", parties=2, dimension=1, bound=1.0, sigma=1.0).server_count
-        2
-        """
+        """How many servers there are: 1 aggregator for masks, else K."""
         return 1 if self.mode == "masks" else int(self.servers or 0)
 
     @property
@@ -212,9 +208,6 @@ class Terms:
 
         Rounding adds √d grid steps per party; the noise has variance s² = variance_factor·σ², and exceeds
         s(√d + √(2·40·ln 2)) with probability 2⁻⁴⁰ (plus :meth:`slack`): its norm is 1-Lipschitz in d normals.
-
-        >>> Terms("servers", parties=4, dimension=100, bound=1.0, sigma=0.0).possible_length(4.0) < 4.00001
-        True
         """
         d = self.dimension
         noise = self.sigma * math.sqrt(self.variance_factor) if self.sigma > 0.0 else 0.0
@@ -272,9 +265,6 @@ class Terms:
         Charge it as ``events.Slack(total_variation=terms.slack())`` per release: d coordinates, each within the
         distance of a discrete from a rounded Gaussian, of the tables from discrete Gaussians, and of a sum of
         shares from one discrete Gaussian; and the probability that drawn neighbours do not protect someone.
-
-        >>> Terms("masks", parties=5, dimension=62_006, bound=1.0, sigma=1.0).slack() < 1e-13
-        True
         """
         if self.sigma == 0.0:
             return 0.0
@@ -309,12 +299,7 @@ class Terms:
         return min(1.0, 4.0 * self.parties * math.exp(-2.0 * math.pi**2 * spread))
 
     def digest(self, run: bytes) -> bytes:
-        """SHA-256 of the run and these terms; what every role signs.
-
-        >>> terms = Terms("servers", parties=2, dimension=1, bound=1.0, sigma=1.0)
-        >>> terms.digest(b"a") == terms.digest(b"a"), terms.digest(b"a") == terms.digest(b"b")
-        (True, False)
-        """
+        """SHA-256 of the run and these terms; what every role signs."""
         body = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(b"quietgrad terms 1\0" + len(run).to_bytes(4, "big") + run + body).digest()
 
@@ -327,32 +312,19 @@ def slack(
     honest: int | None = None,
     servers: int | None = None,
 ) -> float:
-    """Total variation that one secure sum adds (see :meth:`Terms.slack`); the same for every σ > 0.
-
-    >>> slack("servers", dimension=10**6, parties=5) < 1e-11
-    True
-    """
+    """Total variation that one secure sum adds (see :meth:`Terms.slack`); the same for every σ > 0."""
     colluders = 1 if honest is None or honest < parties else 0
     return Terms(mode, parties, dimension, 1.0, 1.0, honest, colluders if mode == "masks" else 1, servers).slack()
 
 
 def coarse_error() -> float:
-    """Total variation of the table of magnitudes used inside the three-server computation.
-
-    >>> coarse_error() < 2**-55
-    True
-    """
+    """Total variation of the table of magnitudes used inside the three-server computation."""
     return 2.0 * math.exp(-((COARSE_TOP / COARSE_SIGMA) ** 2) / 2.0) + 2.0**-COARSE_WORD_BITS
 
 
 @dataclass(frozen=True)
 class ThreatModel:
-    """The security of a run of secure sums, as (question, answer) rows.
-
-    >>> terms = Terms("servers", parties=5, dimension=123, bound=1.0, sigma=1.0)
-    >>> "variance" in threats(terms).text()
-    True
-    """
+    """The security of a run of secure sums, as (question, answer) rows."""
 
     mode: str
     rows: tuple[tuple[str, str], ...]
@@ -371,11 +343,7 @@ class ThreatModel:
 
 
 def threats(terms: Terms) -> ThreatModel:
-    """Describe what a run with these terms protects, against whom, and at what price.
-
-    >>> threats(Terms("mpc", parties=3, dimension=9, bound=1.0, sigma=1.0)).rows[0]
-    ('setting', 'three servers, noise sampled inside replicated secret sharing; nobody knows it')
-    """
+    """Describe what a run with these terms protects, against whom, and at what price."""
     rows = {"masks": _masks, "servers": _servers, "mpc": _mpc}[terms.mode](terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))
