@@ -26,7 +26,7 @@ from quietgrad.privacy.correlated import Correlated
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.secure.channel import NoiseShare
 from quietgrad.secure.identity import DropoutError
-from quietgrad.secure.terms import Terms
+from quietgrad.secure.terms import SecureSumConfig
 from tests.faults import Fault, faulty
 from tests.test_correlated import matrix, white
 
@@ -108,9 +108,9 @@ def test_fewer_in_one_round_or_a_clock_of_ones_own_are_not_enough() -> None:
     assert worst(twice + 1e-9 * np.eye(T), s, [[1, 5]]) > 1.05
 
 
-def terms(mode: Any = "masks", dimension: int = 20_000) -> Terms:
+def terms(mode: Any = "masks", dimension: int = 20_000) -> SecureSumConfig:
     more: dict[str, Any] = {"honest": HONEST} if mode == "masks" else {}
-    return Terms(mode, PARTIES, dimension, 1.0, 1.0, correlated=CORRELATED, **more)
+    return SecureSumConfig(mode, PARTIES, dimension, 1.0, 1.0, correlated=CORRELATED, **more)
 
 
 def test_real_shares_have_that_covariance() -> None:
@@ -141,11 +141,11 @@ def test_a_share_belongs_to_the_run_and_a_round_draws_once() -> None:
 def test_rounding_every_share_is_charged_and_negligible() -> None:
     assert terms("servers").slack() == 0.0
     assert terms().slack() < 1e-15
-    many = Terms("masks", 9000, 10, 1.0, 1.0, honest=8999, correlated=Correlated.made(4096))
+    many = SecureSumConfig("masks", 9000, 10, 1.0, 1.0, honest=8999, correlated=Correlated.made(4096))
     assert 0.0 < many.slack() < 1e-20  # thousands of rounded shares are not free
     with pytest.raises(ValueError, match="mpc"):
-        Terms("mpc", 3, 10, 1.0, 1.0, correlated=CORRELATED)
-    assert terms().digest(b"r") != Terms("masks", PARTIES, 20_000, 1.0, 1.0, honest=HONEST).digest(b"r")
+        SecureSumConfig("mpc", 3, 10, 1.0, 1.0, correlated=CORRELATED)
+    assert terms().digest(b"r") != SecureSumConfig("masks", PARTIES, 20_000, 1.0, 1.0, honest=HONEST).digest(b"r")
 
 
 # --- through the federation -----------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.rounds import FailedRoundError, RoundRequest, largest_reply, named, quorate, rounds
-from quietgrad.federation.secure_roles import draw as draw_cohort
+from quietgrad.federation.secure_roles import invite_parties as draw_cohort
 from quietgrad.federation.secure_roles import rescaling
 from quietgrad.federation.transport import Transport
-from quietgrad.federation.wire import Message, Scores, encode, off_plan, pack
+from quietgrad.federation.wire import Message, Scores, encode, pack, template_mismatch
 from quietgrad.objectives.base import Objective, Query, Regularizer
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
@@ -174,7 +174,7 @@ class FederatedSession:
             self._begin(slot, self._round + 1, rho)
             return self._keep(slot, np.zeros(dim), self._round)
         fields, arrays = pack(query)
-        if (reason := off_plan(self._plan.templates[slot], fields, arrays)) is not None:
+        if (reason := template_mismatch(self._plan.templates[slot], fields, arrays)) is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nobody was asked.")  # as every party would say
         multiplier = self._plan.multiplier(slot, rho)
         self._check_left(slot, rho)
@@ -474,7 +474,7 @@ def adversary(plan: FederatedPlan) -> str:
         return adversary(replace(plan, matched="")) + BUT_FOR_LISTS
     if plan.trust in ADVERSARIES:
         return ADVERSARIES[plan.trust]
-    from quietgrad.secure.terms import threats
+    from quietgrad.secure.terms import threat_model
 
-    rows: Mapping[str, str] = dict(threats(plan.terms(max(plan.dims.values()))).rows)
+    rows: Mapping[str, str] = dict(threat_model(plan.terms(max(plan.dims.values()))).rows)
     return "; ".join(f"{question}: {answer}" for question, answer in rows.items())

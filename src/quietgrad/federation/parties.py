@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.errors import DataError
-from quietgrad.federation.matching import Matching
+from quietgrad.federation.matching import RecordLinkage
 from quietgrad.objectives.people import OfRecords
 from quietgrad.objectives.person_ids import first_seen, hashed_ids, kind_of
 from quietgrad.privacy.budget import Budget
@@ -99,12 +99,12 @@ def check_people(parties: Sequence[Party], most: int | None) -> bool:
     return any(whose)
 
 
-def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], Matching]:
+def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], RecordLinkage]:
     """The parties without those whom another one keeps, and the lists that say who is known to several."""
     if any(party.person is None for party in parties):
         raise ValueError("match_people: give all parties person=.")
     names = names_of(parties)
-    matching = Matching.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
+    matching = RecordLinkage.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
     found = []
     for name, party in zip(names, parties, strict=True):
         kept = matching.kept(name, OfRecords(party.data, party.person))

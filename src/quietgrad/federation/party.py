@@ -19,10 +19,10 @@ import numpy.typing as npt
 from quietgrad.curators.account import Account
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.journal import Approval, Journal, LastReply, digest_of
-from quietgrad.federation.matching import Matching
+from quietgrad.federation.matching import RecordLinkage
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.secure_roles import Member, SecureMember, Stranger, round_of
-from quietgrad.federation.wire import Message, limit, off_plan, unpack
+from quietgrad.federation.secure_roles import Member, SecureMember, UnknownRunError, round_of
+from quietgrad.federation.wire import Message, limit, template_mismatch, unpack
 from quietgrad.naming import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.people import OfPeople, OfRecords, told
@@ -138,7 +138,7 @@ class PartyCurator(Member):
         identity: Identity | None = None,
         roster: Roster | None = None,
         folder: str | Path | None = None,
-        matching: Matching | None = None,
+        matching: RecordLinkage | None = None,
         ids: npt.ArrayLike | None = None,
         key: bytes | None = None,
         seed: int | None = None,
@@ -240,7 +240,7 @@ class PartyCurator(Member):
         def checked(message: Message) -> Message:
             run = message.fields.get("run")
             if run is None or run != self._journal.run or not (self._approval.in_use or self._journal.ended):
-                raise Stranger(self.name, "does not know this run")
+                raise UnknownRunError(self.name, "does not know this run")
             if self._journal.ended:
                 raise BudgetError("this run is over; nothing was given.")
             return answer(message)
@@ -250,7 +250,7 @@ class PartyCurator(Member):
     def _close(self, message: Message) -> Message:
         run = message.fields.get("run")
         if run is None or run != self._journal.run:
-            raise Stranger(self.name, "does not know this run")
+            raise UnknownRunError(self.name, "does not know this run")
         self._approval.close(run, str(message.fields.get("reason", ""))[:200])
         self._last.forget()
         return Message("closed", {"run": run})
@@ -304,7 +304,7 @@ class PartyCurator(Member):
         slot, draw, t, rho = self._check_turn(message)
         packed = message.fields.get("query")
         arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
-        reason = off_plan(self.plan.templates.get(slot, ()), packed, arrays)
+        reason = template_mismatch(self.plan.templates.get(slot, ()), packed, arrays)
         if reason is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nothing was given.")
         try:

@@ -33,7 +33,7 @@ from quietgrad.privacy.banded import Banded
 from quietgrad.privacy.budget import Budget, Relation, Unit
 from quietgrad.privacy.correlated import Correlated
 from quietgrad.sampling import FixedSize, Poisson, PoissonTurns, SinglePass
-from quietgrad.secure.terms import Mode, Terms
+from quietgrad.secure.terms import Mode, SecureSumConfig
 
 Trust = Literal["curator", "secure", "local"]
 
@@ -239,11 +239,11 @@ class FederatedPlan(Plan):
 
         return noise_multiplier_for_rho(rho, self._relation)
 
-    def terms(self, dimension: int) -> Terms:
+    def terms(self, dimension: int) -> SecureSumConfig:
         """The agreed terms of secure sums of a length, in units in which the noise has σ = 1."""
         assert self.secure is not None
         masks = self.secure == "masks"
-        return Terms(
+        return SecureSumConfig(
             self.secure,
             parties=self.invited,
             dimension=dimension,

@@ -1,8 +1,8 @@
 """One round of a federation from the coordinator's side: ask, gather, refuse what is wrong by name, add up.
 
-Sums are added up in the open (exact ones for a trusted curator, noisy ones under local trust) or securely: by masks,
-with the coordinator as the aggregator, or by shares to servers, whose frames the coordinator only relays. A round
-that cannot be completed raises :class:`FailedRoundError`; nothing of it may be used, and asking again is a new release.
+Sums are added up in the open (exact ones for a trusted curator, noisy ones under local trust) or securely: by
+masks, with the coordinator as the aggregator, or by shares to servers, whose frames the coordinator only relays. A
+round that fails raises :class:`FailedRoundError`. Nothing of it may be used, and asking again is a new release.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.secure_roles import invitation, roster_of
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
 from quietgrad.secure.discrete_gaussian import check_length
-from quietgrad.secure.identity import DropoutError, Identity, ImpossibleSum, ProtocolError, Roster
+from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster, SumOutOfBoundsError
 from quietgrad.secure.masking import MaskingServer
 
 Floats = npt.NDArray[np.float64]
@@ -188,7 +188,8 @@ class SecureRounds:
             of_servers = [hellos[name] for name in servers if name in hellos]
             meetings = {name: [*hellos.values()] if name in servers else of_servers for name in hellos}
         else:
-            assert self._identity is not None and self._roster is not None
+            assert self._identity is not None
+            assert self._roster is not None
             roster = roster_of(self._plan, self._roster, ask.cohort)
             server = MaskingServer(self._identity, roster, self._plan.terms(ask.dim), epoch)
             for name, frame in hellos.items():
@@ -338,8 +339,8 @@ def proved_faults(faults: Mapping[str, str], colluders: float = math.inf) -> dic
 
     If more parties accuse a member than may work together, one of them is honest: the accused alone is at fault.
 
-    >>> proved_faults({"a": "did not answer within 9 s", "b": "refuses: a: dealt shares that are not those committed to"})
-    {'a': 'did not answer within 9 s', 'b': 'or a: dealt shares that are not those committed to'}
+    >>> proved_faults({"a": "did not answer within 9 s", "b": "refuses: a: dealt false shares"})
+    {'a': 'did not answer within 9 s', 'b': 'or a: dealt false shares'}
     >>> proved_faults({"a": "refuses: c: dealt a false share", "b": "refuses: c: dealt a false share"}, colluders=1)
     {'c': 'dealt a false share (so say a, b)'}
     """
@@ -348,7 +349,7 @@ def proved_faults(faults: Mapping[str, str], colluders: float = math.inf) -> dic
     said: dict[str, str] = {}
     for name, why in faults.items():
         accused, colon, reason = why.removeprefix("refuses: ").partition(": ")
-        if accused == ImpossibleSum.CHECK:  # found by whoever adds up; that is not who made it so
+        if accused == SumOutOfBoundsError.CHECK:  # found by whoever adds up; that is not who made it so
             out[accused] = said[name] = f"{reason} (so says {name})"
         elif why.startswith("refuses: ") and colon and " " not in accused and accused not in (name, "coordinator"):
             accusers.setdefault(accused, []).append(name)

@@ -31,12 +31,12 @@ from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import Identity, ProtocolError, Roster
 from quietgrad.secure.masking import MaskingParty
 from quietgrad.secure.servers import SharingParty, SumServer
-from quietgrad.secure.three_party import Exchange, NoiseServer
+from quietgrad.secure.three_party import Computation, NoiseServer
 
 _DRAWINGS = 64
 
 
-def draw(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
+def invite_parties(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
     """Who is asked in round t, in the plan's order: everybody, or a uniform cohort drawn from the run's key.
 
     A cohort without a quorum of parties who are not known to be ``away`` is drawn again, which costs nothing.
@@ -94,11 +94,11 @@ def rescaling(plan: FederatedPlan, names: Sequence[str]) -> float:
     return plan.n_public / here if here > 0.0 else 1.0
 
 
-class Stranger(ProtocolError):
+class UnknownRunError(ProtocolError):
     """This side does not know the run: it restarted, and is told of the run again."""
 
 
-class Keyless(ProtocolError):
+class MissingKeysError(ProtocolError):
     """This side has no keys for the epoch it was asked about: it restarted, or missed the beginning."""
 
 
@@ -127,9 +127,9 @@ class Member:
                 )
             self._reply = encode(answer(message), self._reply)  # large replies use one buffer again
             return self._reply
-        except Stranger as refusal:
+        except UnknownRunError as refusal:
             return _refused("stranger", str(refusal))
-        except Keyless as refusal:
+        except MissingKeysError as refusal:
             return _refused("keys", str(refusal))
         except (BudgetError, DataError) as refusal:
             return _refused("plan", f"{self.name}: {refusal}")
@@ -185,7 +185,7 @@ class _Roles:
     def _role(self, message: Message) -> Any:
         dim = _dimension(message)
         if dim not in self._roles:
-            raise Keyless(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
+            raise MissingKeysError(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
         return self._roles[dim]
 
     def meet(self, message: Message) -> Message:
@@ -269,7 +269,7 @@ class SumMember(_Roles, Member):
 
     def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
         super().__init__(plan, identity, roster, seed)
-        self._noise: dict[int, Exchange[None]] = {}
+        self._noise: dict[int, Computation[None]] = {}
         self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
         adding = {"receive": self._receive, "partial": self._partial, "finish": self._finish}
         mpc = {"noise": self._sample} if plan.secure == "mpc" else {}

@@ -15,7 +15,7 @@ from quietgrad.curators.account import Account
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession, adversary
 from quietgrad.federation.exchange import PATIENCE, Exchange
 from quietgrad.federation.journal import forget
-from quietgrad.federation.matching import Matching, new_key, read_key
+from quietgrad.federation.matching import RecordLinkage, new_key, read_key
 from quietgrad.federation.parties import Party, Weights, check_people, matched, names_of
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
@@ -210,7 +210,7 @@ def assemble(
     *,
     seed: int | None = None,
     folder: str | Path | None = None,
-    matching: Matching | None = None,
+    matching: RecordLinkage | None = None,
     **settings: Any,
 ) -> tuple[FederatedPlan, Federation]:
     """The plan for ``parties`` and a handler for each of them; ``settings`` are those of :func:`federate`."""

@@ -346,10 +346,10 @@ def _leaves(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> It
         yield path, fields
 
 
-def off_plan(templates: Sequence[Template], fields: Any, arrays: Mapping[str, Array]) -> str | None:
+def template_mismatch(templates: Sequence[Template], fields: Any, arrays: Mapping[str, Array]) -> str | None:
     """Why a packed query fits none of the templates, or ``None`` if it fits one.
 
-    >>> off_plan([{"query.kind": "Gradient", "query.clip": 1.0}], {"kind": "Gradient", "clip": 9.0}, {})
+    >>> template_mismatch([{"query.kind": "Gradient", "query.clip": 1.0}], {"kind": "Gradient", "clip": 9.0}, {})
     'query.clip is 9.0, the plan has 1.0'
     """
     given = dict(_leaves(fields, arrays))

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.secure.identity import ImpossibleSum
+from quietgrad.secure.identity import SumOutOfBoundsError
 
 Words = npt.NDArray[np.uint64]
 
@@ -288,7 +288,7 @@ def check_length(total: Vector, most: float) -> None:
     """
     length = float(np.linalg.norm(total))
     if not length <= most:
-        raise ImpossibleSum(length, most)
+        raise SumOutOfBoundsError(length, most)
 
 
 def sensitivity_growth(dimension: int) -> float:

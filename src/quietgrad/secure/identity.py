@@ -47,7 +47,7 @@ class DropoutError(ProtocolError):
         self.missing = missing
 
 
-class ImpossibleSum(ProtocolError):
+class SumOutOfBoundsError(ProtocolError):
     """A sum that no data within the bounds can have; nobody is named, because nothing proves who made it so."""
 
     CHECK = "headroom check"
@@ -214,7 +214,7 @@ def unpack_members(payload: bytes, parties: int) -> tuple[tuple[int, ...], bytes
     return tuple(np.flatnonzero(bits).tolist()), payload[size:]
 
 
-class Witness(NamedTuple):
+class SurvivorAttestation(NamedTuple):
     """The digest of the survivors that the server told someone, and its signature: what neighbours compare.
 
     It outlives the keys of the run (``context``) in which it was told, so that beginning anew hides nothing.
@@ -226,12 +226,12 @@ class Witness(NamedTuple):
     signature: bytes
 
     @classmethod
-    def of(cls, context: bytes, t: int, bitmap: bytes, signature: bytes) -> Witness:
+    def of(cls, context: bytes, t: int, bitmap: bytes, signature: bytes) -> SurvivorAttestation:
         """What was told of round t, as its signature claims."""
         return cls(t, context, hashlib.sha256(bitmap).digest(), signature)
 
     @classmethod
-    def signed(cls, identity: Identity, context: bytes, t: int, bitmap: bytes) -> Witness:
+    def signed(cls, identity: Identity, context: bytes, t: int, bitmap: bytes) -> SurvivorAttestation:
         """Sign the survivors of round t."""
         digest = hashlib.sha256(bitmap).digest()
         return cls(t, context, digest, identity.sign(_bound(context, t, digest)))
@@ -240,7 +240,7 @@ class Witness(NamedTuple):
         """Whether the owner of ``key`` signed it."""
         return is_signed(key, self.signature, _bound(self.context, self.round, self.digest))
 
-    def contradicts(self, other: Witness | None) -> bool:
+    def contradicts(self, other: SurvivorAttestation | None) -> bool:
         """Whether the two are about the same round and say different things."""
         if other is None or (self.round, self.context) != (other.round, other.context):
             return False
@@ -251,13 +251,13 @@ class Witness(NamedTuple):
         return (self.round + 1).to_bytes(8, "big") + self.context + self.digest + self.signature
 
     @staticmethod
-    def unpack(data: bytes) -> Witness | None:
+    def unpack(data: bytes) -> SurvivorAttestation | None:
         """From :meth:`pack`; None for nobody's (all zeros: there was no earlier round)."""
         t = int.from_bytes(data[:8], "big")
-        return Witness(t - 1, data[8:40], data[40:72], data[72:]) if t else None
+        return SurvivorAttestation(t - 1, data[8:40], data[40:72], data[72:]) if t else None
 
 
-def pack_witness(witness: Witness | None) -> bytes:
+def pack_attestation(witness: SurvivorAttestation | None) -> bytes:
     """As bytes of a fixed length."""
     return _EMPTY if witness is None else witness.pack()
 

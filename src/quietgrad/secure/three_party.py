@@ -17,7 +17,7 @@ everything; where that is not acceptable use ``servers`` (any K − 1 servers ma
     generator = server.prepare(t): yields frames for the previous server, takes frames of the next; needs no data,
     so it may run while the parties compute; then as in ``servers.py``.
 
-Replicated secret sharing of bits among three servers, one of whom may be curious (Araki et al. 2016).
+ReplicatedSharing secret sharing of bits among three servers, one of whom may be curious (Araki et al. 2016).
 
 A bit x = x₀ ⊕ x₁ ⊕ x₂; server i holds (x_i, x_{i+1}), so any two have everything and one alone sees uniform bits.
 Bits are packed 64 to a word: row r of a shared array holds bit r of 64 coordinates per word.
@@ -41,16 +41,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.secure.channel import Kind, View, derive
+from quietgrad.secure.channel import FrameType, TranscriptRecorder, derive
 from quietgrad.secure.discrete_gaussian import Words, alias_table, gaussian_masses
 from quietgrad.secure.identity import Hello, Identity, ProtocolError, Roster
 from quietgrad.secure.servers import SumServer
-from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP, COARSE_WORD_BITS, Terms
+from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP, COARSE_WORD_BITS, SecureSumConfig
 
 Shared = Words
 """Shared bits: the two components that a server holds, along a first axis of length 2."""
 T = TypeVar("T")
-Exchange = Generator[bytes, bytes, T]
+Computation = Generator[bytes, bytes, T]
 
 _ALL = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _CALLS = 16  # bits of a block number that count the draws within a round
@@ -86,7 +86,7 @@ class ReplicatedSharing:
             out[0 if self.position == 0 else 1] ^= _ALL
         return out
 
-    def conjunction(self, x: Shared, y: Shared) -> Exchange[Shared]:
+    def conjunction(self, x: Shared, y: Shared) -> Computation[Shared]:
         """x AND y, row by row."""
         return (yield from self.reshare(self.products(x, y)))
 
@@ -96,14 +96,14 @@ class ReplicatedSharing:
         terms: Words = (x[0] & (y[0] ^ y[1])) ^ (x[1] & y[0])
         return terms
 
-    def reshare(self, terms: Words) -> Exchange[Shared]:
+    def reshare(self, terms: Words) -> Computation[Shared]:
         """Turn the servers' cross terms into a fresh sharing of their sum: one message to the previous server."""
         block = self._next_block()
         mine = terms.ravel() ^ self._own.uint64(block, terms.size) ^ self._following.uint64(block, terms.size)
         received = yield mine.astype("<u8", copy=False).tobytes()
         return np.stack([mine, self._words(received, mine.size)]).reshape(2, *terms.shape)
 
-    def one_hot(self, bits: Shared) -> Exchange[Shared]:
+    def one_hot(self, bits: Shared) -> Computation[Shared]:
         """The 2^k indicators [bits = v] of k bits along axis −2 (first bit most significant): k − 1 messages.
 
         Each new bit b splits an indicator h into h·¬b = h ⊕ h·b and h·b.
@@ -117,7 +117,7 @@ class ReplicatedSharing:
             hot = split
         return hot
 
-    def less(self, x: Shared, y: Shared) -> Exchange[Shared]:
+    def less(self, x: Shared, y: Shared) -> Computation[Shared]:
         """[x < y] for numbers given by their bits along axis 1, most significant first: a tree of depth log k."""
         below = yield from self.conjunction(self.invert(x), y)
         equal = self.invert(x ^ y)
@@ -131,7 +131,7 @@ class ReplicatedSharing:
             equal = np.concatenate([both[:, half:], equal[:, even:]], axis=1)
         return below
 
-    def weighted_sum(self, bits: Shared, weights: Words, size: int) -> Exchange[Words]:
+    def weighted_sum(self, bits: Shared, weights: Words, size: int) -> Computation[Words]:
         """Additive shares mod 2^64 of Σ_j w_j·bit_j for ``size`` coordinates: one message from 0 to 2.
 
         With a = y₀ ⊕ y₁ (known to server 0) and b = y₂ (known to 1 and 2), a ⊕ b = a(1 − 2b) + b. Server 0
@@ -190,10 +190,10 @@ class NoiseServer(SumServer):
         self,
         identity: Identity,
         roster: Roster,
-        terms: Terms,
+        terms: SecureSumConfig,
         run: bytes,
         *,
-        view: View | None = None,
+        view: TranscriptRecorder | None = None,
         seed: int | None = None,
     ) -> None:
         self._streams: dict[int, SecureStream] = {}
@@ -217,7 +217,7 @@ class NoiseServer(SumServer):
         """Roster number of the server that this one hears from."""
         return self.servers[(self.position + 1) % 3]
 
-    def prepare(self, t: int) -> Exchange[None]:
+    def prepare(self, t: int) -> Computation[None]:
         """Sample this round's coarse noise with the other two servers."""
         if t <= self._prepared or not 0 <= t < 1 << 48:
             raise ProtocolError(self.name, f"round {t} was already prepared; a retried round needs a new number")
@@ -232,8 +232,8 @@ class NoiseServer(SumServer):
         try:
             payload = next(computation)
             while True:
-                received = yield self._seal(self.previous, Kind.NOISE, t, payload)
-                payload = computation.send(bytes(self._open(self.next, Kind.NOISE, t, received)))
+                received = yield self._seal(self.previous, FrameType.NOISE, t, payload)
+                payload = computation.send(bytes(self._open(self.next, FrameType.NOISE, t, received)))
         except StopIteration as done:
             self._coarse[t] = done.value * np.uint64(COARSE_STEP)
 
@@ -260,7 +260,7 @@ class NoiseServer(SumServer):
         return fine + self._coarse.pop(t)
 
 
-def sample(sharing: ReplicatedSharing, size: int) -> Exchange[Words]:
+def sample(sharing: ReplicatedSharing, size: int) -> Computation[Words]:
     """Additive shares mod 2^64 of ``size`` draws of N_Z(24²), of which no server learns anything.
 
     |X| = column or alias(column), both below 256; X = Σ 2^j (|X|_j ⊕ s) − 255·s for the sign s, because the one's
@@ -312,7 +312,7 @@ def _table_ones() -> list[npt.NDArray[np.intp]]:
     return [np.array(where, np.intp) for where in ones]
 
 
-def run_together(computations: Sequence[Exchange[None]]) -> None:
+def run_together(computations: Sequence[Computation[None]]) -> None:
     """Run the three servers' generators in step in one process: i's frame goes to i − 1."""
     frames = [next(c, None) for c in computations]
     while all(frame is not None for frame in frames):
@@ -320,7 +320,7 @@ def run_together(computations: Sequence[Exchange[None]]) -> None:
         frames = [_resume(c, frame) for c, frame in zip(computations, inbound, strict=True)]
 
 
-def _resume(computation: Exchange[None], frame: bytes | None) -> bytes | None:
+def _resume(computation: Computation[None], frame: bytes | None) -> bytes | None:
     try:
         return computation.send(frame or b"")
     except StopIteration:

@@ -122,7 +122,7 @@ PER_ADDRESS = 64  # callers; several members may sit behind one router
 ALTOGETHER = 256
 
 
-class Door:
+class HandshakeQueue:
     """Unauthenticated connections in the order of their arrival, by address."""
 
     def __init__(self, *, per_address: int = PER_ADDRESS, altogether: int = ALTOGETHER) -> None:
