@@ -64,7 +64,8 @@ class Storm:
 
     def __init__(self, name: str, seed: int, **trust: Any) -> None:
         self.rng = np.random.default_rng(seed)
-        algorithm, objective, shape = ALGORITHMS[name], Logistic(row_bound=2.0, rows="clip"), Shape(D, D)
+        objective: Any = Logistic(row_bound=2.0, rows="clip")
+        algorithm, shape = ALGORITHMS[name], Shape(D, D)
         filtered = name == "dp-agd"
         self.plan = federate(
             algorithm, objective, names=["a", "b", "c"], sizes=[N] * 3, shape=shape, spare=3, **trust,
@@ -72,7 +73,7 @@ class Storm:
         )  # fmt: skip
         self.rho = self.plan.event_rho / 100 if filtered else None
         people = [Identity(each) for each in ("a", "b", "c", "coordinator")]
-        secure = {"identity": people[0], "roster": Roster.of(people)} if trust else {}
+        secure: dict[str, Any] = {"identity": people[0], "roster": Roster.of(people)} if trust else {}
         # Powers of two: a bound is reached, not approached.
         tables = [np.array([[2.0, 0.0, 0.0, 0.0]]), np.array([[1e300, -1e300, 1e-300, 5e-324]])]
         self.parties = [

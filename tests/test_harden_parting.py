@@ -58,11 +58,11 @@ def test_an_honest_statement_is_kept(text: str, tmp_path: Path) -> None:
     for party in parties:
         home = tmp_path / party.name
         assert sum(party.answered().values()) > 0
-        assert approved.save_model(approved.final_message(result), file, home, party)
+        approved.save_model(approved.final_message(result), file, home, party)
         # Also as a coordinator that restarted after it had saved the result says it.
         again = approved.finished(file, tmp_path / "model")
         assert again is not None
-        assert approved.save_model(approved.final_message(again), file, home, party)
+        approved.save_model(approved.final_message(again), file, home, party)
         kept = load(home)
         assert kept.privacy == result.privacy
         assert kept.privacy.is_private is (file.budget is not None)
@@ -75,7 +75,7 @@ def test_an_honest_statement_with_lost_rounds_is_kept(tmp_path: Path) -> None:
     file, result, a, b = federation(text, tmp_path, [Fault("b", "outage", first=2, seconds=1e9)])
     assert result.details["lost_rounds"] == 2  # complete, without one
     for party in (a, b):
-        assert approved.save_model(approved.final_message(result), file, tmp_path / party.name, party)
+        approved.save_model(approved.final_message(result), file, tmp_path / party.name, party)
         party.close()
 
 

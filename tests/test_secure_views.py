@@ -167,11 +167,11 @@ def test_processes_never_share_a_stream() -> None:
     code = (
         "import numpy as np\n"
         "from quietgrad.federation import SecureSession, SecureSumConfig, TranscriptRecorder\n"
-        "from quietgrad.secure.channel import Kind\n"
+        "from quietgrad.secure.channel import FrameType\n"
         "view = TranscriptRecorder()\n"
         "terms = SecureSumConfig('masks', parties=2, dimension=4, bound=1.0, sigma=0.0)\n"
         "SecureSession(terms, view=view).sum(np.zeros((2, 4)))\n"
-        "print(*(s.payload.hex() for s in view.of('server', Kind.MASKED)))\n"
+        "print(*(s.payload.hex() for s in view.of('server', FrameType.MASKED)))\n"
     )
     out = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
