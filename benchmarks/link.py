@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from quietgrad.secure.identity import DropoutError, ProtocolError
-from quietgrad.secure.three_party import Exchange
+from quietgrad.secure.three_party import Computation
 
 _LENGTH = struct.Struct("<I")
 
@@ -103,7 +103,7 @@ class Link:
                 return
 
 
-def run_over(computation: Exchange[None], send: Callable[[bytes], None], receive: Callable[[], bytes]) -> None:
+def run_over(computation: Computation[None], send: Callable[[bytes], None], receive: Callable[[], bytes]) -> None:
     """Run one server's generator over any transport: ``send`` to the previous, ``receive`` from the next."""
     frame = next(computation, None)
     while frame is not None:

@@ -38,9 +38,9 @@ from quietgrad.federation import (
     MaskingServer,
     NoiseServer,
     Roster,
+    SecureSumConfig,
     SharingParty,
     SumServer,
-    Terms,
 )
 from quietgrad.secure.channel import Endpoint
 
@@ -55,13 +55,15 @@ TARGET_SECONDS = {
 Links = dict[int, Link]
 
 
-def neighbours(me: int, terms: Terms) -> list[int]:
+def neighbours(me: int, terms: SecureSumConfig) -> list[int]:
     """Whom a role is connected to: parties to every server, servers to everyone."""
     everyone = range(terms.parties + terms.server_count)
     return [k for k in everyone if k != me and max(k, me) >= terms.parties]
 
 
-def connect(me: int, terms: Terms, ports: list[int], listener: socket.socket, names: tuple[str, ...]) -> Links:
+def connect(
+    me: int, terms: SecureSumConfig, ports: list[int], listener: socket.socket, names: tuple[str, ...]
+) -> Links:
     """Dial every neighbour with a higher number, accept every one with a lower."""
     limit = 80 * terms.dimension + (1 << 20)
     links = {}
@@ -146,7 +148,7 @@ def add_up(role: Endpoint, links: Links, t: int, vector: np.ndarray[Any, Any]) -
     return None
 
 
-def make_role(me: int, terms: Terms, people: list[tuple[str, bytes]], run: bytes) -> Endpoint:
+def make_role(me: int, terms: SecureSumConfig, people: list[tuple[str, bytes]], run: bytes) -> Endpoint:
     identities = [Identity(name, secret) for name, secret in people]
     roster = Roster.of(identities)
     if terms.mode == "masks":
@@ -159,7 +161,7 @@ def make_role(me: int, terms: Terms, people: list[tuple[str, bytes]], run: bytes
 
 def play(
     me: int,
-    terms: Terms,
+    terms: SecureSumConfig,
     people: list[tuple[str, bytes]],
     run: bytes,
     ports: Any,
@@ -199,7 +201,7 @@ def play(
     out.put((me, records))
 
 
-def measure(terms: Terms, rounds: int) -> dict[str, Any]:
+def measure(terms: SecureSumConfig, rounds: int) -> dict[str, Any]:
     """Run one mode at one dimension and summarise."""
     context = mp.get_context("spawn")
     count = terms.parties + terms.server_count
@@ -246,7 +248,7 @@ def measure(terms: Terms, rounds: int) -> dict[str, Any]:
     }
 
 
-def check_sums(results: dict[int, Any], terms: Terms) -> None:
+def check_sums(results: dict[int, Any], terms: SecureSumConfig) -> None:
     """Two parties got the same sums, and what is not data in them has the stated variance."""
     vectors = [np.random.default_rng(i) for i in range(terms.parties)]
     for t in range(len(results[0])):
@@ -279,7 +281,7 @@ def main() -> None:
     print(f" {'server B':>11} {'paper s':>8}")
     for mode in arguments.modes:
         for dimension in arguments.dimensions:
-            row = measure(Terms(mode, PARTIES, dimension, bound=1.0, sigma=1.0), arguments.rounds)
+            row = measure(SecureSumConfig(mode, PARTIES, dimension, bound=1.0, sigma=1.0), arguments.rounds)
             rows.append(row)
             print(
                 f"{mode:8} {dimension:8} {row['seconds']:8.4f} {row['seconds_when_prepared_ahead']:8.4f} "

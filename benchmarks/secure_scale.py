@@ -32,7 +32,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 from benchmarks.record import save
-from quietgrad.federation import Identity, MaskingParty, MaskingServer, Roster, SharingParty, SumServer, Terms
+from quietgrad.federation import (
+    Identity,
+    MaskingParty,
+    MaskingServer,
+    Roster,
+    SecureSumConfig,
+    SharingParty,
+    SumServer,
+)
 
 RESULT = Path(__file__).parent / "results" / "secure_scale.json"
 PARTIES = [10, 30, 100, 300, 1000]
@@ -79,16 +87,16 @@ class Meter:
         return result
 
 
-def people(terms: Terms) -> tuple[list[Identity], Roster]:
+def people(terms: SecureSumConfig) -> tuple[list[Identity], Roster]:
     names = [f"party-{i}" for i in range(terms.parties)] + [f"server-{k}" for k in range(terms.server_count)]
     identities = [Identity(name) for name in names]
     return identities, Roster.of(identities)
 
 
-def terms_of(mode: str, m: int, d: int) -> Terms:
+def terms_of(mode: str, m: int, d: int) -> SecureSumConfig:
     left = m - m // 10
     extra = {"honest": left - 1} if mode == "masks" else {"quorum": left}
-    return Terms(mode, parties=m, dimension=d, bound=1.0, sigma=1.0, **extra)  # type: ignore[arg-type]
+    return SecureSumConfig(mode, parties=m, dimension=d, bound=1.0, sigma=1.0, **extra)  # type: ignore[arg-type]
 
 
 def masks(m: int, d: int) -> dict[str, Any]:
@@ -148,7 +156,7 @@ def servers(m: int, d: int) -> dict[str, Any]:
     return row(terms, m, setup, meter)
 
 
-def check(total: Any, terms: Terms, here: int) -> None:
+def check(total: Any, terms: SecureSumConfig, here: int) -> None:
     """The sum is right: its mean is that of the data within six standard errors of the noise."""
     d = terms.dimension
     error = abs(float(total.mean()) - here * 0.1 / math.sqrt(d))
@@ -156,7 +164,7 @@ def check(total: Any, terms: Terms, here: int) -> None:
         raise SystemExit(f"{terms.mode}, m = {terms.parties}: the sum is wrong by {error:.3g}")
 
 
-def row(terms: Terms, m: int, setup: Meter, meter: Meter, **more: int) -> dict[str, Any]:
+def row(terms: SecureSumConfig, m: int, setup: Meter, meter: Meter, **more: int) -> dict[str, Any]:
     found = {"mode": terms.mode, "parties": m, "dimension": terms.dimension, **more}
     for name, each in (("set_up", setup), ("round", meter)):
         found[name] = {

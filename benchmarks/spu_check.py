@@ -77,11 +77,13 @@ def worker(thresholds: list[int], draws: int) -> dict[str, Any]:
 def ours(draws: int) -> tuple[Integers, dict[str, float]]:
     """The same number of draws by our three servers, in one process."""
     from quietgrad.privacy.rng import SecureStream, fresh_key
-    from quietgrad.secure.three_party import Replicated, sample
+    from quietgrad.secure.three_party import ReplicatedSharing, sample
 
     streams = [SecureStream(fresh_key(), "replicated") for _ in range(3)]  # stream i is that of servers i − 1 and i
     wall, cpu = time.perf_counter(), time.process_time()
-    sharings = [Replicated(i, streams[i], streams[(i + 1) % 3], 0, f"server-{(i + 1) % 3}") for i in range(3)]
+    sharings = [
+        ReplicatedSharing(i, streams[i], streams[(i + 1) % 3], 0, f"server-{(i + 1) % 3}") for i in range(3)
+    ]
     computations = [sample(sharing, draws) for sharing in sharings]
     frames = [next(computation) for computation in computations]
     shares: list[npt.NDArray[np.uint64]] = []

@@ -2,6 +2,9 @@
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from myst_parser.parsers.sphinx_ import MystParser
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tools"))
@@ -11,8 +14,8 @@ project = "quietgrad"
 author = "The quietgrad developers"
 html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown", ".py": "tutorial"}
+exclude_patterns = ["_build", "conf.py"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_inline"]
 autodoc_typehints = "description"
@@ -21,24 +24,55 @@ html_theme = "furo"
 html_title = "quietgrad"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"source_repository": "", "top_of_page_buttons": []}
+html_copy_source = False
+html_theme_options = {
+    "source_repository": "",
+    "top_of_page_buttons": [],
+    "footer_icons": [
+        {"name": "Licences", "url": "licences.html", "html": "Licences", "class": ""},
+    ],
+}
 nitpicky = False
 suppress_warnings = ["myst.xref_missing", "ref.python"]
 
+REDIRECTS = {"algorithms": "methods/index"}
+"""Addresses of earlier versions, and where their content is now."""
 
-def _tutorials(app: object) -> None:
-    """Run each tutorial and write its page and its notebook beside it; neither is kept."""
-    import tutorials
 
-    for script in sorted((HERE / "tutorials").glob("*.py")):
-        page, notebook = script.with_suffix(".md"), script.with_suffix(".ipynb")
-        if page.exists() and page.stat().st_mtime > script.stat().st_mtime and notebook.exists():
-            continue
+class TutorialParser(MystParser):
+    """A tutorial is a Python script: it is run, and its cells and what they showed are the page."""
+
+    supported = ("tutorial",)
+    outdir = HERE / "_build"
+
+    def parse(self, inputstring: str, document: Any) -> None:
+        """Run the script, write its notebook beside the built page, and parse the page as Markdown."""
+        import tutorials
+
+        script = Path(document["source"])
         ran = tutorials.run(script)
-        page.write_text(tutorials.page(ran, notebook.name), encoding="utf-8")
+        notebook = self.outdir / script.parent.name / f"{script.stem}.ipynb"
+        notebook.parent.mkdir(parents=True, exist_ok=True)
         notebook.write_text(tutorials.notebook(ran), encoding="utf-8")
+        super().parse(tutorials.page(ran, notebook.name), document)
 
 
-def setup(app: object) -> None:
-    """Tutorials first: their pages are sources."""
-    app.connect("builder-inited", _tutorials)  # type: ignore[attr-defined]
+def _redirects(app: Any, error: Exception | None) -> None:
+    """Leave a page that forwards at every earlier address."""
+    if error is not None or app.builder.format != "html":
+        return
+    for old, new in REDIRECTS.items():
+        target = f"{'../' * old.count('/')}{new}.html"
+        (Path(app.outdir) / f"{old}.html").write_text(
+            f'<!doctype html><meta charset="utf-8"><title>Moved</title>'
+            f'<meta http-equiv="refresh" content="0; url={target}"><link rel="canonical" href="{target}">'
+            f'<p>This page has moved to <a href="{target}">{new}</a>.</p>\n',
+            encoding="utf-8",
+        )
+
+
+def setup(app: Any) -> None:
+    """Tutorials are sources of their own kind."""
+    TutorialParser.outdir = Path(app.outdir)
+    app.add_source_parser(TutorialParser)
+    app.connect("build-finished", _redirects)

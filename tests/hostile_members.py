@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.federation import approved
 from quietgrad.federation.exchange import Site
 from quietgrad.federation.plan_file import PlanFile
 from quietgrad.federation.provisioning import Credentials
+from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.wire import Message, decode, encode, pack
@@ -34,7 +34,7 @@ class HostileCoordinator:
         self.plan = file.plan
         self._server = TlsServer(
             Credentials.read(keys / "coordinator"), (file.host, file.port), ["a", "b"],
-            agreement=agreement or file.digest, most=approved.largest_frame(file),
+            agreement=agreement or file.digest, most=largest_reply(file.plan),
         )  # fmt: skip
         self._talk = Talk(self._server, agreement or file.digest)
 
@@ -70,5 +70,5 @@ def lying_party(file: PlanFile, keys: Path) -> TlsParty:
 
     return TlsParty(
         Credentials.read(keys / "a"), (file.host, file.port), Site(lie, file.digest), agreement=file.digest,
-        most=approved.largest_frame(file), patience=60.0,
+        most=largest_reply(file.plan), patience=60.0,
     )  # fmt: skip

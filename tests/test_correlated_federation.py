@@ -1,6 +1,4 @@
-"""Correlated noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may
-ask.
-"""
+"""Correlated noise among parties: absences, restarts, lost rounds, and what a hostile coordinator may ask."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import assemble
-from quietgrad.federation.transport.in_process import Fault
 from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
@@ -29,7 +26,8 @@ from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.secure.channel import NoiseShare
 from quietgrad.secure.identity import DropoutError
-from quietgrad.secure.terms import Terms
+from quietgrad.secure.terms import SecureSumConfig
+from tests.faults import Fault, faulty
 from tests.test_correlated import matrix, white
 
 Floats = npt.NDArray[np.float64]
@@ -110,9 +108,9 @@ def test_fewer_in_one_round_or_a_clock_of_ones_own_are_not_enough() -> None:
     assert worst(twice + 1e-9 * np.eye(T), s, [[1, 5]]) > 1.05
 
 
-def terms(mode: Any = "masks", dimension: int = 20_000) -> Terms:
+def terms(mode: Any = "masks", dimension: int = 20_000) -> SecureSumConfig:
     more: dict[str, Any] = {"honest": HONEST} if mode == "masks" else {}
-    return Terms(mode, PARTIES, dimension, 1.0, 1.0, correlated=CORRELATED, **more)
+    return SecureSumConfig(mode, PARTIES, dimension, 1.0, 1.0, correlated=CORRELATED, **more)
 
 
 def test_real_shares_have_that_covariance() -> None:
@@ -143,11 +141,11 @@ def test_a_share_belongs_to_the_run_and_a_round_draws_once() -> None:
 def test_rounding_every_share_is_charged_and_negligible() -> None:
     assert terms("servers").slack() == 0.0
     assert terms().slack() < 1e-15
-    many = Terms("masks", 9000, 10, 1.0, 1.0, honest=8999, correlated=BufferedToeplitzNoise.made(4096))
+    many = SecureSumConfig("masks", 9000, 10, 1.0, 1.0, honest=8999, correlated=BufferedToeplitzNoise.made(4096))
     assert 0.0 < many.slack() < 1e-20  # thousands of rounded shares are not free
     with pytest.raises(ValueError, match="mpc"):
-        Terms("mpc", 3, 10, 1.0, 1.0, correlated=CORRELATED)
-    assert terms().digest(b"r") != Terms("masks", PARTIES, 20_000, 1.0, 1.0, honest=HONEST).digest(b"r")
+        SecureSumConfig("mpc", 3, 10, 1.0, 1.0, correlated=CORRELATED)
+    assert terms().digest(b"r") != SecureSumConfig("masks", PARTIES, 20_000, 1.0, 1.0, honest=HONEST).digest(b"r")
 
 
 # --- through the federation -----------------------------------------------------------------------------------
@@ -187,7 +185,7 @@ def people(m: int = 4, n: int = 60) -> list[Party]:
 def test_a_lost_round_goes_to_the_next_cohort_and_is_paid_for(secure: Any, first: int, tmp_path: Path) -> None:
     """Its keys died with a party that was killed when the question had left."""
     faults = [Fault("party-2", "restart", first=first, seconds=60.0)]
-    settings: dict[str, Any] = {"budget": BUDGET, "trust": "secure", "secure": secure, "faults": faults}
+    settings: dict[str, Any] = {"budget": BUDGET, "trust": "secure", "secure": secure, "transport": faulty(faults)}
     result = simulate(TURNS, Logistic(), people(), spare=2, folder=tmp_path / "one", **settings)
     assert result.privacy.releases["gradient"] > 24
     assert result.privacy.events is not None
@@ -207,7 +205,7 @@ def test_absent_parties_leave_enough_noise() -> None:
         trust="secure",
         secure="masks",
         quorum=4,
-        faults=faults,
+        transport=faulty(faults),
         spare=3,
     )
     assert result.privacy.is_private

@@ -104,28 +104,49 @@ pyarrow.parquet.write_table(
     pyarrow.table({"patient_id": [k // 2 for k in range(len(y))], "x": X[:, 0], "readmitted": y}),
     "visits/a.parquet")
 """
+START = """
+import numpy as np, pandas
+rng = np.random.default_rng(0)
+if "read_csv" in BLOCK:
+    pandas.DataFrame({
+        "age": rng.uniform(18, 100, 3000), "bmi": rng.uniform(15, 45, 3000), "smoker": rng.integers(0, 2, 3000),
+        "diabetes": rng.choice(["no", "yes"], 3000),
+    }).to_csv("patients.csv", index=False)
+"""
+PERIODS = """
+import pandas
+from quietgrad.estimators import PrivateLogisticRegression
+cost = X[:, 0]
+rows = pandas.DataFrame({"patient": np.arange(3000) // 3, "age": X[:, 0], "period": np.arange(3000) % 3})
+event, future_rows = y, rows[:3].drop(columns="patient")
+"""
 PATIENTS = """
 stays, ids = train_set, [k // 2 for k in range(1000)]
 patient_ids = ids
 """
 PAGES = {
     "README.md": TABLE + CSV + MODULES.replace("y = (x", "labels = (x").replace("(x, y)", "(x, labels)") + PARTIES,
-    "accounting.md": TABLE,
-    "audit.md": TABLE,
+    "api/estimators.md": TABLE,
+    "api/torch.md": TABLE + MODULES,
+    "benchmarks-tables.md": TABLE,
     "certificates.md": "",
     "correlated.md": TABLE + PARTIES,
+    "estimators-results.md": TABLE + PEOPLE,
+    "estimators-releases.md": TABLE + VISITS,
     "estimators.md": TABLE + PEOPLE + CSV,
     "federation.md": TABLE + PARTIES,
-    "ledger.md": TABLE,
+    "people-parties.md": TABLE + VISITS,
+    "people-proof.md": TABLE + VISITS,
     "people.md": TABLE + VISITS,
     "pictures.md": TABLE + PIXELS,
-    "randomness.md": TABLE,
     "scan.md": TABLE + FILES,
-    "second-order.md": TABLE,
-    "threat-model.md": TABLE,
+    "start.md": START,
+    "tables-new.md": TABLE + PERIODS,
+    "torch-more.md": TABLE + MODULES,
+    "torch-proof.md": TABLE + MODULES,
     "torch.md": TABLE + MODULES + PATIENTS,
 }
-"""Pages whose blocks are run one after the other, each with what it takes as given (``BLOCK`` is its text)."""
+"""What the blocks of a page take as given (``BLOCK`` is the text of the one that runs next); else ``TABLE``."""
 
 SKETCHES = (
     "class Transport(Protocol):",  # what a transport must have; tests/test_federation_processes.py has two
@@ -144,7 +165,13 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-PYTHON = {page.name: page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if blocks(page)}
+DOCS = ROOT / "docs"
+SOURCES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+PYTHON = {
+    str(page.relative_to(DOCS) if DOCS in page.parents else page.name): page
+    for page in [ROOT / "README.md", *SOURCES]
+    if blocks(page)
+}
 
 
 def _shorter(block: str) -> str:
@@ -191,9 +218,16 @@ def test_a_tutorial_runs_and_becomes_a_notebook(
 
 
 def test_the_reference_has_every_public_name() -> None:
-    assert reference.PAGE.read_text(encoding="utf-8") == reference.text(), "run tools/reference.py"
-    for name in ("Ledger", "load", "certify", "PerturbedSGD", "ModelSelection", "WeightedAverage", "Spider"):
-        assert f"quietgrad.{name}\n" in reference.text()
+    pages = reference.pages()
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run tools/reference.py"
+    whole = "\n".join(pages.values())
+    for room in reference.ROOMS:
+        for name in reference.public(room):
+            assert f":: {room}.{name}\n" in whole or f"`{name}`" in pages[DOCS / "api" / "torch.md"], (
+                f"{room}.{name}"
+            )
+    assert list(pages)[1].name == "estimators.md", "estimators come first"
 
 
 @pytest.mark.parametrize("room", reference.ROOMS)
@@ -217,7 +251,7 @@ def test_every_algorithm_has_its_page() -> None:
     from quietgrad.algorithms.registry import ALGORITHMS
 
     private = {name for name, entry in ALGORITHMS.items() if entry.kind.private}
-    pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"index"}
+    pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"index", "papers"}
     assert pages == private
     listed = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8").splitlines()
     assert not private - set(listed), "not in the list of docs/methods/index.md"
@@ -227,9 +261,86 @@ def test_every_algorithm_has_its_page() -> None:
             assert part in text
 
 
+def trees(page: Path) -> list[str]:
+    """What the table of contents of a page lists."""
+    found = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    lines = [line for block in found for line in block.splitlines() if line and not line.startswith(":")]
+    return [str((page.parent / line).resolve().relative_to(DOCS)) for line in lines]
+
+
+def test_every_page_is_found_from_a_short_sidebar() -> None:
+    listed = trees(DOCS / "index.md")
+    assert len(set(listed) - {"licences"}) <= 15
+    reached = list(listed)
+    for name in reached:
+        if (DOCS / f"{name}.md").exists():
+            reached += trees(DOCS / f"{name}.md")
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in SOURCES}
+    pages |= {f"tutorials/{script.stem}" for script in (DOCS / "tutorials").glob("*.py")}
+    assert sorted(reached) == sorted(pages - {"index"}), "each page stands in the contents once"
+
+
+PROOFS = {"torch-proof", "accounting", "correlated-proof", "reproductions"}
+GENERATED = {"licences"}
+
+
+def words(page: Path) -> int:
+    """Words outside code and pictures; the bars and numbers of tables are none."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return sum(bool(re.search(r"[^\W\d_]{2}|\b[aA]\b", token)) for token in text.split())
+
+
+@pytest.mark.parametrize("page", SOURCES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_says_what_it_is_for_and_shows_it(page: Path) -> None:
+    name = str(page.relative_to(DOCS).with_suffix(""))
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ")
+    assert re.match(r"[\w`\[*]", lines[2]), "the first paragraph says what the page is for"
+    if name not in GENERATED:
+        assert any(line.startswith(("```", "|")) for line in lines[:30]), "an example within the first 30 lines"
+        assert words(page) <= 1500 or name in PROOFS, f"{words(page)} words: split the page"
+
+
+RIDDLES = re.compile(r"\b(nobody|whoever|somebody|everybody)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *SOURCES], ids=lambda page: page.name)
+def test_pages_name_the_actor(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+    assert not RIDDLES.findall(text)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in [ROOT / "README.md", *SOURCES]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", text):
+            file = (page.parent / target).resolve() if target else page
+            if not file.exists():
+                broken.append(f"{page.name}: {target}")
+            elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+                broken.append(f"{page.name}: {target}#{anchor}")
+    assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as addresses, and the terms of the glossary."""
+    text = page.read_text(encoding="utf-8")
+    found = {
+        re.sub(r"[^\w\- ]", "", heading.replace("`", "")).strip().lower().replace(" ", "-")
+        for heading in re.findall(r"^##+ (.*)$", text, re.MULTILINE)
+    }
+    if page.name == "glossary.md":
+        found |= {
+            "term-" + re.sub(r"[^a-zA-Z]+", "-", term).strip("-")
+            for term in re.findall(r"^(\S.*)\n  \S", text, re.MULTILINE)
+        }
+    return found
+
+
 def test_results_that_are_cited_exist() -> None:
     cited = set()
-    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "methods").glob("*.md"), ROOT / "README.md"]:
+    for page in [*SOURCES, ROOT / "README.md"]:
         cited |= set(re.findall(r"(?:benchmarks|reproduce)/results/\w+\.json", page.read_text(encoding="utf-8")))
     assert len(cited) > 15
     assert not [file for file in cited if not (ROOT / file).exists()]

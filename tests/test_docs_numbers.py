@@ -1,8 +1,8 @@
 """Measured numbers on the pages come from the JSON files.
 
 ``tools/benchmark_page.py`` writes docs/benchmarks.md, docs/benchmarks-tables.md and the README's table from cells
-of the files, so these cannot differ. In the other tables that cite a file, each number must be one of that file's,
-rounded as it is printed. That cannot tell two numbers of one file that were exchanged.
+of the files, so these cannot differ. In other paragraphs that name a file, and the tables below them, each number
+must be one of that file's, rounded as it is printed. That cannot tell two numbers of one file that were exchanged.
 """
 
 from __future__ import annotations
@@ -76,32 +76,36 @@ def among(number: str, pool: list[float]) -> bool:
 
 
 Row = tuple[str, str, tuple[Path, ...]]
+GENERATED = {"benchmarks.md", "benchmarks-tables.md"}
 
 
-def rows(page: Path) -> list[Row]:
-    """(what, the cells with numbers, the files) of each table row whose last cell names result files."""
+def cited(page: Path) -> list[Row]:
+    """(page, text, the files) of each paragraph that names result files, with the table below it."""
     found: list[Row] = []
-    for line in page.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        names = re.findall(r"((?:benchmarks|reproduce)/results/[\w-]+\.json)", cells[-1])
-        if line.startswith("| ") and len(cells) > 2 and names:
-            found.append((cells[0], " | ".join(cells[1:-1]), tuple(ROOT / name for name in names)))
+    parts = re.split(r"\n\s*\n", page.read_text(encoding="utf-8"))
+    for part, after in zip(parts, [*parts[1:], ""], strict=True):
+        names = re.findall(r"((?:benchmarks|reproduce)/results/[\w-]+\.json)", part)
+        table = after if after.startswith("|") else ""
+        if names:
+            found.append((page.name, f"{part}\n{table}", tuple(ROOT / name for name in names)))
     return found
 
 
-GENERATED = {"benchmarks.md", "benchmarks-tables.md"}
-ROWS = [row for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED for row in rows(page)]
+ROWS = [row for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED for row in cited(page)]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}: {row[1][:40]}")
 def test_a_number_is_one_of_its_file(row: Row) -> None:
-    what, cells, files = row
+    """Numbers with three digits or more after the point are measurements; shorter ones are often settings."""
+    _, text, files = row
     pool = [number for file in files for number in measured(json.loads(file.read_text(encoding="utf-8")))]
-    missing = [number for number in stated(cells) if not among(number, pool)]
-    assert not missing, f"{what}: {missing} are not in {[file.name for file in files]}"
+    exact = [number for number in stated(text) if len(number.partition(".")[2]) > 2]
+    missing = [number for number in exact if not among(number, pool)]
+    assert not missing, f"{missing} are not in {[file.name for file in files]}"
 
 
 def test_a_wrong_number_is_told() -> None:
+    assert len(ROWS) > 20
     pool = [0.8437, 1.2419]
     assert [among(number, pool) for number in (".844", "84.4", "1.24", ".843", "1.25", "84.3")] == [True] * 3 + [
         False

@@ -285,10 +285,9 @@ def attacks(params: Any) -> dict[str, tuple[Any, Any]]:
 
 def test_model_that_is_handed_out_is_checked(tmp_path: Path) -> None:
     file = parse_plan(TEXT)
-    assert not approved.save_parting(b"", file, tmp_path)
     text = np.frombuffer(b"{}", np.uint8)
     for params in (np.full(31, np.nan), np.zeros(3)):
         data = encode(Message("model", {}, {"params": params, "result": text}))
         with pytest.raises(ProtocolError, match="handed out"):
-            approved.save_parting(data, file, tmp_path)
+            approved.save_model(data, file, tmp_path)
     assert not list(tmp_path.iterdir())

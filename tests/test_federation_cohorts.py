@@ -12,15 +12,16 @@ import quietgrad as qg
 from quietgrad.federation import FederatedPlan, Party, Shape, federate
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.plan_file import parse_plan
-from quietgrad.federation.secure_roles import draw, invitation, invited_by
+from quietgrad.federation.secure_roles import invitation, invite_parties, invited_by
 from quietgrad.federation.simulation import assemble, simulate, train
-from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
-from quietgrad.secure.channel import Kind
+from quietgrad.secure.channel import FrameType
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
-from quietgrad.secure.identity import DropoutError, ProtocolError, Witness, pack_members
+from quietgrad.secure.identity import DropoutError, ProtocolError, SurvivorAttestation, pack_members
 from quietgrad.secure.masking import MaskingServer
+from tests.faults import Fault, faulty
 from tests.test_federate_plan import TEXT
 
 ALGORITHM = qg.DPGD(steps=4, learning_rate=1.0)
@@ -96,7 +97,7 @@ def test_cohorts_are_uniform() -> None:
     plan, _ = assemble(ALGORITHM, Logistic(), twins(), budget=None, cohort=3)
     times = np.zeros(8)
     for t in range(4000):
-        chosen = draw(plan, b"k" * 32, t)
+        chosen = invite_parties(plan, b"k" * 32, t)
         assert len(set(chosen)) == 3
         times[[plan.index(name) for name in chosen]] += 1
     assert np.abs(times / 4000 - 3 / 8).max() < 5 * (3 / 8 * 5 / 8 / 4000) ** 0.5
@@ -106,13 +107,15 @@ def test_cohorts_are_uniform() -> None:
 def test_parties_of_a_cohort_may_be_away(settings: dict[str, Any]) -> None:
     away = [Fault(f"party-{j}", "leave", 0, last=10**6) for j in (1, 2)]
     result = simulate(
-        ALGORITHM, Logistic(), twins(8), budget=None, cohort=6, quorum=4, faults=away, seed=1, **settings
+        ALGORITHM, Logistic(), twins(8), budget=None, cohort=6, quorum=4, transport=faulty(away), seed=1, **settings
     )
     everybody = simulate(ALGORITHM, Logistic(), twins(), budget=None)
     np.testing.assert_allclose(result.params, everybody.params, atol=1e-8)
     gone = [Fault(f"party-{j}", "leave", 0 if j < 4 else 1, last=10**6) for j in range(1, 7)]
     with pytest.raises(DropoutError, match="continue the run"):
-        simulate(ALGORITHM, Logistic(), twins(8), budget=None, cohort=6, quorum=5, faults=gone, **settings)
+        simulate(
+            ALGORITHM, Logistic(), twins(8), budget=None, cohort=6, quorum=5, transport=faulty(gone), **settings
+        )
 
 
 def hello(plan: FederatedPlan, run: str, epoch: int = 0, **fields: Any) -> bytearray:
@@ -188,8 +191,8 @@ def test_beginning_anew_does_not_hide_two_lists_of_survivors(monkeypatch: pytest
             return questions
         lied.append(t)
         packed = pack_members(tuple(range(7)), 8)
-        other = packed + Witness.signed(self._identity, self.context, t, packed).signature
-        return {i: self._seal(i, Kind.SURVIVORS, t, other) if i < 4 else q for i, q in questions.items()}
+        other = packed + SurvivorAttestation.signed(self._identity, self.context, t, packed).signature
+        return {i: self._seal(i, FrameType.SURVIVORS, t, other) if i < 4 else q for i, q in questions.items()}
 
     monkeypatch.setattr(MaskingServer, "survivors", equivocating)
     told: list[str] = []

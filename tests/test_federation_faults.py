@@ -17,12 +17,13 @@ from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes
-from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.privacy import events
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import DropoutError, ProtocolError
+from tests.faults import Fault, Faulty, faulty
 
 Floats = npt.NDArray[np.float64]
 STEPS = 5
@@ -100,7 +101,7 @@ def test_a_lost_frame_is_sent_again_and_costs_nothing(settings: dict[str, Any], 
     short = {**settings, "algorithm": SHORT}
     calm = outcome(**short).params
     for first in range(frames(short, "party-2")):
-        result = outcome(**short, faults=[Fault("party-2", kind, first=first, seconds=40.0)])
+        result = outcome(**short, transport=faulty([Fault("party-2", kind, first=first, seconds=40.0)]))
         np.testing.assert_allclose(result.params, calm, atol=1e-9)
         assert (result.privacy.releases["gradient"], result.details["lost_rounds"]) == (SHORT.steps, 0)
 
@@ -114,7 +115,7 @@ def test_an_outage_at_any_point_costs_nothing_but_time(mode: str, seconds: float
     who = ["party-2", *(["server-1"] if settings.get("secure") in ("servers", "mpc") else [])]
     for name in who:
         for first in range(frames(settings, name)):
-            result = outcome(**settings, faults=[Fault(name, "outage", first=first, seconds=seconds)])
+            result = outcome(**settings, transport=faulty([Fault(name, "outage", first=first, seconds=seconds)]))
             if "cohort" not in settings:  # a cohort that is not there is drawn again
                 np.testing.assert_allclose(result.params, calm.params, atol=1e-9)
             assert (result.privacy.releases, result.details["lost_rounds"]) == (calm.privacy.releases, 0)
@@ -132,7 +133,7 @@ def test_a_party_killed_at_any_point_comes_back(
     calm = outcome(**short).params
     for first in range(1, frames(short, "party-2")):
         fault = Fault("party-2", kind, first=first, seconds=60.0)
-        result = outcome(**short, spare=int(secure), faults=[fault], folder=tmp_path / f"{first}")
+        result = outcome(**short, spare=int(secure), transport=faulty([fault]), folder=tmp_path / f"{first}")
         np.testing.assert_allclose(result.params, calm, atol=1e-9)
         assert result.privacy.releases["gradient"] <= SHORT.steps + secure
 
@@ -145,7 +146,7 @@ def test_who_stays_away_ends_the_run_by_name_with_nothing_asked_of_nobody(
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
     crash = Fault("party-2", "crash", first=asked(settings, 1) + (settings.get("secure") == "masks"))
     with pytest.raises(DropoutError, match=r"party-2.*continue") as caught:
-        outcome(**settings, spare=3, faults=[crash], folder=tmp_path / "run")
+        outcome(**settings, spare=3, transport=faulty([crash]), folder=tmp_path / "run")
     assert caught.value.missing == ["party-2"]  # and not those who could not go on without it
     result = outcome(**settings, spare=3, folder=tmp_path / "run")
     np.testing.assert_allclose(result.params, undisturbed, atol=1e-9)
@@ -158,7 +159,7 @@ def test_quorum_completes_rounds_without_the_missing(settings: dict[str, Any]) -
     first = asked(settings, 1)
 
     plan, federation = assemble(ALGORITHM, Logistic(), people(), budget=None, seed=1, quorum=3, **settings)
-    transport = InProcess(federation.handlers, [Fault("party-4", "outage", first, seconds=30.0)])
+    transport = Faulty(federation.handlers, [Fault("party-4", "outage", first, seconds=30.0)])
     curator = FederatedCurator(
         Logistic(), transport, seed=1, identity=federation.identity, roster=federation.roster
     )
@@ -169,7 +170,7 @@ def test_quorum_completes_rounds_without_the_missing(settings: dict[str, Any]) -
     result = train(ALGORITHM, curator, plan, np.zeros(3), callback=slowly)
     assert result.privacy.releases["gradient"] == STEPS
     assert any("party-4" in note for note in result.privacy.notes)
-    gone = outcome(**settings, quorum=3, faults=[Fault("party-4", "leave", first, last=10**6)])
+    gone = outcome(**settings, quorum=3, transport=faulty([Fault("party-4", "leave", first, last=10**6)]))
     assert gone.privacy.releases["gradient"] == STEPS
     assert not np.allclose(gone.params, result.params, atol=1e-9)
 
@@ -177,6 +178,13 @@ def test_quorum_completes_rounds_without_the_missing(settings: dict[str, Any]) -
 def test_a_quorum_that_hides_nobody_is_refused_in_plain_words() -> None:
     with pytest.raises(ValueError, match="quorum of 2 or more"):
         outcome(trust="secure", secure="masks", quorum=1)
+
+
+def test_a_quorum_that_could_open_no_sum_is_refused_in_plain_words() -> None:
+    """Three of four parties must hold shares to open a secret of masks; servers need none of them."""
+    with pytest.raises(ValueError, match="3 of 4 parties must stay to open a sum; give a quorum of 3 or more"):
+        outcome(trust="secure", secure="masks", quorum=2)
+    assert outcome(trust="secure", secure="servers", quorum=2).privacy.releases["gradient"] == STEPS
 
 
 @pytest.mark.parametrize("settings", ALL, ids=label)
@@ -271,7 +279,7 @@ def test_aborted_run_keeps_the_whole_plan_charged(tmp_path: Path) -> None:
     with pytest.raises(DropoutError):
         simulate(
             ALGORITHM, Logistic(), parties, budget=BUDGET, noise_multiplier=9.0, ledger=tmp_path / "c.jsonl",
-            faults=[Fault("party-1", "crash", first=3)],
+            transport=faulty([Fault("party-1", "crash", first=3)]),
         )  # fmt: skip
     for name in ("c", "0", "1", "2"):
         counted = Ledger(tmp_path / f"{name}.jsonl").book().counted("default")

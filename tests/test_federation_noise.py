@@ -52,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "local": ({"trust": "local"}, 3.0),
     "local, equal weights": ({"trust": "local", "weights": "equal"}, (2 / 3) ** 2 + 1.0 + 2.0**2),
     "masks": ({"trust": "secure", "secure": "masks"}, 3 / 2),
-    "masks, a quorum of 2": ({"trust": "secure", "secure": "masks", "quorum": 2}, 3.0),
+    "masks, two colluders": ({"trust": "secure", "secure": "masks", "colluders": 2}, 3.0),
     "masks, equal weights": ({"trust": "secure", "secure": "masks", "weights": "equal"}, 4.0 * 3 / 2),
     "servers": ({"trust": "secure", "secure": "servers"}, 2.0),
     "three servers": ({"trust": "secure", "secure": "servers", "servers": 3}, 3.0),

@@ -52,7 +52,7 @@ def test_digests_can_be_read_out_and_typed_in(
     plan = tmp_path / "plan.toml"
     plan.write_text(TEXT)
     digest = parse_plan(TEXT).digest
-    groups = approved.spoken(digest)
+    groups = approved.readable_digest(digest)
     assert groups.replace(" ", "") == digest[:20]
     assert main(["federate", "show", str(plan)]) == 0
     assert f"to compare by telephone: {groups}" in capsys.readouterr().out

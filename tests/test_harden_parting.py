@@ -16,10 +16,10 @@ from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, parse_plan
 from quietgrad.federation.provisioning import Credentials, provision
-from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, encode
 from quietgrad.secure.identity import ProtocolError
 from quietgrad.training.result import Result, load
+from tests.faults import Fault, Faulty
 from tests.hostile import PLAN
 
 SECURE = PLAN.decode()
@@ -44,7 +44,7 @@ def federation(
         data = (X, (X[:, 0] > 0).astype(int))
         parties[name] = approved.make_party(file, keys[name], data, folder=home / name, ledger=ledger)
     handlers = {name: party.handle for name, party in parties.items()}
-    transport = InProcess(handlers, faults or ())
+    transport = Faulty(handlers, faults or ())
     exchange = Exchange(transport)
     result = approved.coordinate(file, keys["coordinator"], exchange, folder=home / "model")
     return file, result, parties["a"], parties["b"]
@@ -58,11 +58,11 @@ def test_an_honest_statement_is_kept(text: str, tmp_path: Path) -> None:
     for party in parties:
         home = tmp_path / party.name
         assert sum(party.answered().values()) > 0
-        assert approved.save_parting(approved.parting(result), file, home, party)
+        approved.save_model(approved.final_message(result), file, home, party)
         # Also as a coordinator that restarted after it had saved the result says it.
         again = approved.finished(file, tmp_path / "model")
         assert again is not None
-        assert approved.save_parting(approved.parting(again), file, home, party)
+        approved.save_model(approved.final_message(again), file, home, party)
         kept = load(home)
         assert kept.privacy == result.privacy
         assert kept.privacy.is_private is (file.budget is not None)
@@ -75,7 +75,7 @@ def test_an_honest_statement_with_lost_rounds_is_kept(tmp_path: Path) -> None:
     file, result, a, b = federation(text, tmp_path, [Fault("b", "outage", first=2, seconds=1e9)])
     assert result.details["lost_rounds"] == 2  # complete, without one
     for party in (a, b):
-        assert approved.save_parting(approved.parting(result), file, tmp_path / party.name, party)
+        approved.save_model(approved.final_message(result), file, tmp_path / party.name, party)
         party.close()
 
 
@@ -155,7 +155,7 @@ def test_a_forged_statement_is_not_kept(
     said = copy.deepcopy(result.to_json())
     change(said)
     with pytest.raises(ProtocolError, match="refutes") as refusal:
-        approved.save_parting(spoken(said, result), file, tmp_path / "out", party)
+        approved.save_model(spoken(said, result), file, tmp_path / "out", party)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
@@ -165,7 +165,7 @@ def test_a_plan_without_noise_is_not_called_private(tmp_path: Path) -> None:
     said = copy.deepcopy(result.to_json())
     said["privacy"].update(epsilon=1.0, delta=1e-5, relation="add-remove")
     with pytest.raises(ProtocolError, match="adds no noise"):
-        approved.save_parting(spoken(said, result), file, tmp_path / "out", party)
+        approved.save_model(spoken(said, result), file, tmp_path / "out", party)
     party.close()
     other.close()
 

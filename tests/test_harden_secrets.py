@@ -98,7 +98,6 @@ def test_a_start_reminds_of_orphans(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
-    from quietgrad.federation import approved
     from quietgrad.federation.party import PartyCurator
     from quietgrad.federation.wire import Message, decode, encode
 
@@ -113,7 +112,6 @@ def test_an_aborted_federation_leaves_no_key(tmp_path: Path) -> None:
     assert len((tmp_path / "a.journal.key").read_bytes()) == 32
     assert stat.S_IMODE((tmp_path / "a.journal.key").stat().st_mode) == 0o600
     assert KeyFile.waiting() == []  # it has no other place
-    assert not approved.save_parting(b"", file, tmp_path, party)
     assert party.withdraw()
     party.close()
     assert not list(tmp_path.glob("a.journal*"))

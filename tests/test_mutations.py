@@ -37,7 +37,7 @@ from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.secure.identity import ImpossibleSum
+from quietgrad.secure.identity import SumOutOfBoundsError
 from tests import broken
 
 Findings = Iterable[Finding]
@@ -197,7 +197,7 @@ def same_seed(patched: bool) -> Findings:
             patch.setattr(masking, "NoiseShare", Shared)
         try:
             return probe_secure_sum("masks")
-        except ImpossibleSum:  # the sum was so long that nobody would take it: also seen
+        except SumOutOfBoundsError:  # the sum was so long that nobody would take it: also seen
             return [Finding("L0 noise scale", "secure sum", "refused", 0.0, 1.0, "violation")]
 
 

@@ -230,6 +230,6 @@ def test_a_plan_file_names_the_column_of_people(tmp_path: Any) -> None:
     rows = [f"{a},{b},p{i},{int(t)}" for (a, b), i, t in zip(X, ids, y, strict=True)]
     path.write_text("\n".join(["x1,x2,patient,y", *rows]) + "\n")
     table = approved.records(file, path)
-    assert len(PartyCurator("a", file.objective, approved.held(table), file.plan).records) == 60
+    assert len(PartyCurator("a", file.objective, approved.party_data(table), file.plan).records) == 60
     with pytest.raises(DataError, match="say how many parties may know one person"):
         _ = parse_plan(TWO_CLINICS.format(how="")).plan

@@ -18,16 +18,17 @@ from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.federation import Party, approved, simulate
 from quietgrad.federation.coordinator import BUT_FOR_LISTS, FederatedCurator
-from quietgrad.federation.matching import Matching, PeopleList, new_key, read_key, read_matching, write_list
+from quietgrad.federation.matching import HashedIdList, RecordLinkage, new_key, read_key, read_matching, write_list
 from quietgrad.federation.parties import matched
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import MATCHED, FederatedPlan
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.simulation import assemble
-from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import seed_key
+from tests.faults import Fault, faulty
 from tests.test_people_federation import TWO_CLINICS
 
 LOSS = qg.objectives.Logistic()
@@ -172,23 +173,23 @@ def test_files_of_lists_and_keys(tmp_path: Path) -> None:
         new_key(tmp_path / "people.key")
     with pytest.raises(DataError, match="never to the coordinator"):
         read_key(tmp_path / "no.key")
-    path = write_list(tmp_path / "lists", PeopleList.of("north", ["ann", "bob"], key), key)
+    path = write_list(tmp_path / "lists", HashedIdList.of("north", ["ann", "bob"], key), key)
     assert path.stat().st_mode & 0o077 == 0
     assert b"ann" not in path.read_bytes()
     with pytest.raises(DataError, match="list of 'south' is missing"):
-        Matching.read(key, tmp_path / "lists", ["north", "south"])
+        RecordLinkage.read(key, tmp_path / "lists", ["north", "south"])
     with pytest.raises(DataError, match="both or neither"):
         read_matching(tmp_path / "people.key", None, ["north"])
     with pytest.raises(DataError, match="another people key"):
-        Matching.read(seed_key(0), tmp_path / "lists", ["north"])
+        RecordLinkage.read(seed_key(0), tmp_path / "lists", ["north"])
     path.rename(path.with_name("south.people"))
     with pytest.raises(DataError, match="is the list of 'north'"):
-        Matching.read(key, tmp_path / "lists", ["south"])
+        RecordLinkage.read(key, tmp_path / "lists", ["south"])
     whole = (tmp_path / "lists" / "south.people").read_bytes()
     flipped = whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:]
     for altered in (whole[:-1], flipped, b"", b"[]\n" + b"x" * 32, whole * 2):
         with pytest.raises(DataError, match=r"not a list of people|was altered"):
-            PeopleList.parse(altered, key)
+            HashedIdList.parse(altered, key)
     (tmp_path / "people.key").chmod(0o644)
     with pytest.raises(DataError, match="others may read"):
         read_key(tmp_path / "people.key")
@@ -250,7 +251,7 @@ def test_an_interrupted_run_finds_its_key_again(tmp_path: Path) -> None:
 def test_parties_that_drop_out_do_not_hand_their_people_on() -> None:
     result = simulate(
         qg.DPGD(steps=3), LOSS, three(), budget=Budget(1.0, 1e-5), match_people=True, quorum=2, spare=2,
-        faults=[Fault("party-2", "leave", 2, last=10**6)],
+        transport=faulty([Fault("party-2", "leave", 2, last=10**6)]),
     )  # fmt: skip
     assert result.privacy.epsilon is not None
     assert result.privacy.epsilon <= 1.0
@@ -285,7 +286,7 @@ def test_the_command_line_from_lists_to_a_plan(tmp_path: Path, capsys: pytest.Ca
     plan.write_text(TWO_CLINICS.format(how=told["a"]["[federation]"]))
     assert "matched between the parties by a keyed hash" in said("show", str(plan))
     matching = read_matching(key, tmp_path / "lists", file.parties)
-    held = approved.held(approved.records(file, tmp_path / "a.csv"))
+    held = approved.party_data(approved.records(file, tmp_path / "a.csv"))
     assert len(PartyCurator("a", file.objective, held, file.plan, matching=matching).records) == counts[0]
 
 

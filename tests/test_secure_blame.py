@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.federation import Party, ProtocolError, SecureSession, SharingParty, SumServer, Terms, deal
+from quietgrad.federation import Party, ProtocolError, SecureSession, SecureSumConfig, SharingParty, SumServer, deal
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.rounds import blame
+from quietgrad.federation.rounds import proved_faults
 from quietgrad.federation.secure_roles import SecureMember
 from quietgrad.federation.simulation import assemble, train
 from quietgrad.federation.transport import Bytes
-from quietgrad.federation.transport.in_process import Fault, InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.glm import Logistic
 from quietgrad.secure import secret_sharing
-from quietgrad.secure.channel import Kind
-from quietgrad.secure.identity import DropoutError, ImpossibleSum
+from quietgrad.secure.channel import FrameType
+from quietgrad.secure.identity import DropoutError, SumOutOfBoundsError
 from quietgrad.secure.masking import MaskingParty
-from quietgrad.secure.secret_sharing import Deal
+from quietgrad.secure.secret_sharing import DealtShares
+from tests.faults import Fault, Faulty
 from tests.test_secure_faults import D, Masked, Shared
 
 FALSE = b"\1" + bytes(32)
@@ -95,13 +95,13 @@ def test_a_dealer_whose_shares_are_not_her_hashes_is_caught_before_there_are_dat
 ) -> None:
     world = Masked(honest=2)
     prepared = {p.me: p.prepare(0) for p in world.parties if p.me != 1}
-    honest = Deal.of
+    honest = DealtShares.of
 
-    def bad(*args: Any, **sizes: Any) -> Deal:
+    def bad(*args: Any, **sizes: Any) -> DealtShares:
         made = honest(*args, **sizes)
-        return Deal(made.key_shares, (FALSE,) * 5, made.statement)
+        return DealtShares(made.key_shares, (FALSE,) * 5, made.statement)
 
-    monkeypatch.setattr(Deal, "of", bad)
+    monkeypatch.setattr(DealtShares, "of", bad)
     prepared[1] = world.parties[1].prepare(0)
     delivery = world.server.relay(0, prepared)
     for i in (0, 2, 3, 4):
@@ -129,9 +129,9 @@ def test_a_dealer_who_commits_to_shares_of_nothing_is_proved_false(monkeypatch: 
 def test_hashes_must_be_signed_for_this_run_and_round() -> None:
     world = Masked(honest=2)
     frames = {p.me: p.prepare(0) for p in world.parties}
-    old = world.server._open(1, Kind.PREPARE, 0, frames[1])
+    old = world.server._open(1, FrameType.PREPARE, 0, frames[1])
     later = {p.me: p.prepare(1) for p in world.parties if p.me != 1}
-    later[1] = world.parties[1]._seal(5, Kind.PREPARE, 1, old)  # last round's statement again
+    later[1] = world.parties[1]._seal(5, FrameType.PREPARE, 1, old)  # last round's statement again
     with pytest.raises(ProtocolError, match="clinic-1: did not sign the hashes of her shares"):
         world.server.relay(1, later)
 
@@ -142,18 +142,18 @@ def test_hashes_must_be_signed_for_this_run_and_round() -> None:
 def test_a_server_that_alters_hashes_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Masked(honest=2)
     delivery = world.server.relay(0, {p.me: p.prepare(0) for p in world.parties})
-    payload = bytearray(world.parties[0]._open(5, Kind.DELIVER, 0, delivery[0]))
+    payload = bytearray(world.parties[0]._open(5, FrameType.DELIVER, 0, delivery[0]))
     payload[1] ^= 1  # the first hash, after one byte of members
     with pytest.raises(ProtocolError, match=r"clinic-1: .* or server altered the hashes"):
-        world.parties[0].deliver(0, world.server._seal(0, Kind.DELIVER, 0, bytes(payload)))
+        world.parties[0].deliver(0, world.server._seal(0, FrameType.DELIVER, 0, bytes(payload)))
 
 
 def test_survivors_must_be_signed() -> None:
     world = Masked(honest=2)
     world.server.survivors(0, world.submitted(0))
     question = world.question(0, 0, (0, 1, 2, 3, 4))
-    payload = world.parties[0]._channel(5).open(Kind.SURVIVORS, 0, question)
-    unsigned = world.server._seal(0, Kind.SURVIVORS, 0, payload[:-64] + bytes(64))
+    payload = world.parties[0]._channel(5).open(FrameType.SURVIVORS, 0, question)
+    unsigned = world.server._seal(0, FrameType.SURVIVORS, 0, payload[:-64] + bytes(64))
     with pytest.raises(ProtocolError, match="server: did not sign the survivors of round 0"):
         world.parties[0].reveal(0, unsigned)
 
@@ -175,7 +175,7 @@ def test_a_mask_that_does_not_cancel_is_refused_by_the_name_of_the_check(
         state.mask += np.uint64(1 << 61)
 
     monkeypatch.setattr(world.parties[3], "deliver", spoiled)
-    with pytest.raises(ImpossibleSum, match=r"^headroom check: the sum has length"):
+    with pytest.raises(SumOutOfBoundsError, match=r"^headroom check: the sum has length"):
         opened(world)
     with pytest.raises(ProtocolError, match="has no result"):
         world.server.results(0, [0])
@@ -185,9 +185,9 @@ def test_shares_that_add_up_to_too_much_are_refused() -> None:
     world = Shared(SumServer)
     shares = {p.me: p.share(0, np.zeros(D)) for p in world.parties}
     liar, last = world.parties[1], world.servers[-1]
-    shares[1][last.me] = liar._seal(last.me, Kind.SHARE, 0, np.full(D, 1 << 60, "<u8").tobytes())
+    shares[1][last.me] = liar._seal(last.me, FrameType.SHARE, 0, np.full(D, 1 << 60, "<u8").tobytes())
     partials = world.partial(0, world.receive(0, shares))
-    with pytest.raises(ImpossibleSum, match="headroom check"):
+    with pytest.raises(SumOutOfBoundsError, match="headroom check"):
         world.servers[0].finish(0, partials)
     with pytest.raises(ProtocolError, match="has no result"):
         world.servers[0].results(0, [0])
@@ -196,7 +196,7 @@ def test_shares_that_add_up_to_too_much_are_refused() -> None:
 @pytest.mark.parametrize("mode", ["masks", "servers", "mpc"])
 def test_the_check_lets_every_honest_sum_pass(mode: Any) -> None:
     """The largest data that can be, and noise: 200 sums, of which one fails with probability 2e-10."""
-    session = SecureSession(Terms(mode, parties=3, dimension=2, bound=1.0, sigma=0.25), seed=0)
+    session = SecureSession(SecureSumConfig(mode, parties=3, dimension=2, bound=1.0, sigma=0.25), seed=0)
     for _ in range(200):
         session.sum([[1.0, 0.0]] * 3)
 
@@ -234,7 +234,7 @@ def federation(
 
     handlers = {**made.handlers, **{name: wrapped(name) for name in change}}
     curator = FederatedCurator(
-        Logistic(), InProcess(handlers, faults or []), identity=made.identity, roster=made.roster
+        Logistic(), Faulty(handlers, faults or []), identity=made.identity, roster=made.roster
     )
     return plan, curator
 
@@ -264,11 +264,11 @@ def test_a_party_does_not_hide_behind_one_who_is_absent(secure: str) -> None:
 
 def test_accusations_by_more_than_may_collude_are_proved() -> None:
     said = "refuses: c: dealt a false share"
-    assert blame({"a": said, "b": said, "d": "did not answer within 9 s"}, colluders=1) == {
+    assert proved_faults({"a": said, "b": said, "d": "did not answer within 9 s"}, colluders=1) == {
         "d": "did not answer within 9 s",
         "c": "dealt a false share (so say a, b)",
     }
-    assert blame({"a": said}, colluders=1) == {"a": "or c: dealt a false share"}
+    assert proved_faults({"a": said}, colluders=1) == {"a": "or c: dealt a false share"}
 
 
 @pytest.mark.parametrize("secure", ["masks", "servers", "mpc"])
@@ -300,7 +300,7 @@ def test_a_made_up_share_names_the_check_and_not_the_server_that_found_it(
 ) -> None:
     seal = SharingParty._seal
 
-    def made_up(self: SharingParty, peer: int, kind: Kind, t: int, payload: bytes) -> bytes:
+    def made_up(self: SharingParty, peer: int, kind: FrameType, t: int, payload: bytes) -> bytes:
         bad = self.name == "party-2" and len(payload) == 8 * 3
         return seal(self, peer, kind, t, np.full(3, 1 << 61, "<u8").tobytes() if bad else payload)
 

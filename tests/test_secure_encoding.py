@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from quietgrad.errors import DataError
-from quietgrad.federation import Terms, sensitivity_growth
+from quietgrad.federation import SecureSumConfig, sensitivity_growth
 from quietgrad.secure.discrete_gaussian import decode, encode, require_headroom
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -81,8 +81,8 @@ def test_bad_vectors_are_refused(bad: list[float]) -> None:
 @pytest.mark.parametrize("mode", ["masks", "servers", "mpc"])
 def test_overflow_is_refused_before_anything_is_sent(mode: str) -> None:
     with pytest.raises(ValueError, match="Raise the noise or lower the bound"):
-        Terms(mode, parties=5, dimension=10, bound=1.0, sigma=1e-10)  # type: ignore[arg-type]
-    terms = Terms(mode, parties=5, dimension=10, bound=1e6, sigma=1.0)  # type: ignore[arg-type]
+        SecureSumConfig(mode, parties=5, dimension=10, bound=1.0, sigma=1e-10)  # type: ignore[arg-type]
+    terms = SecureSumConfig(mode, parties=5, dimension=10, bound=1e6, sigma=1.0)  # type: ignore[arg-type]
     worst = 5 * (math.ceil(terms.bound / terms.step) + 2) + terms.noise_support
     assert worst < 2**63
 
@@ -109,14 +109,14 @@ def test_overflow_is_refused_before_anything_is_sent(mode: str) -> None:
 def test_bad_terms_are_refused(change: dict[str, object], match: str) -> None:
     good: dict[str, object] = {"mode": "masks", "parties": 5, "dimension": 3, "bound": 1.0, "sigma": 1.0}
     with pytest.raises(ValueError, match=match):
-        Terms(**(good | change))  # type: ignore[arg-type]
+        SecureSumConfig(**(good | change))  # type: ignore[arg-type]
 
 
 @given(st.integers(2, 60), st.data())
 def test_no_server_can_open_both_secrets_and_survivors_can_open_one(m: int, data: st.DataObject) -> None:
     h = data.draw(st.integers(1, m))
     c = data.draw(st.integers(0, m - h))
-    terms = Terms("masks", parties=m, dimension=1, bound=1.0, sigma=1.0, honest=h, colluders=c)
+    terms = SecureSumConfig("masks", parties=m, dimension=1, bound=1.0, sigma=1.0, honest=h, colluders=c)
     assert 2 * terms.threshold > (m - c) + 2 * c
     assert terms.threshold <= m
     assert terms.variance_factor * h == pytest.approx(m)
@@ -125,15 +125,15 @@ def test_no_server_can_open_both_secrets_and_survivors_can_open_one(m: int, data
 
 def test_the_digest_depends_on_every_term() -> None:
     base = {"mode": "masks", "parties": 5, "dimension": 3, "bound": 1.0, "sigma": 1.0, "honest": 3}
-    digests = {Terms(**base).digest(b"r")}  # type: ignore[arg-type]
+    digests = {SecureSumConfig(**base).digest(b"r")}  # type: ignore[arg-type]
     for key, value in [("parties", 6), ("dimension", 4), ("bound", 2.0), ("sigma", 2.0), ("honest", 2)]:
-        digests.add(Terms(**(base | {key: value})).digest(b"r"))  # type: ignore[arg-type]
+        digests.add(SecureSumConfig(**(base | {key: value})).digest(b"r"))  # type: ignore[arg-type]
     assert len(digests) == 6
 
 
 def test_numpy_numbers_are_the_numbers_they_stand_for() -> None:
-    plain = Terms("masks", parties=5, dimension=3, bound=2.0, sigma=1.0, honest=3)
-    wrapped = Terms("masks", np.int64(5), np.int32(3), np.float32(2.0), np.float64(1.0), np.int8(3))  # type: ignore[arg-type]
+    plain = SecureSumConfig("masks", parties=5, dimension=3, bound=2.0, sigma=1.0, honest=3)
+    wrapped = SecureSumConfig("masks", np.int64(5), np.int32(3), np.float32(2.0), np.float64(1.0), np.int8(3))  # type: ignore[arg-type]
     assert wrapped.digest(b"r") == plain.digest(b"r")
     with pytest.raises(TypeError):
-        Terms("masks", parties=5, dimension=3.5, bound=2.0, sigma=1.0)  # type: ignore[arg-type]
+        SecureSumConfig("masks", parties=5, dimension=3.5, bound=2.0, sigma=1.0)  # type: ignore[arg-type]

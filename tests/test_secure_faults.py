@@ -17,13 +17,13 @@ from quietgrad.federation import (
     ProtocolError,
     Roster,
     SecureSession,
+    SecureSumConfig,
     SharingParty,
     SumServer,
-    Terms,
 )
-from quietgrad.secure.channel import Channel, Kind
-from quietgrad.secure.identity import Witness, pack_members, read_hello, write_hello
-from quietgrad.secure.secret_sharing import Statement, join, split
+from quietgrad.secure.channel import Channel, FrameType
+from quietgrad.secure.identity import SurvivorAttestation, pack_members, read_hello, write_hello
+from quietgrad.secure.secret_sharing import ShareCommitments, reconstruct, split
 from quietgrad.secure.three_party import run_together
 
 D = 6
@@ -33,7 +33,7 @@ class Masked:
     """Five parties and a server, driven message by message."""
 
     def __init__(self, honest: int = 2, sigma: float = 0.0, parties: int = 5) -> None:
-        self.terms = Terms("masks", parties=parties, dimension=D, bound=10.0, sigma=sigma, honest=honest)
+        self.terms = SecureSumConfig("masks", parties=parties, dimension=D, bound=10.0, sigma=sigma, honest=honest)
         people = [Identity(f"clinic-{i}") for i in range(parties)] + [Identity("server")]
         roster, run = Roster.of(people), os.urandom(16)
         self.parties = [MaskingParty(p, roster, self.terms, run) for p in people[:-1]]
@@ -46,8 +46,8 @@ class Masked:
     def question(self, to: int, t: int, survivors: tuple[int, ...]) -> bytes:
         """What a server says that claims these survivors, signed as it must be."""
         packed = pack_members(survivors, self.terms.parties)
-        witness = Witness.signed(self.server._identity, self.server.context, t, packed)
-        return self.server._seal(to, Kind.SURVIVORS, t, packed + witness.signature)
+        witness = SurvivorAttestation.signed(self.server._identity, self.server.context, t, packed)
+        return self.server._seal(to, FrameType.SURVIVORS, t, packed + witness.signature)
 
     def submitted(self, t: int) -> dict[int, bytes]:
         """Everybody up to the masked vectors."""
@@ -186,9 +186,9 @@ def test_a_bit_flipped_by_the_relay_inside_an_envelope_is_noticed() -> None:
     world = Masked()
     server = world.server
     frames = {p.me: p.prepare(0) for p in world.parties}
-    payload = bytearray(server._open(1, Kind.PREPARE, 0, frames[1]))
-    payload[Statement.size(5) + 100] ^= 1  # in the envelope from clinic-1 to clinic-0
-    frames[1] = world.parties[1]._seal(5, Kind.PREPARE, 0, bytes(payload))
+    payload = bytearray(server._open(1, FrameType.PREPARE, 0, frames[1]))
+    payload[ShareCommitments.size(5) + 100] ^= 1  # in the envelope from clinic-1 to clinic-0
+    frames[1] = world.parties[1]._seal(5, FrameType.PREPARE, 0, bytes(payload))
     delivery = server.relay(0, frames)
     with pytest.raises(ProtocolError, match="clinic-1"):
         world.parties[0].deliver(0, delivery[0])
@@ -204,13 +204,13 @@ def channels(limit: int = 64) -> tuple[Channel, Channel]:
 
 def test_replay_reorder_and_reflection_are_refused() -> None:
     alice, bob = channels()
-    first, second = alice.seal(Kind.SHARE, 1, b"one"), alice.seal(Kind.SHARE, 1, b"two")
-    assert bob.open(Kind.SHARE, 1, second) == b"two"
+    first, second = alice.seal(FrameType.SHARE, 1, b"one"), alice.seal(FrameType.SHARE, 1, b"two")
+    assert bob.open(FrameType.SHARE, 1, second) == b"two"
     for frame in (second, first):
         with pytest.raises(ProtocolError, match=r"alice: frame \d is a replay or out of order"):
-            bob.open(Kind.SHARE, 1, frame)
+            bob.open(FrameType.SHARE, 1, frame)
     with pytest.raises(ProtocolError, match="from or for someone else"):
-        alice.open(Kind.SHARE, 1, alice.seal(Kind.SHARE, 1, b"mine"))
+        alice.open(FrameType.SHARE, 1, alice.seal(FrameType.SHARE, 1, b"mine"))
 
 
 def other_run() -> Channel:
@@ -224,32 +224,32 @@ def other_key() -> Channel:
 @pytest.mark.parametrize(
     ("make", "kind", "t", "match"),
     [
-        (other_run, Kind.SHARE, 1, "another run"),
-        (other_key, Kind.SHARE, 1, "another key"),
-        (lambda: channels()[0], Kind.SHARE, 2, "round 2"),
-        (lambda: channels()[0], Kind.RESULT, 1, "kind 11"),
+        (other_run, FrameType.SHARE, 1, "another run"),
+        (other_key, FrameType.SHARE, 1, "another key"),
+        (lambda: channels()[0], FrameType.SHARE, 2, "round 2"),
+        (lambda: channels()[0], FrameType.RESULT, 1, "kind 11"),
     ],
 )
 def test_frames_are_bound_to_run_key_round_and_kind(
-    make: Callable[[], Channel], kind: Kind, t: int, match: str
+    make: Callable[[], Channel], kind: FrameType, t: int, match: str
 ) -> None:
     _, bob = channels()
     with pytest.raises(ProtocolError, match=f"alice: .*{match}"):
-        bob.open(Kind.SHARE, 1, make().seal(kind, t, b"text"))
+        bob.open(FrameType.SHARE, 1, make().seal(kind, t, b"text"))
 
 
 def test_a_forked_channel_refuses_to_reuse_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     alice, _ = channels()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(RuntimeError, match="forked"):
-        alice.seal(Kind.SHARE, 1, b"text")
+        alice.seal(FrameType.SHARE, 1, b"text")
 
 
 def test_hellos_with_other_terms_keys_or_names_are_refused() -> None:
     people = [Identity("a"), Identity("b"), Identity("server")]
     roster, run = Roster.of(people), os.urandom(16)
-    terms = Terms("masks", parties=2, dimension=3, bound=1.0, sigma=1.0)
-    weaker = Terms("masks", parties=2, dimension=3, bound=1.0, sigma=0.1)
+    terms = SecureSumConfig("masks", parties=2, dimension=3, bound=1.0, sigma=1.0)
+    weaker = SecureSumConfig("masks", parties=2, dimension=3, bound=1.0, sigma=0.1)
     a = MaskingParty(people[0], roster, terms, run)
     for their_terms, their_run in ((weaker, run), (terms, os.urandom(16))):
         with pytest.raises(ProtocolError, match="b: hello is for another run, other terms"):
@@ -277,7 +277,7 @@ class Shared:
 
     def __init__(self, kind: type[SumServer], quorum: int = 2) -> None:
         mode = "mpc" if kind is NoiseServer else "servers"
-        self.terms = Terms(mode, parties=3, dimension=D, bound=10.0, sigma=0.5, quorum=quorum)  # type: ignore[arg-type]
+        self.terms = SecureSumConfig(mode, parties=3, dimension=D, bound=10.0, sigma=0.5, quorum=quorum)  # type: ignore[arg-type]
         count = self.terms.server_count
         people = [Identity(f"clinic-{i}") for i in range(3)] + [Identity(f"server-{k}") for k in range(count)]
         roster, run = Roster.of(people), os.urandom(16)
@@ -379,7 +379,7 @@ def test_noise_must_be_prepared_before_a_sum_and_only_once() -> None:
 
 @pytest.mark.parametrize(("mode", "extra"), [("masks", {"honest": 1}), ("servers", {"quorum": 2})])
 def test_a_session_goes_on_after_an_aborted_round(mode: str, extra: dict[str, int]) -> None:
-    terms = Terms(mode, parties=4, dimension=2, bound=1.0, sigma=0.0, **extra)  # type: ignore[arg-type]
+    terms = SecureSumConfig(mode, parties=4, dimension=2, bound=1.0, sigma=0.0, **extra)  # type: ignore[arg-type]
     session = SecureSession(terms)
     with pytest.raises(DropoutError):
         session.sum([[0.5, 0.0], None, None, None])
@@ -394,9 +394,9 @@ def test_shamir_opens_with_any_threshold_of_shares(threshold: int, holders: int)
     rng = np.random.default_rng(0)
     for _ in range(5):
         chosen = rng.permutation(holders)[:threshold].tolist()
-        assert join({k: shares[k] for k in chosen}, threshold) == secret
+        assert reconstruct({k: shares[k] for k in chosen}, threshold) == secret
     with pytest.raises(ValueError, match="at least"):
-        join(dict(enumerate(shares[: threshold - 1])), threshold)
+        reconstruct(dict(enumerate(shares[: threshold - 1])), threshold)
 
 
 def test_shamir_shares_below_the_threshold_are_uniform() -> None:

@@ -21,14 +21,21 @@ from quietgrad.federation import (
     ProtocolError,
     Roster,
     SecureSession,
-    Terms,
+    SecureSumConfig,
 )
-from quietgrad.secure.channel import Kind
+from quietgrad.secure.channel import FrameType
 from quietgrad.secure.discrete_gaussian import decode
-from quietgrad.secure.graph import Graph, choose, left_out, log2_cut, log2_tail, neighbourhoods
-from quietgrad.secure.identity import Witness, pack_members, write_hello
+from quietgrad.secure.graph import (
+    CommunicationGraph,
+    choose_graph,
+    left_out,
+    log2_cut,
+    log2_tail,
+    masking_neighbours,
+)
+from quietgrad.secure.identity import SurvivorAttestation, pack_members, write_hello
 from quietgrad.secure.masking import self_mask_words
-from quietgrad.secure.secret_sharing import join
+from quietgrad.secure.secret_sharing import reconstruct
 
 D = 3
 M = 80
@@ -38,7 +45,9 @@ class Large:
     """Eighty parties with drawn neighbours, driven message by message."""
 
     def __init__(self, dropouts: int = 8, sigma: float = 0.0, absent: tuple[int, ...] = ()) -> None:
-        self.terms = Terms("masks", M, D, bound=10.0, sigma=sigma, honest=M - 1 - dropouts, neighbours=None)
+        self.terms = SecureSumConfig(
+            "masks", M, D, bound=10.0, sigma=sigma, honest=M - 1 - dropouts, neighbours=None
+        )
         people = [Identity(f"phone-{i}") for i in range(M)] + [Identity("server")]
         roster, run = Roster.of(people), os.urandom(16)
         self.parties = {
@@ -62,8 +71,8 @@ class Large:
 
     def question(self, to: int, t: int, survivors: tuple[int, ...]) -> bytes:
         packed = pack_members(survivors, M)
-        signature = Witness.signed(self.server._identity, self.server.context, t, packed).signature
-        return self.server._seal(to, Kind.SURVIVORS, t, packed + signature)
+        signature = SurvivorAttestation.signed(self.server._identity, self.server.context, t, packed).signature
+        return self.server._seal(to, FrameType.SURVIVORS, t, packed + signature)
 
     def run(
         self, t: int, prepare: tuple[int, ...] = (), submit: tuple[int, ...] = (), reveal: tuple[int, ...] = ()
@@ -94,10 +103,10 @@ def test_the_bound_on_a_cut_holds_in_drawn_graphs() -> None:
 
     4000 graphs: the rate may be above its bound by 5 standard errors at a false alarm of 3e-7.
     """
-    graph = Graph(9, neighbours=2, partners=2, near=0, threshold=2, failure=0.0, lost=0.0)
+    graph = CommunicationGraph(9, neighbours=2, partners=2, near=0, threshold=2, failure=0.0, lost=0.0)
     left, cut, runs = set(range(6)), 0, 4000
     for _ in range(runs):
-        near = neighbourhoods(graph, {i: graph.draw(i) for i in range(9)})
+        near = masking_neighbours(graph, {i: graph.draw(i) for i in range(9)})
         seen, todo = {0}, [0]
         while todo:
             found = (set(near[todo.pop()].partners) & left) - seen
@@ -110,7 +119,7 @@ def test_the_bound_on_a_cut_holds_in_drawn_graphs() -> None:
 
 @pytest.mark.parametrize(("m", "c", "x"), [(80, 1, 8), (300, 15, 30), (1000, 1, 200), (1000, 50, 100)])
 def test_chosen_graphs_keep_their_bounds_also_when_fewer_drop(m: int, c: int, x: int) -> None:
-    graph = choose(m, c, x)
+    graph = choose_graph(m, c, x)
     assert not graph.complete
     assert graph.failure < 2.0**-40
     assert graph.lost < 2.0**-20
@@ -122,20 +131,20 @@ def test_chosen_graphs_keep_their_bounds_also_when_fewer_drop(m: int, c: int, x:
 
 
 def test_neighbourhoods_grow_like_a_logarithm() -> None:
-    sizes = [choose(m, m // 20, m // 10).neighbours for m in (300, 1000, 3000, 10_000)]
+    sizes = [choose_graph(m, m // 20, m // 10).neighbours for m in (300, 1000, 3000, 10_000)]
     assert sizes == sorted(sizes)
     assert sizes[-1] < 2 * sizes[0]  # for 33 times as many parties
 
 
 def test_the_failure_of_a_drawing_is_charged_to_delta() -> None:
-    drawn = Terms("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899)
-    everybody = Terms("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899, neighbours=999)
+    drawn = SecureSumConfig("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899)
+    everybody = SecureSumConfig("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899, neighbours=999)
     assert drawn.slack() - everybody.slack() == pytest.approx(8.0 * drawn.graph.failure, rel=1e-6)
 
 
 def test_too_few_neighbours_are_refused() -> None:
     with pytest.raises(ValueError, match="neighbours=10: too few for 1000 parties"):
-        Terms("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899, neighbours=10)
+        SecureSumConfig("masks", 1000, 1, bound=1.0, sigma=1.0, honest=899, neighbours=10)
 
 
 Told = tuple[frozenset[int], frozenset[int]]  # the members and the survivors that one party was shown
@@ -172,7 +181,7 @@ def all_lists(i: int, m: int, x: int) -> list[Told]:
 def test_a_lying_server_cannot_leave_out_more_than_computed() -> None:
     """All lists that five parties can be shown, one of them corrupted and one allowed to drop: 6561 ways."""
     m, c, x = 5, 1, 1
-    threshold = choose(m, c, x).threshold
+    threshold = choose_graph(m, c, x).threshold
     ways = product(*(all_lists(i, m, x) for i in range(m - c)))
     assert min(fewest(told, m, c, threshold) for told in ways) == m - c - x == m - c - left_out(m, c, x, threshold)
 
@@ -184,7 +193,7 @@ def test_a_lying_server_in_a_complete_graph_gets_no_sum_of_too_few(threshold: in
     With T = 6, all that the two secrets of a party need, differing lists leave out a third; with T = 8 they do not.
     """
     m, c, x = 10, 1, 2
-    terms = Terms("masks", m, D, bound=10.0, sigma=1.0, honest=7)
+    terms = SecureSumConfig("masks", m, D, bound=10.0, sigma=1.0, honest=7)
     assert terms.server_may_deviate
     assert terms.threshold == 8
     assert m - c - left_out(m, c, x, threshold) == left
@@ -206,7 +215,7 @@ def test_a_lying_server_is_withstood_where_the_documentation_says_so() -> None:
     for m in range(3, 65):
         for c in (1, 2):
             for x in range(1, m - c):
-                terms = Terms("masks", m, 1, bound=1.0, sigma=0.0, honest=m - c - x, colluders=c)
+                terms = SecureSumConfig("masks", m, 1, bound=1.0, sigma=0.0, honest=m - c - x, colluders=c)
                 assert terms.server_may_deviate == ((x + 1) ** 2 <= m - c)
 
 
@@ -237,7 +246,7 @@ def test_a_party_meets_her_neighbours_only() -> None:
 def test_noise_of_a_sum_with_dropouts_is_what_the_terms_say() -> None:
     """72 shares of 1/71 are left of 80: variance 72/71 of σ² (d = 30 000, false alarm 1e-6)."""
     d, m, gone = 30_000, M, 8
-    terms = Terms("masks", m, d, bound=1.0, sigma=1.0, honest=m - 1 - gone)
+    terms = SecureSumConfig("masks", m, d, bound=1.0, sigma=1.0, honest=m - 1 - gone)
     noise = SecureSession(terms, seed=5).sum([None if i < gone else np.zeros(d) for i in range(m)])
     assert abs(float((noise**2).mean()) / ((m - gone) / (m - 1 - gone)) - 1) < 4.9 * math.sqrt(2.0 / d)
     with pytest.raises(DropoutError, match="71 of 80 submitted, 72 needed"):
@@ -281,7 +290,7 @@ def test_a_server_that_withholds_a_neighbours_hello_is_refused() -> None:
     again.prepare(0)
     head = pack_members(tuple(range(M)), M)
     with pytest.raises(ProtocolError, match="server: names a neighbour as a member and did not pass her hello on"):
-        again.deliver(0, server._seal(0, Kind.DELIVER, 0, head))
+        again.deliver(0, server._seal(0, FrameType.DELIVER, 0, head))
     assert len(frames) == M - 1
 
 
@@ -301,10 +310,17 @@ def test_a_neighbour_who_invents_a_second_list_convicts_herself() -> None:
     world = Large()
     world.run(0)
     liar = world.parties[7]
-    liar.witness = Witness.of(liar.context, 0, pack_members(tuple(range(9)), M), bytes(64))
-    # Whoever is asked first says it: her neighbour, or she herself of the list that she was given.
-    with pytest.raises(ProtocolError, match=r"phone-7: shows survivors of round 0|server: signed two lists of"):
-        world.prepare(1)
+    liar.witness = SurvivorAttestation.of(liar.context, 0, pack_members(tuple(range(9)), M), bytes(64))
+    frames = {i: party.prepare(1) for i, party in world.parties.items()}
+    delivery = world.server.relay(1, frames)
+    near = [i for i, party in world.parties.items() if 7 in party._near.source]
+    assert near
+    for i, party in world.parties.items():
+        if i in near:
+            with pytest.raises(ProtocolError, match="phone-7: shows survivors of round 0 that the server never"):
+                party.deliver(1, delivery[i])
+        elif party is not liar:  # what her own client says is nobody's finding
+            party.deliver(1, delivery[i])
 
 
 def test_a_server_that_lies_about_dropouts_isolates_a_party_in_a_large_sum() -> None:
@@ -315,8 +331,8 @@ def test_a_server_that_lies_about_dropouts_isolates_a_party_in_a_large_sum() -> 
     """
     m = 30
     # One partner drawn: the attack then lacks holders with a probability below 1e-5.
-    graph = Graph(m, neighbours=12, partners=1, near=0, threshold=7, failure=0.0, lost=0.0)
-    sparse = type("Sparse", (Terms,), {"graph": graph})("masks", m, D, bound=10.0, sigma=0.0, honest=9)
+    graph = CommunicationGraph(m, neighbours=12, partners=1, near=0, threshold=7, failure=0.0, lost=0.0)
+    sparse = type("Sparse", (SecureSumConfig,), {"graph": graph})("masks", m, D, bound=10.0, sigma=0.0, honest=9)
     people = [Identity(f"phone-{i}") for i in range(m)] + [Identity("server")]
     roster, run = Roster.of(people), os.urandom(16)
     parties = [MaskingParty(p, roster, sparse, run) for p in people[:-1]]
@@ -332,16 +348,18 @@ def test_a_server_that_lies_about_dropouts_isolates_a_party_in_a_large_sum() -> 
     assert not sparse.server_may_deviate
     near = server._neighbourhoods()[0]
     claimed = tuple(i for i in range(m) if i not in near.partners)
-    seen = {i: server._words(i, server._open(i, Kind.MASKED, 0, frames[i])) for i in range(m)}
+    seen = {i: server._words(i, server._open(i, FrameType.MASKED, 0, frames[i])) for i in range(m)}
     state = server._round(0)
     state.survivors, state.total = claimed, seen[0].copy()
     packed = pack_members(claimed, m)
-    signature = Witness.signed(server._identity, server.context, 0, packed).signature
-    answers = {i: parties[i].reveal(0, server._seal(i, Kind.SURVIVORS, 0, packed + signature)) for i in claimed}
+    signature = SurvivorAttestation.signed(server._identity, server.context, 0, packed).signature
+    answers = {
+        i: parties[i].reveal(0, server._seal(i, FrameType.SURVIVORS, 0, packed + signature)) for i in claimed
+    }
     shares = server._verified(state, 0, answers)
-    total = seen[0] - self_mask_words(join(shares[0], graph.threshold) or b"", 0, D)
+    total = seen[0] - self_mask_words(reconstruct(shares[0], graph.threshold) or b"", 0, D)
     for j in near.partners:
-        total -= server._lost_masks(state, 0, j, join(shares[j], graph.threshold), {0})
+        total -= server._lost_masks(state, 0, j, reconstruct(shares[j], graph.threshold), {0})
     np.testing.assert_allclose(decode(total, sparse.step), vectors[0], atol=1e-9)
 
 
@@ -359,7 +377,7 @@ def test_both_secrets_of_one_party_are_never_opened() -> None:
         answers[i] = world.parties[i].reveal(0, world.question(i, 0, without if k % 2 else everybody))
     found = {"self": 0, "key": 0}
     for i, frame in answers.items():
-        payload = world.server._open(i, Kind.REVEAL, 0, frame)
+        payload = world.server._open(i, FrameType.REVEAL, 0, frame)
         dealers = sorted([i, *world.server._neighbourhoods()[i].dealers])
         share = payload[33 * dealers.index(0) : 33 * dealers.index(0) + 33]
         rank = world.terms.graph.rank(0, i, world.parties[0].picks)

@@ -23,14 +23,14 @@ from quietgrad.federation import (
     NoiseServer,
     ProtocolError,
     Roster,
+    SecureSumConfig,
     SharingParty,
     SumServer,
-    Terms,
 )
 from quietgrad.federation.transport.local_socket import receive
-from quietgrad.secure.channel import FRAME_OVERHEAD, Channel, Endpoint, Kind
+from quietgrad.secure.channel import FRAME_OVERHEAD, Channel, Endpoint, FrameType
 from quietgrad.secure.identity import WITNESS_BYTES, pack_members, read_hello, unpack_members
-from quietgrad.secure.secret_sharing import SHARE_BYTES, Statement, join
+from quietgrad.secure.secret_sharing import SHARE_BYTES, ShareCommitments, reconstruct
 
 D = 4
 PAYLOADS = st.one_of(
@@ -50,7 +50,7 @@ def acquainted(*roles: Endpoint) -> None:
 
 
 def masked(honest: int = 1) -> tuple[list[MaskingParty], MaskingServer]:
-    terms = Terms("masks", parties=3, dimension=D, bound=1.0, sigma=0.0, honest=honest)
+    terms = SecureSumConfig("masks", parties=3, dimension=D, bound=1.0, sigma=0.0, honest=honest)
     people = [Identity(f"clinic-{i}") for i in range(3)] + [Identity("server")]
     roster, run = Roster.of(people), os.urandom(16)
     parties = [MaskingParty(p, roster, terms, run) for p in people[:3]]
@@ -63,27 +63,27 @@ def masked(honest: int = 1) -> tuple[list[MaskingParty], MaskingServer]:
 def test_raw_bytes_are_refused_by_a_channel(data: bytes) -> None:
     channel = Channel(b"k" * 32, bytes(16), 0, 1, "peer", limit=200)
     with pytest.raises(ProtocolError, match="peer"):
-        channel.open(Kind.SHARE, 0, data)
+        channel.open(FrameType.SHARE, 0, data)
 
 
 @given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 255))
 def test_mutated_frames_are_refused_by_a_channel(payload: bytes, position: int, value: int) -> None:
     sender = Channel(b"k" * 32, bytes(16), 1, 0, "us", limit=200)
     receiver = Channel(b"k" * 32, bytes(16), 0, 1, "peer", limit=200)
-    frame = bytearray(sender.seal(Kind.SHARE, 3, payload))
+    frame = bytearray(sender.seal(FrameType.SHARE, 3, payload))
     position %= len(frame)
     if frame[position] == value:
-        assert receiver.open(Kind.SHARE, 3, bytes(frame)) == payload
+        assert receiver.open(FrameType.SHARE, 3, bytes(frame)) == payload
         return
     frame[position] = value
     with pytest.raises(ProtocolError, match="peer"):
-        receiver.open(Kind.SHARE, 3, bytes(frame))
+        receiver.open(FrameType.SHARE, 3, bytes(frame))
 
 
 def test_oversized_frames_are_refused_before_they_are_opened() -> None:
     channel = Channel(b"k" * 32, bytes(16), 0, 1, "peer", limit=10)
     with pytest.raises(ProtocolError, match="outside the agreed size"):
-        channel.open(Kind.SHARE, 0, bytes(FRAME_OVERHEAD + 11))
+        channel.open(FrameType.SHARE, 0, bytes(FRAME_OVERHEAD + 11))
 
 
 @given(st.one_of(st.binary(max_size=200), st.binary(min_size=128, max_size=128).map(lambda b: b"QGH2\0\0" + b)))
@@ -104,7 +104,7 @@ def test_member_lists_are_increasing_or_empty(data: bytes) -> None:
 
 @given(st.dictionaries(st.integers(0, 5), st.binary(min_size=SHARE_BYTES, max_size=SHARE_BYTES), min_size=2))
 def test_any_shares_open_to_32_bytes_or_nothing(shares: dict[int, bytes]) -> None:
-    secret = join(shares, 2)
+    secret = reconstruct(shares, 2)
     assert secret is None or len(secret) == 32
 
 
@@ -114,17 +114,17 @@ def test_a_malicious_server_cannot_crash_a_party(payload: bytes) -> None:
     parties, server = masked()
     frames = {p.me: p.prepare(0) for p in parties}
     with pytest.raises(ProtocolError):
-        parties[0].deliver(0, server._seal(0, Kind.DELIVER, 0, payload))
+        parties[0].deliver(0, server._seal(0, FrameType.DELIVER, 0, payload))
     delivery = server.relay(0, frames)
     for p in parties:
         p.deliver(0, delivery[p.me])
     server.survivors(0, {p.me: p.submit(0, np.zeros(D)) for p in parties})
     with contextlib.suppress(ProtocolError):
-        answer = parties[0].reveal(0, server._seal(0, Kind.SURVIVORS, 0, payload))
-        assert len(server._open(0, Kind.REVEAL, 0, answer)) == 3 * SHARE_BYTES
+        answer = parties[0].reveal(0, server._seal(0, FrameType.SURVIVORS, 0, payload))
+        assert len(server._open(0, FrameType.REVEAL, 0, answer)) == 3 * SHARE_BYTES
     if len(payload) != 8 * D:
         with pytest.raises(ProtocolError, match="server"):
-            parties[1].result(0, server._seal(1, Kind.RESULT, 0, payload))
+            parties[1].result(0, server._seal(1, FrameType.RESULT, 0, payload))
 
 
 @FUZZ
@@ -133,7 +133,7 @@ def test_a_malicious_party_cannot_crash_the_server(payload: bytes, phase: str) -
     parties, server = masked()
     frames = {p.me: p.prepare(0) for p in parties}
     if phase == "prepare":
-        frames[1] = parties[1]._seal(3, Kind.PREPARE, 0, payload)
+        frames[1] = parties[1]._seal(3, FrameType.PREPARE, 0, payload)
         with pytest.raises(ProtocolError, match="clinic-1"):
             server.relay(0, frames)
         return
@@ -142,14 +142,14 @@ def test_a_malicious_party_cannot_crash_the_server(payload: bytes, phase: str) -
         p.deliver(0, delivery[p.me])
     submitted = {p.me: p.submit(0, np.zeros(D)) for p in parties}
     if phase == "masked":
-        submitted[1] = parties[1]._seal(3, Kind.MASKED, 0, payload)
+        submitted[1] = parties[1]._seal(3, FrameType.MASKED, 0, payload)
         if len(payload) != 8 * D:
             with pytest.raises(ProtocolError, match="clinic-1"):
                 server.survivors(0, submitted)
         return
     ask = server.survivors(0, submitted)
     answers = {p.me: p.reveal(0, ask[p.me]) for p in parties}
-    answers[1] = parties[1]._seal(3, Kind.REVEAL, 0, payload)
+    answers[1] = parties[1]._seal(3, FrameType.REVEAL, 0, payload)
     with pytest.raises(ProtocolError, match="clinic"):
         server.finish(0, answers)
 
@@ -159,10 +159,10 @@ def test_a_malicious_party_cannot_crash_the_server(payload: bytes, phase: str) -
 def test_a_malicious_envelope_is_refused_by_the_name_of_its_author(key: bytes, shares: bytes) -> None:
     parties, server = masked()
     frames = {p.me: p.prepare(0) for p in parties}
-    payload = server._open(1, Kind.PREPARE, 0, frames[1])
-    size, head = 32 + 2 * SHARE_BYTES + WITNESS_BYTES, Statement.size(3)
-    evil = parties[1]._seal(0, Kind.ENVELOPE, 0, (key + shares + bytes(size))[:size])
-    frames[1] = parties[1]._seal(3, Kind.PREPARE, 0, payload[:head] + evil + payload[head + len(evil) :])
+    payload = server._open(1, FrameType.PREPARE, 0, frames[1])
+    size, head = 32 + 2 * SHARE_BYTES + WITNESS_BYTES, ShareCommitments.size(3)
+    evil = parties[1]._seal(0, FrameType.ENVELOPE, 0, (key + shares + bytes(size))[:size])
+    frames[1] = parties[1]._seal(3, FrameType.PREPARE, 0, payload[:head] + evil + payload[head + len(evil) :])
     delivery = server.relay(0, frames)
     with pytest.raises(ProtocolError, match="clinic-1: dealt shares that are not those committed to, or server"):
         parties[0].deliver(0, delivery[0])
@@ -173,8 +173,8 @@ def test_a_round_key_of_low_order_is_refused_by_the_name_of_its_author(monkeypat
     parties, server = masked()
     seal = MaskingParty._seal
 
-    def degenerate(self: MaskingParty, peer: int, kind: Kind, t: int, payload: bytes) -> bytes:
-        bad = self is parties[1] and kind is Kind.ENVELOPE
+    def degenerate(self: MaskingParty, peer: int, kind: FrameType, t: int, payload: bytes) -> bytes:
+        bad = self is parties[1] and kind is FrameType.ENVELOPE
         return seal(self, peer, kind, t, bytes(32) + payload[32:] if bad else payload)
 
     monkeypatch.setattr(MaskingParty, "_seal", degenerate)
@@ -185,7 +185,7 @@ def test_a_round_key_of_low_order_is_refused_by_the_name_of_its_author(monkeypat
 
 def shared(kind: type[SumServer]) -> tuple[list[SharingParty], list[SumServer]]:
     mode = "mpc" if kind is NoiseServer else "servers"
-    terms = Terms(mode, parties=2, dimension=D, bound=1.0, sigma=1.0)  # type: ignore[arg-type]
+    terms = SecureSumConfig(mode, parties=2, dimension=D, bound=1.0, sigma=1.0)  # type: ignore[arg-type]
     names = ["clinic-0", "clinic-1", *(f"server-{k}" for k in range(terms.server_count))]
     people = [Identity(name) for name in names]
     roster, run = Roster.of(people), os.urandom(16)
@@ -207,16 +207,16 @@ def test_malicious_shares_lists_and_partials_cannot_crash_a_server(payload: byte
     for server, right in ((first, 32), (last, 8 * D)):
         if len(payload) != right:
             with pytest.raises(ProtocolError, match="clinic-1"):
-                server.receive(0, {1: parties[1]._seal(server.me, Kind.SHARE, 0, payload)})
+                server.receive(0, {1: parties[1]._seal(server.me, FrameType.SHARE, 0, payload)})
     receive(1)
     if payload != bytes([1, 1]):
         with pytest.raises(ProtocolError):
-            first.partial(1, {last.me: last._seal(first.me, Kind.PRESENT, 1, payload)})
+            first.partial(1, {last.me: last._seal(first.me, FrameType.PRESENT, 1, payload)})
     receive(2)
-    first.partial(2, {last.me: last._seal(first.me, Kind.PRESENT, 2, bytes([1, 1]))})
+    first.partial(2, {last.me: last._seal(first.me, FrameType.PRESENT, 2, bytes([1, 1]))})
     if len(payload) != 8 * D:
         with pytest.raises(ProtocolError, match="server-1"):
-            first.finish(2, {last.me: last._seal(first.me, Kind.PARTIAL, 2, payload)})
+            first.finish(2, {last.me: last._seal(first.me, FrameType.PARTIAL, 2, payload)})
 
 
 @FUZZ
@@ -228,7 +228,7 @@ def test_a_malicious_neighbour_cannot_crash_the_noise_computation(payload: bytes
     computation = first.prepare(0)
     next(computation)
     with contextlib.suppress(ProtocolError):
-        frame = computation.send(second._seal(first.me, Kind.NOISE, 0, payload))
+        frame = computation.send(second._seal(first.me, FrameType.NOISE, 0, payload))
         assert len(payload) == 8 * 2 * 2
         assert frame
 

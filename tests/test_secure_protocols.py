@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from quietgrad.errors import DataError
-from quietgrad.federation import SecureSession, Terms, secure_sum, threats
+from quietgrad.federation import SecureSession, SecureSumConfig, secure_sum, threat_model
 from quietgrad.secure import secret_sharing
-from quietgrad.secure.channel import Endpoint, Kind, NoiseShare
+from quietgrad.secure.channel import Endpoint, FrameType, NoiseShare
 from quietgrad.secure.discrete_gaussian import encode
 from quietgrad.secure.terms import Mode
 
@@ -25,7 +25,7 @@ MODES: tuple[Mode, ...] = ("masks", "servers", "mpc")
 def test_sum_without_noise_is_exact(mode: Mode, m: int) -> None:
     rng = np.random.default_rng(m)
     vectors = rng.normal(size=(m, 37)) * 0.05
-    terms = Terms(mode, parties=m, dimension=37, bound=1.0, sigma=0.0)
+    terms = SecureSumConfig(mode, parties=m, dimension=37, bound=1.0, sigma=0.0)
     words = [encode(v, dimension=37, bound=1.0, step=terms.step).view(np.int64) for v in vectors]
     whole = [sum(int(w[k]) for w in words) for k in range(37)]
     session = SecureSession(terms)
@@ -40,7 +40,7 @@ def test_sum_without_noise_is_exact(mode: Mode, m: int) -> None:
 def test_edges_of_the_bound_do_not_wrap(mode: Mode, sigma: float) -> None:
     bound = 2.0**20
     vectors = [[s * bound, 0.0] for s in (1, 1, 1, -1, 1)]
-    session = SecureSession(Terms(mode, parties=5, dimension=2, bound=bound, sigma=sigma), seed=1)
+    session = SecureSession(SecureSumConfig(mode, parties=5, dimension=2, bound=bound, sigma=sigma), seed=1)
     np.testing.assert_allclose(session.sum(vectors), [3 * bound, 0.0], atol=10.0 * sigma + 1e-6)
 
 
@@ -53,7 +53,7 @@ def test_vectors_are_clipped(mode: Mode) -> None:
 def relative_deviation(mode: Mode, parties: int, seed: int, **extra: Any) -> tuple[float, float]:
     """Observed variance ÷ stated variance, and the bound it must keep at a false alarm of 1e-6 (4.9 s.e.)."""
     d = 40_000
-    terms = Terms(mode, parties=parties, dimension=d, bound=1.0, sigma=3.0, **extra)
+    terms = SecureSumConfig(mode, parties=parties, dimension=d, bound=1.0, sigma=3.0, **extra)
     noise = SecureSession(terms, seed=seed).sum([np.zeros(d)] * parties)
     assert abs(noise.mean()) < 4.9 * 3.0 * math.sqrt(terms.variance_factor / d)
     return float((noise**2).mean()) / (9.0 * terms.variance_factor), 4.9 * math.sqrt(2.0 / d)
@@ -75,7 +75,7 @@ def test_variance_with_servers_is_k(k: int) -> None:
 def test_variance_inside_the_computation_is_one(m: int) -> None:
     ratio, tolerance = relative_deviation("mpc", m, seed=m)
     assert abs(ratio - 1) < tolerance
-    assert Terms("mpc", parties=m, dimension=1, bound=1.0, sigma=1.0).variance_factor < 1.003
+    assert SecureSumConfig("mpc", parties=m, dimension=1, bound=1.0, sigma=1.0).variance_factor < 1.003
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_noise_the_adversary_does_not_know_is_all_of_sigma(
 ) -> None:
     """Take away what the allowed coalition drew itself: σ² is left, neither less nor more (false alarm 1e-6)."""
     d = 40_000
-    terms = Terms(mode, parties=5, dimension=d, bound=1.0, sigma=1.0, **extra)
+    terms = SecureSumConfig(mode, parties=5, dimension=d, bound=1.0, sigma=1.0, **extra)
     total = SecureSession(terms, seed=9).sum(np.zeros((5, d))) / terms.step
     for role in known:
         total -= NoiseShare(terms, role, 9).draw(0).view(np.int64)
@@ -105,7 +105,7 @@ def test_noise_the_adversary_does_not_know_is_all_of_sigma(
 def test_more_parties_than_planned_for_take_more_noise_off() -> None:
     """The counter-check: two who pool with one planned for are left with 3/4 of σ² (h = 4; false alarm 1e-6)."""
     d = 40_000
-    terms = Terms("masks", parties=5, dimension=d, bound=1.0, sigma=1.0)
+    terms = SecureSumConfig("masks", parties=5, dimension=d, bound=1.0, sigma=1.0)
     total = SecureSession(terms, seed=9).sum(np.zeros((5, d))) / terms.step
     for role in (0, 1):
         total -= NoiseShare(terms, role, 9).draw(0).view(np.int64)
@@ -134,7 +134,7 @@ def test_noise_is_added_to_the_sum_and_nothing_else(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rounds_have_fresh_noise_and_may_be_prepared_ahead(mode: Mode) -> None:
-    session = SecureSession(Terms(mode, parties=3, dimension=8, bound=1.0, sigma=1.0), seed=1)
+    session = SecureSession(SecureSumConfig(mode, parties=3, dimension=8, bound=1.0, sigma=1.0), seed=1)
     first = session.sum(np.zeros((3, 8)))
     session.prepare()
     session.prepare()
@@ -153,7 +153,7 @@ def test_a_large_vector_passes(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_scale_multiplies_bound_and_noise(mode: Mode) -> None:
-    session = SecureSession(Terms(mode, parties=2, dimension=20_000, bound=1.0, sigma=1.0), seed=2)
+    session = SecureSession(SecureSumConfig(mode, parties=2, dimension=20_000, bound=1.0, sigma=1.0), seed=2)
     noise = session.sum(np.zeros((2, 20_000)), scale=1e-6)
     expected = 1e-6 * math.sqrt(session.terms.variance_factor)
     assert abs(noise.std() / expected - 1) < 4.9 / math.sqrt(2 * 20_000)  # false alarm 1e-6
@@ -167,16 +167,16 @@ def test_a_party_of_five_sends_little_more_than_her_vector(d: int, monkeypatch: 
     sent: dict[str, int] = {}
     original = Endpoint._seal
 
-    def counted(self: Endpoint, peer: int, kind: Kind, round: int, payload: bytes | memoryview) -> bytes:
+    def counted(self: Endpoint, peer: int, kind: FrameType, round: int, payload: bytes | memoryview) -> bytes:
         frame = original(self, peer, kind, round, payload)
-        if kind is not Kind.ENVELOPE:  # envelopes travel inside another frame
+        if kind is not FrameType.ENVELOPE:  # envelopes travel inside another frame
             sent[self.name] = sent.get(self.name, 0) + len(frame)
         return frame
 
     monkeypatch.setattr(Endpoint, "_seal", counted)
     for mode in MODES:
         sent.clear()
-        SecureSession(Terms(mode, parties=5, dimension=d, bound=1.0, sigma=1.0)).sum(np.zeros((5, d)))
+        SecureSession(SecureSumConfig(mode, parties=5, dimension=d, bound=1.0, sigma=1.0)).sum(np.zeros((5, d)))
         assert max(n for name, n in sent.items() if name.startswith("party")) <= 1.1 * 8 * d + 4096
         # 20 MB at d = 62 006 for the busiest server, the five answers included.
         assert max(sent.values()) <= 20e6 / 62_006 * d + 65_536
@@ -184,7 +184,7 @@ def test_a_party_of_five_sends_little_more_than_her_vector(d: int, monkeypatch: 
 
 def test_servers_tolerate_missing_parties_down_to_the_quorum() -> None:
     for mode in ("servers", "mpc"):
-        terms = Terms(mode, parties=4, dimension=2, bound=1.0, sigma=0.0, quorum=2)
+        terms = SecureSumConfig(mode, parties=4, dimension=2, bound=1.0, sigma=0.0, quorum=2)
         total = SecureSession(terms).sum([[0.25, 0.0], None, [0.5, 0.5], None])
         np.testing.assert_allclose(total, [0.75, 0.5], atol=1e-12)
 
@@ -213,17 +213,19 @@ def test_bad_requests_are_refused(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_threat_model_states_the_numbers_of_the_terms(mode: Mode) -> None:
-    terms = Terms(mode, parties=7, dimension=123, bound=1.0, sigma=1.0)
-    text = threats(terms).text()
+    terms = SecureSumConfig(mode, parties=7, dimension=123, bound=1.0, sigma=1.0)
+    text = threat_model(terms).text()
     assert f"variance {terms.variance_factor:.4g} times" in text
     assert ("semi-honest" in text.lower()) == (mode == "mpc")
-    silent = threats(Terms(mode, parties=7, dimension=123, bound=1.0, sigma=0.0)).text()
+    silent = threat_model(SecureSumConfig(mode, parties=7, dimension=123, bound=1.0, sigma=0.0)).text()
     assert "not differentially private" in silent
 
 
 def test_threat_model_tells_what_dropouts_cost() -> None:
-    strict = dict(threats(Terms("masks", parties=5, dimension=1, bound=1.0, sigma=1.0)).rows)
-    loose = dict(threats(Terms("masks", parties=5, dimension=1, bound=1.0, sigma=1.0, honest=2)).rows)
+    strict = dict(threat_model(SecureSumConfig("masks", parties=5, dimension=1, bound=1.0, sigma=1.0)).rows)
+    loose = dict(
+        threat_model(SecureSumConfig("masks", parties=5, dimension=1, bound=1.0, sigma=1.0, honest=2)).rows
+    )
     assert strict["parties that drop"].startswith("up to 0 ")
     assert loose["parties that drop"].startswith("up to 1 ")
     assert "semi-honest" in loose["server"]
@@ -240,18 +242,18 @@ def test_importing_the_room_is_light() -> None:
 
 
 def test_threat_model_of_many_parties_states_its_probabilities() -> None:
-    terms = Terms("masks", parties=1000, dimension=1, bound=1.0, sigma=1.0, honest=899)
-    rows = dict(threats(terms).rows)
+    terms = SecureSumConfig("masks", parties=1000, dimension=1, bound=1.0, sigma=1.0, honest=899)
+    rows = dict(threat_model(terms).rows)
     assert f"probability {terms.graph.failure:.2g}" in rows["neighbours"]
     assert "semi-honest" in rows["server"]
     assert "nobody but the server" in rows["to see one party's vector"]
-    few = dict(threats(Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
+    few = dict(threat_model(SecureSumConfig("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
     assert "opens no sum of fewer than 7 honest parties" in few["server"]
 
 
 @pytest.mark.parametrize("mode", ["servers", "mpc"])
 def test_a_party_meets_the_servers_only(mode: Mode) -> None:
-    session = SecureSession(Terms(mode, parties=20, dimension=2, bound=1.0, sigma=0.0))
+    session = SecureSession(SecureSumConfig(mode, parties=20, dimension=2, bound=1.0, sigma=0.0))
     assert {len(party._channels) for party in session._sharing_parties} == {session.terms.server_count}
     np.testing.assert_allclose(session.sum([[0.25, 0.0]] * 20), [5.0, 0.0], atol=1e-9)
 
@@ -259,7 +261,7 @@ def test_a_party_meets_the_servers_only(mode: Mode) -> None:
 def test_one_set_of_weights_opens_everybodys_masks() -> None:
     """m parties cost m joins of T shares with common Lagrange weights: O(m²), not an interpolation for each."""
     secret_sharing._weights.cache_clear()
-    terms = Terms("masks", parties=20, dimension=2, bound=1.0, sigma=0.0, honest=16)
+    terms = SecureSumConfig("masks", parties=20, dimension=2, bound=1.0, sigma=0.0, honest=16)
     SecureSession(terms).sum([[0.25, 0.0]] * 17 + [None] * 3)
     info = secret_sharing._weights.cache_info()
     assert info.hits + info.misses == 20

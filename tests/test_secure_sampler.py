@@ -29,11 +29,11 @@ from quietgrad.secure.terms import (
     COARSE_TOP,
     COARSE_WORD_BITS,
     Mode,
-    Terms,
+    SecureSumConfig,
     coarse_error,
     slack,
 )
-from quietgrad.secure.three_party import Exchange, Replicated, sample
+from quietgrad.secure.three_party import Computation, ReplicatedSharing, sample
 
 FALSE_ALARM = 1e-6
 
@@ -161,7 +161,7 @@ def test_distance_of_discrete_from_rounded_gaussian(sigma: float) -> None:
     assert 0.9 * rounded_gaussian_distance(sigma) < true < rounded_gaussian_distance(sigma)
 
 
-def together(computations: list[Exchange[npt.NDArray[np.uint64]]]) -> list[npt.NDArray[np.uint64]]:
+def together(computations: list[Computation[npt.NDArray[np.uint64]]]) -> list[npt.NDArray[np.uint64]]:
     """Run three servers' computations in step and return what they return."""
     frames = [next(c) for c in computations]
     out: list[npt.NDArray[np.uint64]] = []
@@ -176,9 +176,9 @@ def together(computations: list[Exchange[npt.NDArray[np.uint64]]]) -> list[npt.N
     return out
 
 
-def replicated(seed: int, t: int) -> list[Replicated]:
+def replicated(seed: int, t: int) -> list[ReplicatedSharing]:
     streams = [SecureStream(seed_key(seed + k), "replicated") for k in range(3)]
-    return [Replicated(i, streams[i], streams[(i + 1) % 3], t, f"server-{i}") for i in range(3)]
+    return [ReplicatedSharing(i, streams[i], streams[(i + 1) % 3], t, f"server-{i}") for i in range(3)]
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
@@ -212,7 +212,7 @@ def test_coarse_table_is_as_close_as_stated() -> None:
 
 
 def test_mpc_noise_meets_the_smoothing_condition() -> None:
-    terms = Terms("mpc", parties=3, dimension=10, bound=1.0, sigma=1.0)
+    terms = SecureSumConfig("mpc", parties=3, dimension=10, bound=1.0, sigma=1.0)
     two_honest_servers = math.sqrt(2) * terms.share_sigma
     assert two_honest_servers >= 1.75 * COARSE_STEP * (1 - 1e-15)
     assert smoothing_error(two_honest_servers, COARSE_STEP, COARSE_SIGMA) < 2.0**-80

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 from scipy.special import chdtrc
 
-from quietgrad.federation import NoiseServer, SecureSession, Terms, View
+from quietgrad.federation import NoiseServer, SecureSession, SecureSumConfig, TranscriptRecorder
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.secure.channel import Kind
+from quietgrad.secure.channel import FrameType
 from quietgrad.secure.terms import Mode
 
 D = 4096
@@ -41,9 +41,9 @@ def words_of(payload: bytes) -> npt.NDArray[np.uint64]:
     return np.frombuffer(payload, "<u8").astype(np.uint64)
 
 
-def run(mode: Mode, vectors: npt.NDArray[np.float64], rounds: int = 1) -> tuple[SecureSession, View]:
-    view = View()
-    session = SecureSession(Terms(mode, parties=3, dimension=D, bound=1.0, sigma=1.0), view=view)
+def run(mode: Mode, vectors: npt.NDArray[np.float64], rounds: int = 1) -> tuple[SecureSession, TranscriptRecorder]:
+    view = TranscriptRecorder()
+    session = SecureSession(SecureSumConfig(mode, parties=3, dimension=D, bound=1.0, sigma=1.0), view=view)
     for _ in range(rounds):
         session.sum(vectors)
     return session, view
@@ -52,7 +52,7 @@ def run(mode: Mode, vectors: npt.NDArray[np.float64], rounds: int = 1) -> tuple[
 @pytest.mark.parametrize("vectors", INPUTS, ids=["zeros", "constants"])
 def test_the_server_of_a_masked_sum_sees_uniform_vectors(vectors: npt.NDArray[np.float64]) -> None:
     _, view = run("masks", vectors, rounds=2)
-    masked = [words_of(s.payload) for s in view.of("server", Kind.MASKED)]
+    masked = [words_of(s.payload) for s in view.of("server", FrameType.MASKED)]
     assert len(masked) == 6
     for k, y in enumerate(masked):
         assert is_uniform(y)
@@ -64,8 +64,8 @@ def test_the_server_of_a_masked_sum_sees_uniform_vectors(vectors: npt.NDArray[np
 
 def test_the_uniformity_test_would_notice_a_missing_mask() -> None:
     session, view = run("servers", INPUTS[1])
-    partial = view.of("server-1", Kind.PARTIAL)
-    released = view.of("party-1", Kind.RESULT)
+    partial = view.of("server-1", FrameType.PARTIAL)
+    released = view.of("party-1", FrameType.RESULT)
     assert is_uniform(partial[0].payload)
     assert not is_uniform(released[0].payload), "the released sum is small numbers, not uniform words"
     assert session.round == 0
@@ -76,28 +76,28 @@ def test_the_uniformity_test_would_notice_a_missing_mask() -> None:
 def test_one_server_sees_uniform_shares(mode: Mode, vectors: npt.NDArray[np.float64]) -> None:
     session, view = run(mode, vectors)
     last = f"server-{session.terms.server_count}"
-    shares = [words_of(s.payload) for s in view.of(last, Kind.SHARE)]
+    shares = [words_of(s.payload) for s in view.of(last, FrameType.SHARE)]
     assert len(shares) == 3
     assert all(is_uniform(share) for share in shares)
     assert is_uniform(shares[0] + shares[1] + shares[2])
-    partials = [words_of(s.payload) for s in view.of("server-1", Kind.PARTIAL)]
+    partials = [words_of(s.payload) for s in view.of("server-1", FrameType.PARTIAL)]
     assert all(is_uniform(p) for p in partials)
 
 
 def test_servers_of_the_noise_computation_see_uniform_messages() -> None:
     session, view = run("mpc", INPUTS[0])
     for k in range(3):
-        seen = view.of(f"server-{k + 1}", Kind.NOISE)
+        seen = view.of(f"server-{k + 1}", FrameType.NOISE)
         assert len(seen) == 13
         assert is_uniform(b"".join(s.payload for s in seen))
-    assert len({s.payload for s in view.of("server-1", Kind.NOISE)[:-1]}) == 12
+    assert len({s.payload for s in view.of("server-1", FrameType.NOISE)[:-1]}) == 12
     assert session.terms.mode == "mpc"
 
 
 def test_what_one_server_holds_does_not_tell_the_sign_of_the_noise() -> None:
     """The two components of the sign bits that a server knows agree with the true signs half of the time."""
-    view = View()
-    terms = Terms("mpc", parties=1, dimension=D * 4, bound=1.0, sigma=1.0)
+    view = TranscriptRecorder()
+    terms = SecureSumConfig("mpc", parties=1, dimension=D * 4, bound=1.0, sigma=1.0)
     session = SecureSession(terms, view=view)
     noise = session.sum([np.zeros(D * 4)])
     large = np.abs(noise) > 0.5
@@ -114,7 +114,7 @@ def test_what_one_server_holds_does_not_tell_the_sign_of_the_noise() -> None:
 
 def test_two_servers_together_do_know_it() -> None:
     """The counter-check: with the third component the sign is known, as the threat model says."""
-    session = SecureSession(Terms("mpc", parties=1, dimension=D, bound=1.0, sigma=1.0))
+    session = SecureSession(SecureSumConfig("mpc", parties=1, dimension=D, bound=1.0, sigma=1.0))
     noise = session.sum([np.zeros(D)])
     first, second, _ = session._sum_servers
     assert isinstance(first, NoiseServer)
@@ -130,8 +130,8 @@ def test_two_servers_together_do_know_it() -> None:
 def test_parties_see_nothing_of_each_other_but_the_result(mode: Mode) -> None:
     _, view = run(mode, INPUTS[0])
     kinds = {s.kind for s in view.seen if s.role.startswith("party")}
-    relayed = {Kind.DELIVER, Kind.ENVELOPE, Kind.SURVIVORS} if mode == "masks" else set()
-    assert kinds == relayed | {Kind.RESULT}
+    relayed = {FrameType.DELIVER, FrameType.ENVELOPE, FrameType.SURVIVORS} if mode == "masks" else set()
+    assert kinds == relayed | {FrameType.RESULT}
 
 
 @pytest.mark.parametrize("mode", ["masks", "servers", "mpc"])
@@ -146,7 +146,7 @@ def test_no_stream_serves_twice_over_rounds_and_restarts(mode: Mode, monkeypatch
     monkeypatch.setattr(SecureStream, "uint64", recorded)
     vectors = INPUTS[0][:, :64]
     for _ in range(3):
-        session = SecureSession(Terms(mode, parties=3, dimension=64, bound=1.0, sigma=1.0))
+        session = SecureSession(SecureSumConfig(mode, parties=3, dimension=64, bound=1.0, sigma=1.0))
         for _ in range(4):
             session.sum(vectors)
     # A masking or sharing stream is read at its two ends; a share of noise by its owner alone.
@@ -166,12 +166,12 @@ def test_no_stream_serves_twice_over_rounds_and_restarts(mode: Mode, monkeypatch
 def test_processes_never_share_a_stream() -> None:
     code = (
         "import numpy as np\n"
-        "from quietgrad.federation import SecureSession, Terms, View\n"
-        "from quietgrad.secure.channel import Kind\n"
-        "view = View()\n"
-        "terms = Terms('masks', parties=2, dimension=4, bound=1.0, sigma=0.0)\n"
+        "from quietgrad.federation import SecureSession, SecureSumConfig, TranscriptRecorder\n"
+        "from quietgrad.secure.channel import FrameType\n"
+        "view = TranscriptRecorder()\n"
+        "terms = SecureSumConfig('masks', parties=2, dimension=4, bound=1.0, sigma=0.0)\n"
         "SecureSession(terms, view=view).sum(np.zeros((2, 4)))\n"
-        "print(*(s.payload.hex() for s in view.of('server', Kind.MASKED)))\n"
+        "print(*(s.payload.hex() for s in view.of('server', FrameType.MASKED)))\n"
     )
     out = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -53,7 +53,9 @@ def test_a_theorem_runs_and_its_price_is_the_accountants(theorem: str) -> None:
 
 
 def test_000_theorem_4_4_is_far_from_practice() -> None:
-    """What docs/algorithms.md says: the theorem's run hardly gets away from the start, the practical one does."""
+    """What docs/methods/papers.md says: the theorem's run hardly gets away from the start, the practical one
+    does.
+    """
     records = BENT.prepare(table())
     theory = MADE["000 theorem 4.4"][1]()
     practice = qg.DPSRM(steps=theory.steps, batch_size=theory.batch_size, learning_rate=2.0)

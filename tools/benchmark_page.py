@@ -459,7 +459,8 @@ python -m json.tool benchmarks/results/accounting.json
 
 `tools/benchmark_page.py` writes this page from those files, and a test fails if the two differ. Ratios are taken within one
 run. δ = 10⁻⁵ unless a row says otherwise. More detail: [tables and rivals](benchmarks-tables.md),
-[peers side by side](peers.md), [federation at scale](federation-scale.md), [paper reproductions](reproductions.md).
+[peers side by side](peers.md), [federation at scale](federation-scale.md), [correlated noise](correlated-results.md),
+[audits](audit-results.md), [paper reproductions](reproductions.md).
 
 ## Tables
 
@@ -494,6 +495,17 @@ fifth. The goal is 1.6 for DP-SGD and 3 for DP-SRM; rows above it miss the goal 
 - On ijcnn1 with a nonconvex regulariser, tuned DP-SGD beats the default.
 - DP-SRM beats DP-SGD only where its clipping makes it nearly the same method.
 - ResNet-18, MobileNetV2 and LSTM steps cost more than the goal.
+
+```{{toctree}}
+:hidden:
+
+benchmarks-tables
+peers
+federation-scale
+correlated-results
+audit-results
+reproductions
+```
 """
 
 

@@ -1,29 +1,98 @@
-"""Write docs/api.md: every public name of every public room, under the name by which users import it."""
+# ruff: noqa: E501  (the texts of pages are as wide as other pages)
+"""Write docs/api.md and docs/api/*.md: every public name, grouped, under the name by which users import it."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-ROOMS = {
-    "quietgrad": "Planning, running, accounting, algorithms",
-    "quietgrad.estimators": "Estimators",
-    "quietgrad.torch": "PyTorch",
-    "quietgrad.federation": "Many parties",
-    "quietgrad.objectives": "Objectives",
-    "quietgrad.data": "Data",
-    "quietgrad.audit": "Audits",
-    "quietgrad.certificates": "Certificates",
-}
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One page of the reference: a room, what it is for, and its names (all public ones if none are listed)."""
+
+    page: str
+    title: str
+    room: str
+    purpose: str
+    example: str
+    names: tuple[str, ...] = ()
+
+
+ALGORITHMS = (
+    "WhitenedGD", "DPSGD", "DPAdam", "DPGD", "DPSRM", "DPDiSK", "DPAGD", "StagewiseDPSGD", "OutputPerturbation",
+    "RRPSGD", "BassilySGD", "PerturbedSGD", "ModelSelection", "WeightedAverage", "AdaptiveSpider", "Spider", "STORM",
+    "SGD", "GD",
+)  # fmt: skip
+GROUPS = (
+    Group(
+        "estimators", "Estimators for tables", "quietgrad.estimators",
+        "Private models with scikit-learn's interface, private scores, and pipeline steps that do not leak.",
+        "from quietgrad.estimators import PrivateLogisticRegression\n\n"
+        "model = PrivateLogisticRegression(epsilon=1.0, delta=1e-5, classes=[0, 1]).fit(X, y)",
+    ),
+    Group(
+        "torch", "PyTorch", "quietgrad.torch", "Private training of torch modules.",
+        "import quietgrad.torch as qt\n\n"
+        "result = qt.fit(model, loss_fn, train_set, qg.DPSGD(steps=10, batch_size=50), budget=budget)",
+    ),
+    Group(
+        "federation", "Federated learning", "quietgrad.federation",
+        "Training between parties, and secure sums on their own.",
+        "from quietgrad.federation import secure_sum\n\n"
+        'secure_sum([[1.0, 2.0], [3.0, 4.0]], clip=10.0, noise_multiplier=0.0, mode="masks", seed=0)',
+    ),
+    Group(
+        "training", "Budgets, plans, runs", "quietgrad",
+        "Plan a run, run it, resume it, account for it.",
+        "import quietgrad as qg\n\n"
+        "plan = qg.plan(qg.DPGD(steps=10), n=1000, budget=qg.Budget(epsilon=1.0, delta=1e-5))\n"
+        "print(plan.explain())",
+    ),
+    Group(
+        "algorithms", "Algorithms", "quietgrad",
+        "The settings of every algorithm. What each does and when to use it is on [its own page](../methods/index.md).",
+        "import quietgrad as qg\n\n"
+        "result = qg.minimize(objective, (X, y), qg.DPSGD(steps=10, batch_size=50), budget=budget)",
+        ALGORITHMS,
+    ),
+    Group(
+        "objectives", "Objectives", "quietgrad.objectives", "Losses of linear models, regularisers and test landscapes.",
+        "import quietgrad as qg\n\n"
+        "objective = qg.objectives.Logistic(regularizer=qg.objectives.L2(0.01))",
+    ),
+    Group(
+        "data", "Data", "quietgrad.data", "Reading files, schemas, scans, registered data sets, splits for experiments.",
+        "import quietgrad.data as qd\n\nparts = qd.split_even(100, 4)",
+    ),
+    Group(
+        "audit", "Audits", "quietgrad.audit", "Attacks that test a claimed ε.",
+        "import quietgrad as qg\n\n"
+        "report = qg.audit.run(qg.DPGD(steps=10), budget=qg.Budget(6.0, 1e-5), n=50, runs=400)",
+    ),
+    Group(
+        "certificates", "Certificates", "quietgrad.certificates", "Claims as files that others can check.",
+        "from quietgrad.certificates import new_key\n\nnew_key(\"signer.key\")",
+    ),
+)  # fmt: skip
+ROOMS = {group.room: group.title for group in GROUPS}
 
 
 def public(room: str) -> list[str]:
     """The names that a room offers and that are not rooms themselves."""
     module = import_module(room)
     return [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+
+
+def names(group: Group) -> list[str]:
+    """The names of a page."""
+    taken = {name for other in GROUPS if other is not group and other.room == group.room for name in other.names}
+    return list(group.names) or [name for name in public(group.room) if name not in taken]
 
 
 def entry(room: str, name: str) -> str:
@@ -44,22 +113,54 @@ def _words(room: str, name: str) -> str:
             "CURATORS": "Curators that can be audited, by name."}.get(name, f"{name} of {room}.")  # fmt: skip
 
 
-def text() -> str:
-    """The page."""
-    parts = [
-        "# Reference",
-        "Every public name, where users import it from. `tools/reference.py` writes this page; a test fails if a "
-        "name is\nmissing, untyped or has no docstring.",
-    ]
-    for room, title in ROOMS.items():
-        entries = "\n".join(entry(room, name) for name in public(room))
-        parts.append(f"## {title}\n\n`import {room}`\n\n```{{eval-rst}}\n{entries}```")
-    parts.append(
-        "## Events\n\n`from quietgrad import events`\n\n```{eval-rst}\n"
+def _elsewhere(group: Group, name: str) -> bool:
+    """Whether the package itself offers the same object, and describes it."""
+    root = import_module("quietgrad")
+    return group.room != "quietgrad" and getattr(root, name, None) is getattr(import_module(group.room), name)
+
+
+def text(group: Group) -> str:
+    """The page of a group."""
+    again = [name for name in names(group) if _elsewhere(group, name)]
+    entries = "\n".join(entry(group.room, name) for name in names(group) if name not in again)
+    also = (
+        f"\nAlso here, described under [budgets, plans, runs](training.md): {', '.join(f'`{n}`' for n in again)}.\n"
+    )
+    events = (
+        "\n\n## Events\n\n`from quietgrad import events` · what accountants price.\n\n```{eval-rst}\n"
         ".. automodule:: quietgrad.privacy.events\n   :members:\n```"
+    )
+    return (
+        f"# {group.title}\n\n{group.purpose} `import {group.room}`\n\n```python\n{group.example}\n```\n\n"
+        f"```{{eval-rst}}\n{entries}```{events if group.page == 'training' else ''}\n{also if again else ''}"
+    )
+
+
+def index() -> str:
+    """docs/api.md: the groups and their names."""
+    parts = [
+        "# Python API",
+        "Every public name, where users import it from, grouped by task. Each class shows its parameters and an example.",
+        "```python\nimport quietgrad as qg                                        # budgets, plans, runs, algorithms\n"
+        "from quietgrad.estimators import PrivateLogisticRegression    # tables\n```",
+    ]
+    for group in GROUPS:
+        listed = " · ".join(f"`{name}`" for name in names(group))
+        parts.append(f"## [{group.title}](api/{group.page}.md)\n\n{group.purpose}\n\n{listed}".replace("../", ""))
+    pages = "\n".join(f"api/{group.page}" for group in GROUPS)
+    parts.append(f"```{{toctree}}\n:maxdepth: 1\n:hidden:\n\n{pages}\nglossary\n```")
+    parts.append(
+        "`tools/reference.py` writes these pages; a test fails if a name is missing, untyped or undocumented."
     )
     return "\n\n".join(parts) + "\n"
 
 
+def pages() -> dict[Path, str]:
+    """Every page of the reference and its text."""
+    return {DOCS / "api.md": index(), **{DOCS / "api" / f"{group.page}.md": text(group) for group in GROUPS}}
+
+
 if __name__ == "__main__":
-    PAGE.write_text(text(), encoding="utf-8")
+    (DOCS / "api").mkdir(exist_ok=True)
+    for path, content in pages().items():
+        path.write_text(content, encoding="utf-8")

@@ -84,7 +84,7 @@ def page(ran: list[Cell], notebook: str) -> str:
             parts.append(f"```text\n{cell.printed}\n```")
         if cell.html:
             parts.append(f'```{{raw}} html\n<div class="shows">{cell.html}</div>\n```')
-    parts.append(f"{{download}}`As a notebook <{notebook}>`")
+    parts.append(f'```{{raw}} html\n<p><a href="{notebook}" download>Download as a notebook</a></p>\n```')
     return "\n\n".join(parts) + "\n"
 
 

@@ -35,7 +35,7 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def versions(record: dict[str, Any]) -> str:
-    """Everybody's, once."""
+    """The versions of all, once."""
     said = {"quietgrad": record["versions"]["quietgrad"], "torch": record["versions"]["torch"]}
     for name in ("opacus", "jax-privacy", "diffprivlib", "flower"):
         said |= {k: v for k, v in record["peers"].get(name, {}).get("versions", {}).items() if k in WANTED}
@@ -110,7 +110,7 @@ def accuracy(record: dict[str, Any]) -> str:
     text = f"""## Accuracy at equal promises
 
 Logistic regression, {record["task"]["data"]}, rows of norm ≤ 1; settings searched on held-out rows, on one grid for
-everybody ({record["task"]["steps"]} steps of DP-SGD on Poisson samples; penalties for pure ε), each with its own
+all ({record["task"]["steps"]} steps of DP-SGD on Poisson samples; penalties for pure ε), each with its own
 noise calibration; {record["task"]["fits"]} fits on all training rows, mean ± standard deviation. Rows with the same
 promise compare; rows of different promises do not. Flower's differential privacy protects whole clients, which none
 of these does.

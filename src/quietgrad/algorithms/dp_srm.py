@@ -94,7 +94,7 @@ class DPSRM(FirstOrder):
         T = nε√(L·D_F)/(G√(d log(1/δ))), ζ = √G·(L·D_F·d log(1/δ))^¼/√(nε), b₀ = G²/(ζ²·L·D_F), b = G²/ζ, γ = ζ,
         clips C1 = G and C2 = ζ (a step moves at most ζ/L), output a uniformly random iterate. These make the
         theorem hold and are no way to a good model: steps of ζ/L are so short that on a9a at ε = 0.5 the run ends
-        near its start (``docs/algorithms.md`` has the numbers); tune the practical settings instead.
+        near its start (``docs/methods/papers.md`` has the numbers); tune the practical settings instead.
 
         Args:
             constants: G and L of the loss at its row bound.

@@ -36,11 +36,11 @@ _FLOAT_SLACK = 1e-9
 def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: float = 1e-6) -> list[Finding]:
     """Test the noise of a secure sum of silent parties, after aggregation, against what its terms state."""
     from quietgrad.federation import secure_sum
-    from quietgrad.secure.terms import Terms
+    from quietgrad.secure.terms import SecureSumConfig
 
     # A clip far above the noise: else the sum's own check of its length would hear the loudest errors before we do.
     clip, sigma = 150.0, 1.5
-    terms = Terms(mode, parties=parties, dimension=size, bound=clip, sigma=sigma)  # type: ignore[arg-type]
+    terms = SecureSumConfig(mode, parties=parties, dimension=size, bound=clip, sigma=sigma)  # type: ignore[arg-type]
     silence, times = np.zeros((parties, size)), sigma / clip
     heard = [secure_sum(silence, clip=clip, noise_multiplier=times, mode=mode) for _ in range(3)]  # type: ignore[arg-type]
     return judge_noise(np.stack(heard), sigma * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
@@ -51,15 +51,17 @@ def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: f
 
     A mask used twice cancels in the difference of two submissions and bares the change of the vector.
     """
-    from quietgrad.secure.channel import Kind, View
+    from quietgrad.secure.channel import FrameType, TranscriptRecorder
     from quietgrad.secure.local_session import SecureSession
-    from quietgrad.secure.terms import Terms
+    from quietgrad.secure.terms import SecureSumConfig
 
-    view = View()
-    session = SecureSession(Terms("masks", parties=parties, dimension=size, bound=1.0, sigma=1.0), view=view)
+    view = TranscriptRecorder()
+    session = SecureSession(
+        SecureSumConfig("masks", parties=parties, dimension=size, bound=1.0, sigma=1.0), view=view
+    )
     for _ in range(rounds):
         session.sum(np.zeros((parties, size)))
-    seen = [s.payload[-8 * size :] for s in view.of("server", Kind.MASKED) if s.sender == "party-1"]
+    seen = [s.payload[-8 * size :] for s in view.of("server", FrameType.MASKED) if s.sender == "party-1"]
     words = np.stack([np.frombuffer(payload, "<i8").astype(np.float64) for payload in seen])
     # Uniform words, each as good as a normal number.
     z = ndtri((words / 2.0**64 + 0.5) * (1.0 - 2.0**-52) + 2.0**-53)

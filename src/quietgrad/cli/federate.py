@@ -200,7 +200,7 @@ def show(
     say("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threat_rows(file.plan))
     say(f"digest of this plan, the same at everybody: {file.digest}")
-    say(f"to compare by telephone: {approved.spoken(file.digest)}")
+    say(f"to compare by telephone: {approved.readable_digest(file.digest)}")
     if credentials is not None:
         rows = [(name, key.hex()) for name, key in credentials.publics.items()]
         show_rows("identities", rows)

@@ -106,9 +106,9 @@ def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
         return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
     people = [("people", multiplicity(plan))] if plan.unit is PrivacyUnit.PERSON else []
     if plan.trust == "secure":
-        from quietgrad.secure.terms import threats
+        from quietgrad.secure.terms import threat_model
 
-        return [*threats(plan.terms(max(plan.dims.values()))).rows, *people]
+        return [*threat_model(plan.terms(max(plan.dims.values()))).rows, *people]
     from quietgrad.federation.coordinator import adversary
 
     return [
@@ -132,7 +132,7 @@ def matched(
     if table.person is None:
         raise DataError('the plan names no column of people: add [data] person = "COLUMN".')
     secret = matching.new_key(key) if new_key else matching.read_key(key)
-    mine = matching.write_list(lists, matching.PeopleList.of(name, table.person, secret), secret)
+    mine = matching.write_list(lists, matching.HashedIdList.of(name, table.person, secret), secret)
     rows = [("people key", f"{key}: for the parties alone, never for the coordinator")] if new_key else []
     rows += [("list of people", f"{mine}: send it to the other parties, not by way of the coordinator")]
     absent = [other for other in file.parties if not (lists / f"{other}{matching.SUFFIX}").exists()]
@@ -141,8 +141,8 @@ def matched(
             *rows,
             ("still missing", f"the lists of {', '.join(absent)}; put them into {lists}, give this again"),
         ]
-    both = matching.Matching.read(secret, lists, file.parties)
-    kept = both.kept(name, approved.held(table))
+    both = matching.RecordLinkage.read(secret, lists, file.parties)
+    kept = both.kept(name, approved.party_data(table))
     return [
         *rows,
         ("[federation]", f'matched = "{both.digest}"'),
@@ -203,23 +203,23 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
     """Listen, train, hand out the model; say goodbye with the reason if it fails."""
     from quietgrad.federation import approved
     from quietgrad.federation.coordinator import AGGREGATES
+    from quietgrad.federation.rounds import largest_reply
     from quietgrad.federation.transport.tls import TlsServer
 
     file, credentials, out = mine.file, mine.credentials, mine.folder
-    approved.check_coordinator(credentials)
+    mine.check_coordinator()
     over = approved.finished(file, out) is not None
     everyone = [name for name in file.members if name != credentials.name]
     try:
         transport = TlsServer(
             credentials, (file.host, file.port), everyone, agreement=file.digest,
-            most=approved.largest_frame(file), timeout=file.timeout, tell=tell,
+            most=largest_reply(file.plan), timeout=file.timeout, tell=tell,
         )  # fmt: skip
     except OSError as error:
         raise DataError(cannot_listen(file.host, file.port, error)) from None
     out.mkdir(parents=True, exist_ok=True)
-    tell(
-        f"plan {approved.spoken(file.digest)}, listening on {file.host}:{transport.port} for {', '.join(everyone)}"
-    )
+    where = f"{file.host}:{transport.port}"
+    tell(f"plan {approved.readable_digest(file.digest)}, listening on {where} for {', '.join(everyone)}")
     if over:
         tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
     elif (out / AGGREGATES).exists():
@@ -230,7 +230,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
         result = mine.coordinate(transport, tell, wait=wait, patience=patience)
     finally:
         transport.close()
-    tell(f"digest of the model, the same at everybody: {approved.spoken(approved.model_digest(out))}")
+    tell(f"digest of the model, the same at everybody: {approved.readable_digest(approved.model_digest(out))}")
     for row in transport.attendance():
         tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result
@@ -251,6 +251,7 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | None = None) -> dict[str, Any]:
     """Be a party, or a server of a secure sum, until the run is over; a party saves the model that comes out."""
     from quietgrad.federation import approved
+    from quietgrad.federation.rounds import largest_reply
     from quietgrad.federation.transport.local_socket import serve
     from quietgrad.federation.transport.tls import TlsParty
 
@@ -262,7 +263,7 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
         site = mine.site(member, tell)
         where = f"calling {file.host}:{file.port}" if listen is None else f"listening at {listen}"
         tell(f"{_what_is_approved(member, file, out, tell)}; {where}")
-        most = approved.largest_frame(file)
+        most = largest_reply(file.plan)
         if listen is not None:
             serve(site, listen, most=most)
         else:
@@ -283,8 +284,9 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
     if credentials.name in file.plan.servers:
         return facts
     facts |= {
-        "model": str(out / "model.safetensors"), "model digest": approved.spoken(approved.model_digest(out)),
-        "plan digest": approved.spoken(file.digest),
+        "model": str(out / "model.safetensors"),
+        "model digest": approved.readable_digest(approved.model_digest(out)),
+        "plan digest": approved.readable_digest(file.digest),
     }  # fmt: skip
     if file.budget is None:
         return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
@@ -295,7 +297,7 @@ def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str
     """Whether this is a new run, or one that goes on, in words."""
     from quietgrad.federation import approved
 
-    plan = f"plan {approved.spoken(file.digest)}"
+    plan = f"plan {approved.readable_digest(file.digest)}"
     if member.name in file.plan.servers:
         return f"adding up for {plan}"
     tell_state(out, member.name, tell)

@@ -5,78 +5,64 @@ The secure sums themselves are in :mod:`quietgrad.secure`; its public names are 
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.federation.parties import Party, deal
-    from quietgrad.federation.plan import FederatedPlan, Shape
-    from quietgrad.federation.planning import federate
-    from quietgrad.federation.simulation import simulate
-    from quietgrad.secure.channel import View
-    from quietgrad.secure.discrete_gaussian import sensitivity_growth
-    from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
-    from quietgrad.secure.local_session import SecureSession, secure_sum
-    from quietgrad.secure.masking import MaskingParty, MaskingServer
-    from quietgrad.secure.servers import SharingParty, SumServer
-    from quietgrad.secure.terms import Terms, ThreatModel, slack, threats
-    from quietgrad.secure.three_party import NoiseServer
+    from quietgrad.federation.parties import Party as Party
+    from quietgrad.federation.parties import deal as deal
+    from quietgrad.federation.plan import FederatedPlan as FederatedPlan
+    from quietgrad.federation.plan import Shape as Shape
+    from quietgrad.federation.planning import federate as federate
+    from quietgrad.federation.simulation import simulate as simulate
+    from quietgrad.secure.channel import TranscriptRecorder as TranscriptRecorder
+    from quietgrad.secure.discrete_gaussian import sensitivity_growth as sensitivity_growth
+    from quietgrad.secure.identity import DropoutError as DropoutError
+    from quietgrad.secure.identity import Identity as Identity
+    from quietgrad.secure.identity import ProtocolError as ProtocolError
+    from quietgrad.secure.identity import Roster as Roster
+    from quietgrad.secure.local_session import SecureSession as SecureSession
+    from quietgrad.secure.local_session import secure_sum as secure_sum
+    from quietgrad.secure.masking import MaskingParty as MaskingParty
+    from quietgrad.secure.masking import MaskingServer as MaskingServer
+    from quietgrad.secure.servers import SharingParty as SharingParty
+    from quietgrad.secure.servers import SumServer as SumServer
+    from quietgrad.secure.terms import SecureSumConfig as SecureSumConfig
+    from quietgrad.secure.terms import ThreatModel as ThreatModel
+    from quietgrad.secure.terms import slack as slack
+    from quietgrad.secure.terms import threat_model as threat_model
+    from quietgrad.secure.three_party import NoiseServer as NoiseServer
 
 # Where each public name lives; imported when first used.
 _HOMES = {
-    "simulate": "federation.simulation",
-    "Party": "federation.parties",
-    "deal": "federation.parties",
-    "federate": "federation.planning",
-    "FederatedPlan": "federation.plan",
-    "Shape": "federation.plan",
-    "secure_sum": "secure.local_session",
-    "SecureSession": "secure.local_session",
-    "Terms": "secure.terms",
-    "slack": "secure.terms",
-    "sensitivity_growth": "secure.discrete_gaussian",
-    "Identity": "secure.identity",
-    "Roster": "secure.identity",
-    "MaskingParty": "secure.masking",
-    "MaskingServer": "secure.masking",
-    "SharingParty": "secure.servers",
-    "SumServer": "secure.servers",
-    "NoiseServer": "secure.three_party",
-    "View": "secure.channel",
-    "ProtocolError": "secure.identity",
-    "DropoutError": "secure.identity",
-    "ThreatModel": "secure.terms",
-    "threats": "secure.terms",
+    name: home
+    for home, names in {
+        "federation.simulation": ("simulate",),
+        "federation.parties": ("Party", "deal"),
+        "federation.planning": ("federate",),
+        "federation.plan": ("FederatedPlan", "Shape"),
+        "secure.local_session": ("secure_sum", "SecureSession"),
+        "secure.terms": ("SecureSumConfig", "slack", "ThreatModel", "threat_model"),
+        "secure.discrete_gaussian": ("sensitivity_growth",),
+        "secure.identity": ("Identity", "Roster", "ProtocolError", "DropoutError"),
+        "secure.masking": ("MaskingParty", "MaskingServer"),
+        "secure.servers": ("SharingParty", "SumServer"),
+        "secure.three_party": ("NoiseServer",),
+        "secure.channel": ("TranscriptRecorder",),
+    }.items()
+    for name in names
 }
+_FORMER = {"Terms": "SecureSumConfig", "View": "TranscriptRecorder", "threats": "threat_model"}
 
-__all__ = [
-    "simulate",
-    "Party",
-    "deal",
-    "federate",
-    "FederatedPlan",
-    "Shape",
-    "secure_sum",
-    "SecureSession",
-    "Terms",
-    "slack",
-    "sensitivity_growth",
-    "Identity",
-    "Roster",
-    "MaskingParty",
-    "MaskingServer",
-    "SharingParty",
-    "SumServer",
-    "NoiseServer",
-    "View",
-    "ProtocolError",
-    "DropoutError",
-    "ThreatModel",
-    "threats",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        now = _FORMER[name]
+        warnings.warn(f"{__name__}.{name} is called {now} now.", DeprecationWarning, stacklevel=2)
+        name = now
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"quietgrad.{_HOMES[name]}"), name)

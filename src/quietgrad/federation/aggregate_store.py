@@ -24,7 +24,7 @@ FORMAT = 1
 Floats = npt.NDArray[np.float64]
 
 
-class Done(NamedTuple):
+class CompletedRound(NamedTuple):
     """A completed round."""
 
     slot: str
@@ -47,7 +47,7 @@ class AggregateStore:
         self.last_round = -1
         self.unfinished: str | None = None
         """The slot of the last round, if it was asked and its aggregate is not here."""
-        self.done: list[Done] = []
+        self.done: list[CompletedRound] = []
         self.resumed = False
         self.ended = False
         """Whether the run came to its end: nobody is asked any more."""
@@ -123,7 +123,7 @@ class AggregateStore:
                     body = file.read(8 * entry["numbers"])
                     if len(body) < 8 * entry["numbers"] or zlib.crc32(body) != entry["crc"]:
                         break
-                    self.done.append(Done(entry["slot"], np.frombuffer(body, "<f8").astype(np.float64)))
+                    self.done.append(CompletedRound(entry["slot"], np.frombuffer(body, "<f8").astype(np.float64)))
                     self.unfinished = None
                 good = file.tell()
             if file.seek(0, 2) > good:

@@ -28,11 +28,11 @@ from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.rounds import Ask, LostRound, largest_reply, named, quorate, rounds
-from quietgrad.federation.secure_roles import draw as draw_cohort
+from quietgrad.federation.rounds import FailedRoundError, RoundRequest, largest_reply, named, quorate, rounds
+from quietgrad.federation.secure_roles import invite_parties as draw_cohort
 from quietgrad.federation.secure_roles import rescaling
 from quietgrad.federation.transport import Transport
-from quietgrad.federation.wire import Message, Scores, encode, off_plan, pack
+from quietgrad.federation.wire import Message, Scores, encode, pack, template_mismatch
 from quietgrad.objectives.base import Objective, Query, Regularizer
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
@@ -174,7 +174,7 @@ class FederatedSession:
             self._begin(slot, self._round + 1, rho)
             return self._keep(slot, np.zeros(dim), self._round)
         fields, arrays = pack(query)
-        if (reason := off_plan(self._plan.templates[slot], fields, arrays)) is not None:
+        if (reason := template_mismatch(self._plan.templates[slot], fields, arrays)) is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nobody was asked.")  # as every party would say
         multiplier = self._plan.multiplier(slot, rho)
         self._check_left(slot, rho)
@@ -191,10 +191,10 @@ class FederatedSession:
             invited = self._present(cohort, faults)
             words = {"run": self._store.run, "round": t, "slot": slot, "draw": draw, "rho": rho}
             words |= {"dim": dim, "query": fields}
-            ask = Ask(cohort, invited, t, slot, words, arrays, dim, float(query.bound), multiplier)
+            ask = RoundRequest(cohort, invited, t, slot, words, arrays, dim, float(query.bound), multiplier)
             try:
                 total, present = self._rounds.collect(ask, faults, lambda: self._begin(slot, t, rho))  # noqa: B023
-            except LostRound as lost:
+            except FailedRoundError as lost:
                 begun = self._round >= t
                 self._store.unfinished = None
                 vain = 0 if begun else vain + 1
@@ -273,7 +273,9 @@ class FederatedSession:
         slots = self._plan.schedule.slots
         return sum(s.sampling.batch_size * self._draws[s.name] for s in slots if isinstance(s.sampling, SinglePass))
 
-    def _finished(self, ask: Ask, query: Query, total: Floats, rho: float | None, offsets: Floats | None) -> Floats:
+    def _finished(
+        self, ask: RoundRequest, query: Query, total: Floats, rho: float | None, offsets: Floats | None
+    ) -> Floats:
         """What leaves: with the curator's noise if it is the one who adds it."""
         if self._plan.trust != "curator" or ask.multiplier == 0.0:
             return total
@@ -424,7 +426,7 @@ class FederatedCurator:
         replies = self.exchange.call(dict.fromkeys(plan.names, message), faults, quorate(plan), grace=wait)
         faults |= {name: why for name, reply in replies.items() if (why := self._hear(plan, reply)) is not None}
         if len(plan.names) - len(faults) < plan.quorum:
-            raise LostRound(faults)
+            raise FailedRoundError(faults)
 
     def _hear(self, plan: FederatedPlan, reply: Message) -> str | None:
         """Note where a party says it is, or why it cannot be there.
@@ -472,7 +474,7 @@ def adversary(plan: FederatedPlan) -> str:
         return adversary(replace(plan, matched="")) + BUT_FOR_LISTS
     if plan.trust in ADVERSARIES:
         return ADVERSARIES[plan.trust]
-    from quietgrad.secure.terms import threats
+    from quietgrad.secure.terms import threat_model
 
-    rows: Mapping[str, str] = dict(threats(plan.terms(max(plan.dims.values()))).rows)
+    rows: Mapping[str, str] = dict(threat_model(plan.terms(max(plan.dims.values()))).rows)
     return "; ".join(f"{question}: {answer}" for question, answer in rows.items())

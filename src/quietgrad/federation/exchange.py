@@ -48,12 +48,7 @@ class Envelope(NamedTuple):
     agreement: bytes
 
     def around(self, message: Bytes) -> bytearray:
-        """The frame.
-
-        >>> frame = Envelope(ASK, 7, bytes(16), bytes(32)).around(b"message")
-        >>> Envelope.of(frame).number, bytes(body(frame))
-        (7, b'message')
-        """
+        """The frame."""
         frame = bytearray(_HEAD.size + len(message))
         _HEAD.pack_into(frame, 0, _MAGIC, *self)
         frame[_HEAD.size :] = message
@@ -68,14 +63,7 @@ class Envelope(NamedTuple):
 
 
 class Introduction:
-    """A question who is there, and the proof: a signature over a nonce.
-
-    >>> from quietgrad.secure.identity import Identity
-    >>> asked, clinic = Introduction(), Identity("clinic")
-    >>> reply = Envelope.of(asked.frame).around(Introduction.signed(clinic, asked.frame))
-    >>> asked.is_by("clinic", clinic.public, reply), asked.is_by("other", clinic.public, reply)
-    (True, False)
-    """
+    """A question who is there, and the proof: a signature over a nonce."""
 
     def __init__(self) -> None:
         self.frame = Envelope(WHO, 0, os.urandom(16), os.urandom(32)).around(b"")
@@ -111,12 +99,7 @@ def farewell(words: str, parting: Bytes) -> bytes:
 
 
 def read_farewell(message: Bytes) -> tuple[str, Bytes]:
-    """The two parts of :func:`farewell`.
-
-    >>> words, parting = read_farewell(farewell("complete", b"model"))
-    >>> words, bytes(parting)
-    ('complete', b'model')
-    """
+    """The two parts of :func:`farewell`."""
     if len(message) < _LENGTH.size or (end := _LENGTH.size + _LENGTH.unpack_from(message)[0]) > len(message):
         raise WireError("not the end of a run")
     return bytes(message[_LENGTH.size : end]).decode(errors="replace")[:2000], memoryview(message)[end:]

@@ -50,13 +50,6 @@ class Journal:
         folder: where to keep it; one process at a time may hold it.
         name: the party's.
         digest: of the plan; a journal of another plan is refused.
-
-    >>> journal = Journal(None, "clinic", "digest")
-    >>> journal.run
-    >>> journal.bind("run1")
-    >>> journal.record(0, "gradient", 0, None)
-    >>> journal.run, journal.last_round, journal.draws("gradient"), journal.ended
-    ('run1', 0, 1, False)
     """
 
     def __init__(self, folder: Path | None, name: str, digest: str) -> None:

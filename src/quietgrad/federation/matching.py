@@ -41,20 +41,15 @@ _FORMAT = "quietgrad people 1"
 
 
 @dataclass(frozen=True)
-class PeopleList:
-    """The people of one party as hashes under the parties' key; build it with :meth:`of`.
-
-    >>> mine = PeopleList.of("north", ["ann", "bob", "ann"], b"k" * 32)
-    >>> len(mine.hashes), PeopleList.parse(mine.to_bytes(b"k" * 32), b"k" * 32) == mine
-    (2, True)
-    """
+class HashedIdList:
+    """The people of one party as hashes under the parties' key; build it with :meth:`of`."""
 
     party: str
     kind: str
     hashes: frozenset[bytes]
 
     @classmethod
-    def of(cls, party: str, ids: Any, key: bytes) -> PeopleList:
+    def of(cls, party: str, ids: Any, key: bytes) -> HashedIdList:
         """The list of the people that ``ids`` name."""
         hashes = hashed_people(ids, key)[1]
         return cls(party, kind_of(ids), frozenset(each[:_HASH_BYTES] for each in hashes))
@@ -66,7 +61,7 @@ class PeopleList:
         return body + hmac.digest(key, body, "sha256")
 
     @classmethod
-    def parse(cls, content: bytes, key: bytes, source: str = "list") -> PeopleList:
+    def parse(cls, content: bytes, key: bytes, source: str = "list") -> HashedIdList:
         """Read :meth:`to_bytes`; a list that was made with another key, or altered, is refused."""
         body, mac = content[:-_MAC_BYTES], content[-_MAC_BYTES:]
         head, _, rest = body.partition(b"\n")
@@ -88,19 +83,19 @@ class PeopleList:
 
 
 @dataclass(frozen=True)
-class Matching:
+class RecordLinkage:
     """The lists of all parties, and their key: says whom a party keeps.
 
     >>> key = b"k" * 32
-    >>> lists = [PeopleList.of("north", ["ann", "bob"], key), PeopleList.of("south", ["bob", "cyd"], key)]
-    >>> both = Matching(key, {each.party: each for each in lists})
+    >>> lists = [HashedIdList.of("north", ["ann", "bob"], key), HashedIdList.of("south", ["bob", "cyd"], key)]
+    >>> both = RecordLinkage(key, {each.party: each for each in lists})
     >>> north, south = both.keeps("north", ["ann", "bob"]), both.keeps("south", ["bob", "cyd"])
     >>> bool(north[0]), bool(south[1]), bool(north[1]) != bool(south[0])
     (True, True, True)
     """
 
     key: bytes
-    lists: Mapping[str, PeopleList]
+    lists: Mapping[str, HashedIdList]
 
     def __post_init__(self) -> None:
         if len({each.kind for each in self.lists.values()}) > 1:
@@ -113,12 +108,12 @@ class Matching:
         return "Matching()"  # neither key nor hashes
 
     @classmethod
-    def of(cls, parties: Mapping[str, Any], key: bytes) -> Matching:
+    def of(cls, parties: Mapping[str, Any], key: bytes) -> RecordLinkage:
         """Match people whose ids are all here, by party."""
-        return cls(key, {name: PeopleList.of(name, ids, key) for name, ids in parties.items()})
+        return cls(key, {name: HashedIdList.of(name, ids, key) for name, ids in parties.items()})
 
     @classmethod
-    def read(cls, key: bytes, folder: Path, parties: Sequence[str]) -> Matching:
+    def read(cls, key: bytes, folder: Path, parties: Sequence[str]) -> RecordLinkage:
         """The lists in ``folder``, one called ``NAME.people`` for each of ``parties``."""
         missing = [name for name in parties if not (folder / f"{name}{SUFFIX}").exists()]
         if missing:
@@ -149,7 +144,7 @@ class Matching:
         homes = np.array([self._is_home(party, each[:_HASH_BYTES], others) for each in hashes])
         return np.asarray(homes[codes])
 
-    def _is_home(self, party: str, person: bytes, others: Sequence[PeopleList]) -> bool:
+    def _is_home(self, party: str, person: bytes, others: Sequence[HashedIdList]) -> bool:
         holders = [each.party for each in others if person in each.hashes]
         if not holders:
             return True
@@ -171,18 +166,18 @@ class Matching:
         )
 
 
-def read_matching(key: Path | None, lists: Path | None, parties: Sequence[str]) -> Matching | None:
+def read_matching(key: Path | None, lists: Path | None, parties: Sequence[str]) -> RecordLinkage | None:
     """The matching that a party was told of by two paths; ``None`` if it was told of none."""
     if (key is None) != (lists is None):
         raise DataError("people: the key and the folder of lists belong together; give both or neither.")
-    return None if key is None or lists is None else Matching.read(read_key(key), lists, parties)
+    return None if key is None or lists is None else RecordLinkage.read(read_key(key), lists, parties)
 
 
-def read_list(folder: Path, party: str, key: bytes) -> PeopleList:
+def read_list(folder: Path, party: str, key: bytes) -> HashedIdList:
     """The list of a party, as it was sent."""
     path = folder / f"{party}{SUFFIX}"
     try:
-        found = PeopleList.parse(read_bytes(path, most=_LARGEST), key, str(path))
+        found = HashedIdList.parse(read_bytes(path, most=_LARGEST), key, str(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({os_error_text(error)}).") from None
     if found.party != party:
@@ -190,7 +185,7 @@ def read_list(folder: Path, party: str, key: bytes) -> PeopleList:
     return found
 
 
-def write_list(folder: Path, people: PeopleList, key: bytes) -> Path:
+def write_list(folder: Path, people: HashedIdList, key: bytes) -> Path:
     """Write a party's list into ``folder``, readable by its owner only."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{people.party}{SUFFIX}"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.errors import DataError
-from quietgrad.federation.matching import Matching
+from quietgrad.federation.matching import RecordLinkage
 from quietgrad.objectives.person_ids import factorize_ids, hashed_ids, kind_of
 from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget
@@ -43,10 +43,6 @@ class Party:
         ids: whole numbers that name its records across all parties, for sampling by record in tests.
         person: one id per record, of the person it is about; ``n_public`` then counts people. Ids mean the same
             people at every party.
-
-    >>> import numpy as np
-    >>> Party(np.zeros((3, 2)), np.zeros(3)).size
-    3
     """
 
     X: Any
@@ -103,12 +99,12 @@ def check_people(parties: Sequence[Party], most: int | None) -> bool:
     return any(whose)
 
 
-def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], Matching]:
+def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], RecordLinkage]:
     """The parties without those whom another one keeps, and the lists that say who is known to several."""
     if any(party.person is None for party in parties):
         raise ValueError("match_people: give all parties person=.")
     names = names_of(parties)
-    matching = Matching.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
+    matching = RecordLinkage.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
     found = []
     for name, party in zip(names, parties, strict=True):
         kept = matching.kept(name, RecordsWithIds(party.data, party.person))
@@ -145,9 +141,6 @@ def deal(
         unevenness: n_max/n_min, sizes between them geometric; 1 is even. (Paper 002's u has two groups of sizes.)
         dirichlet: α of label shares drawn from Dirichlet(α) instead; small α makes the parties' labels differ.
         seed: of the shuffle; ``None`` keeps the order (even and uneven splits only).
-
-    >>> [party.size for party in deal(np.zeros((70, 2)), np.zeros(70), 3, unevenness=4)]
-    [40, 20, 10]
     """
     labels = np.asarray(y)
     if dirichlet is not None:

@@ -9,7 +9,7 @@ Which of its records a party lets take part in a round: its own secret samples, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ import numpy.typing as npt
 from quietgrad.curators.account import Account
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.journal import Approval, Journal, LastReply, digest_of
-from quietgrad.federation.matching import Matching
+from quietgrad.federation.matching import RecordLinkage
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.secure_roles import Member, SecureMember, Stranger
-from quietgrad.federation.wire import Message, limit, off_plan, unpack
+from quietgrad.federation.secure_roles import Member, SecureMember, UnknownRunError, round_of
+from quietgrad.federation.wire import Message, limit, template_mismatch, unpack
 from quietgrad.files import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
@@ -138,7 +138,7 @@ class PartyCurator(Member):
         identity: Identity | None = None,
         roster: Roster | None = None,
         folder: str | Path | None = None,
-        matching: Matching | None = None,
+        matching: RecordLinkage | None = None,
         ids: npt.ArrayLike | None = None,
         key: bytes | None = None,
         seed: int | None = None,
@@ -240,7 +240,7 @@ class PartyCurator(Member):
         def checked(message: Message) -> Message:
             run = message.fields.get("run")
             if run is None or run != self._journal.run or not (self._approval.in_use or self._journal.ended):
-                raise Stranger(self.name, "does not know this run")
+                raise UnknownRunError(self.name, "does not know this run")
             if self._journal.ended:
                 raise BudgetError("this run is over; nothing was given.")
             return answer(message)
@@ -250,7 +250,7 @@ class PartyCurator(Member):
     def _close(self, message: Message) -> Message:
         run = message.fields.get("run")
         if run is None or run != self._journal.run:
-            raise Stranger(self.name, "does not know this run")
+            raise UnknownRunError(self.name, "does not know this run")
         self._approval.close(run, str(message.fields.get("reason", ""))[:200])
         self._last.forget()
         return Message("closed", {"run": run})
@@ -301,10 +301,10 @@ class PartyCurator(Member):
         question = b"" if self._member is not None else digest_of(message)
         if self._member is None and (again := self._last.to(question, self._journal.last_round)) is not None:
             return again  # lost on its way, or this party, or the coordinator, restarted: not a new release
-        slot, draw, t, rho = self._check_turn(message.fields)
+        slot, draw, t, rho = self._check_turn(message)
         packed = message.fields.get("query")
         arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
-        reason = off_plan(self.plan.templates.get(slot, ()), packed, arrays)
+        reason = template_mismatch(self.plan.templates.get(slot, ()), packed, arrays)
         if reason is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nothing was given.")
         try:
@@ -341,10 +341,11 @@ class PartyCurator(Member):
         if fit.n != self.plan.n_public or fit.sensitivity < proved.sensitivity * (1.0 - 1e-12):
             raise BudgetError(f"a fit of sensitivity {fit.sensitivity:g} is asked; it is {proved.sensitivity:g}.")
 
-    def _check_turn(self, fields: Mapping[str, Any]) -> tuple[str, int, int, float | None]:
-        slot, draw, t, rho = (fields.get(name) for name in ("slot", "draw", "round", "rho"))
-        if not isinstance(slot, str) or type(draw) is not int or type(t) is not int:
-            raise ProtocolError("coordinator", "asks without slot, draw and round")
+    def _check_turn(self, message: Message) -> tuple[str, int, int, float | None]:
+        slot, draw, rho = (message.fields.get(name) for name in ("slot", "draw", "rho"))
+        t = round_of(message)
+        if not isinstance(slot, str) or type(draw) is not int:
+            raise ProtocolError("coordinator", "asks without slot and draw")
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")

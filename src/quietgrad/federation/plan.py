@@ -33,7 +33,7 @@ from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.sampling import CyclicPoisson, FixedSize, Poisson, SinglePass
-from quietgrad.secure.terms import Mode, Terms
+from quietgrad.secure.terms import Mode, SecureSumConfig
 
 Trust = Literal["curator", "secure", "local"]
 
@@ -139,6 +139,12 @@ class FederatedPlan(Plan):
                 raise ValueError("correlated noise is over vectors of one length; the queries have several.")
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
+            least = self.invited - self.terms(1).tolerated_dropouts
+            if self.quorum < least:
+                raise ValueError(
+                    f"quorum={self.quorum}: with masks {least} of {self.invited} parties must stay to open a sum; "
+                    f"give a quorum of {least} or more, or use secure='servers'."
+                )
 
     def _check_people(self) -> None:
         check_combination(self.combine, self.records_per_person)
@@ -162,9 +168,8 @@ class FederatedPlan(Plan):
             return
         if times == 1 or self.budget is None:
             return
-        # A person's parts are drawn by each party on its own. For Poisson samples the mixture over who drew
-        # them is dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches
-        # nothing is.
+        # A person's parts are drawn by each party on its own. For Poisson samples the mixture over who drew them is
+        # dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches nothing is.
         samplings = [slot.sampling for slot in self.schedule.slots]
         if any(isinstance(sampling, FixedSize) for sampling in samplings):
             raise ValueError(
@@ -234,11 +239,11 @@ class FederatedPlan(Plan):
 
         return noise_multiplier_for_rho(rho, self._relation)
 
-    def terms(self, dimension: int) -> Terms:
+    def terms(self, dimension: int) -> SecureSumConfig:
         """The agreed terms of secure sums of a length, in units in which the noise has σ = 1."""
         assert self.secure is not None
         masks = self.secure == "masks"
-        return Terms(
+        return SecureSumConfig(
             self.secure,
             parties=self.invited,
             dimension=dimension,

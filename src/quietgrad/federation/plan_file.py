@@ -169,33 +169,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_plan(text: str, source: str = "plan") -> PlanFile:
-    """The federation that a TOML text describes; anything unknown in it is refused.
-
-    >>> file = parse_plan('''
-    ... [federation]
-    ... name = "two-clinics"
-    ... trust = "secure"
-    ... secure = "masks"
-    ... [algorithm]
-    ... name = "dp-gd"
-    ... steps = 3
-    ... [objective]
-    ... name = "logistic"
-    ... [data]
-    ... features = 2
-    ... [budget]
-    ... epsilon = 1.0
-    ... delta = 1e-5
-    ... [[party]]
-    ... name = "a"
-    ... records = 60
-    ... [[party]]
-    ... name = "b"
-    ... records = 40
-    ... ''')
-    >>> file.plan.names, file.plan.secure, file.plan.epsilon() <= 1.0, file.members
-    (('a', 'b'), 'masks', True, ('a', 'b', 'coordinator'))
-    """
+    """The federation that a TOML text describes; anything unknown in it is refused."""
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits

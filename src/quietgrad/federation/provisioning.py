@@ -136,12 +136,6 @@ def provision(
         members: all names, such as :attr:`~quietgrad.federation.plan_file.PlanFile.members`.
         folder: where to; it must be empty or new.
         requests: by name, files that :func:`request` made.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     made = provision(["a", "b", "coordinator"], folder)
-    ...     [path.name for path in made], Credentials.read(made[0]).name
-    (['a', 'b', 'coordinator'], 'a')
     """
     root = Path(folder)
     for name in members:
@@ -174,13 +168,6 @@ def request(name: str, folder: str | Path) -> Path:
     """Make a member's own keys and the request that it sends to whoever runs :func:`provision`.
 
     The keys stay in ``folder``; into the same folder go the three public files that come back.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asked = request("a", f"{folder}/a")
-    ...     home = provision(["a", "coordinator"], f"{folder}/all", {"a": asked})[0]
-    ...     sorted(path.name for path in home.iterdir())
-    ['ca.pem', 'cert.pem', 'member.json']
     """
     home = Path(folder)
     check_path_name("member", name)
@@ -334,14 +321,7 @@ FILE = "revoked.json"
 
 
 def revoke(folder: str | Path, name: str, reason: str) -> dict[str, str]:
-    """Add ``name`` to the revoked members of ``folder``; returns all of them with the reasons.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = revoke(folder, "clinic-2", "its keys were stolen")
-    ...     list(revoked(folder))
-    ['clinic-2']
-    """
+    """Add ``name`` to the revoked members of ``folder``; returns all of them with the reasons."""
     known = revoked(folder)
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     known[check_path_name("member", name)] = f"{day}: {reason}"

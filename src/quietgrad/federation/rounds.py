@@ -1,10 +1,8 @@
 """One round of a federation from the coordinator's side: ask, gather, refuse what is wrong by name, add up.
 
-Three ways to add up: plainly (to a trusted curator, or vectors that carry their own noise), by masks with the
-coordinator as the aggregator, or by shares to servers that the coordinator only relays to. A round that cannot be
-completed raises :class:`LostRound`; nothing of it may be used, and asking again is a new release.
-
-Rounds whose sums are secure: by masks with the coordinator as the aggregator, or by shares to servers.
+Sums are added up in the open (exact ones for a trusted curator, noisy ones under local trust) or securely: by
+masks, with the coordinator as the aggregator, or by shares to servers, whose frames the coordinator only relays. A
+round that fails raises :class:`FailedRoundError`. Nothing of it may be used, and asking again is a new release.
 """
 
 from __future__ import annotations
@@ -13,17 +11,17 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.federation.exchange import Enough, Exchange
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.secure_roles import frame_of, frames_of, invitation, roster_of, total_of
+from quietgrad.federation.secure_roles import invitation, roster_of
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
 from quietgrad.secure.discrete_gaussian import check_length
-from quietgrad.secure.identity import DropoutError, Identity, ImpossibleSum, ProtocolError, Roster
+from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster, SumOutOfBoundsError
 from quietgrad.secure.masking import MaskingServer
 
 Floats = npt.NDArray[np.float64]
@@ -32,8 +30,8 @@ _NAMED = 5
 Begin = Callable[[], None]
 
 
-class LostRound(DropoutError):
-    """A round without enough good answers, by name what happened; who only accuses another is named as such.
+class FailedRoundError(DropoutError):
+    """A round without enough good answers; names what happened, and marks mere accusations as such.
 
     Args:
         faults: by name, what went wrong.
@@ -41,13 +39,13 @@ class LostRound(DropoutError):
     """
 
     def __init__(self, faults: Mapping[str, str], colluders: float = math.inf) -> None:
-        self.faults = blame(faults, colluders)
+        self.faults = proved_faults(faults, colluders)
         super().__init__(list(self.faults), "; ".join(sorted(set(self.faults.values()))) or "lost")
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One asking: its number, whose round it is, who of them is there and asked, its public query and its noise."""
+class RoundRequest:
+    """One round: its number, its invited parties, those of them who are present, its public query and its noise."""
 
     cohort: tuple[str, ...]
     invited: tuple[str, ...]
@@ -64,7 +62,7 @@ class Ask:
         return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}))
 
 
-class Collected(NamedTuple):
+class RoundResult(NamedTuple):
     """A sum, and whose vectors are in it."""
 
     total: Floats
@@ -72,7 +70,7 @@ class Collected(NamedTuple):
 
 
 class PlainRounds:
-    """Sums in the open: exact ones to a trusted curator, or noisy ones from parties who trust nobody."""
+    """Sums in the open: exact ones for a trusted curator, or noisy ones under local trust."""
 
     def __init__(self, plan: FederatedPlan, exchange: Exchange) -> None:
         self._plan, self._exchange = plan, exchange
@@ -80,12 +78,15 @@ class PlainRounds:
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
-        """The sum of the good answers of at least a quorum."""
-        if self._plan.cohort:  # its members were perhaps never asked before: look first, for that costs nothing
+    def collect(self, ask: RoundRequest, faults: dict[str, str], begin: Begin) -> RoundResult:
+        """Return the sum of the good answers of at least a quorum; the others are named in ``faults``.
+
+        ``begin`` is called when the question leaves: the round costs nothing before.
+        """
+        if self._plan.cohort:  # its members were perhaps never asked before; greeting them costs nothing
             enough, patience = quorate(self._plan), self._exchange.timeout
             if not enough(self._exchange.greet(ask.invited, faults, enough, patience=patience)):
-                raise LostRound(faults)
+                raise FailedRoundError(faults)
         begin()
         asked = dict.fromkeys(ask.invited, ask.message())
         replies = self._exchange.call(asked, faults, quorate(self._plan))
@@ -99,10 +100,10 @@ class PlainRounds:
             else:
                 faults[name] = reason
         if len(present) < self._plan.quorum:
-            raise LostRound(faults)
-        return Collected(total, tuple(present))
+            raise FailedRoundError(faults)
+        return RoundResult(total, tuple(present))
 
-    def _fault(self, name: str, reply: Message, ask: Ask) -> str | None:
+    def _fault(self, name: str, reply: Message, ask: RoundRequest) -> str | None:
         if (
             reply.kind != "sum"
             or reply.fields.get("round") != ask.round
@@ -120,7 +121,7 @@ class PlainRounds:
             return f"vector is longer than all of its records together may be ({length:.3g})"
         return None
 
-    def _longest(self, name: str, ask: Ask) -> float:
+    def _longest(self, name: str, ask: RoundRequest) -> float:
         bound = ask.bound * self._plan.factors[self._plan.index(name)]
         if math.isinf(bound):
             return math.inf
@@ -131,38 +132,194 @@ class PlainRounds:
         return (longest(self._plan, (name,), ask.bound) + noise) * _ROUNDING
 
 
-class Rounds(Protocol):
-    """A way to add up."""
+class SecureRounds:
+    """Secure sums: by masks with the coordinator as the aggregator, or by shares to servers."""
 
-    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
-        """The sum, of at least a quorum; those who were left out are named in ``faults``.
-
-        ``begin`` is called when all is ready and the question leaves: only from then on the round costs anything.
-        """
+    def __init__(
+        self, plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None
+    ) -> None:
+        self._plan, self._exchange, self._identity, self._roster = plan, exchange, identity, roster
+        if not plan.servers and (identity is None or roster is None):
+            raise ValueError("secure='masks': the coordinator needs its identity and the roster.")
+        self._ready: dict[int, MaskingServer | None] = {}  # by length of vectors; servers hold their own state
+        self._numbers = {name: plan.invited + k for k, name in enumerate(plan.servers)}
+        self._enough = quorate(plan)
 
     def reset(self) -> None:
-        """Someone restarted: forget what was agreed with them."""
+        """Begin with new keys: a member restarted."""
+        self._ready.clear()
+
+    def collect(self, ask: RoundRequest, faults: dict[str, str], begin: Begin) -> RoundResult:
+        """As :meth:`PlainRounds.collect`; the sum carries its noise already."""
+        try:
+            if ask.dim not in self._ready or self._plan.cohort:
+                self._ready[ask.dim] = self._set_up(ask, faults)
+            here = {"run": ask.fields["run"], "round": ask.round, "dim": ask.dim}
+            server = self._ready[ask.dim]
+            if server is None:
+                total, present = self._shared(ask, here, faults, begin)
+            else:
+                total, present = self._masked(server, ask, here, faults, begin)
+            # In the query's own units, if the records of those in it can have such a sum.
+            scale = self._plan.scale(ask.multiplier, ask.bound * self._plan.reach, ask.dim)
+            most = longest(self._plan, present, ask.bound) / scale
+            check_length(total, self._plan.terms(ask.dim).possible_length(most))
+            return RoundResult(total * scale, present)
+        except (ProtocolError, WireError) as fault:
+            # A failed round leaves roles in different states: begin again with new keys.
+            server = self._ready.get(ask.dim)
+            proved = {} if server is None else server.proved
+            self._ready.clear()
+            colluders = self._plan.colluders if self._plan.secure == "masks" else math.inf
+            raise FailedRoundError({**_at_fault(fault, proved), **faults, **proved}, colluders) from fault
+
+    def _set_up(self, ask: RoundRequest, faults: dict[str, str]) -> MaskingServer | None:
+        """Introduce the members of a round to each other, with new keys."""
+        epoch, servers = os.urandom(16), self._plan.servers
+        here = {"run": ask.fields["run"], "dim": ask.dim, "epoch": epoch.hex()}
+        here |= invitation(self._plan, ask.cohort)
+        enough = quorate(self._plan, *servers)
+        hello = dict.fromkeys((*ask.invited, *servers), encode(Message("hello", here)))
+        # A cohort that is not there is drawn again; a quorum of all parties is waited for.
+        patience = self._exchange.timeout if self._plan.cohort else None
+        hellos = _frames(self._exchange.call(hello, faults, enough, patience=patience), faults)
+        server = None
+        if servers:  # a party needs the servers' hellos only, a server all of them
+            of_servers = [hellos[name] for name in servers if name in hellos]
+            meetings = {name: [*hellos.values()] if name in servers else of_servers for name in hellos}
+        else:
+            assert self._identity is not None
+            assert self._roster is not None
+            roster = roster_of(self._plan, self._roster, ask.cohort)
+            server = MaskingServer(self._identity, roster, self._plan.terms(ask.dim), epoch)
+            for name, frame in hellos.items():
+                try:
+                    server.meet([frame])
+                except ProtocolError as wrong:
+                    faults[name] = str(wrong).removeprefix(f"{name}: ")
+            meetings = {roster.names[i]: frames for i, frames in server.introductions().items()}
+        made: dict[int, bytearray] = {}  # one message for those who get the same
+        for each in meetings.values():
+            if id(each) not in made:
+                made[id(each)] = encode(Message("meet", here, blobs({f"{k:04}": f for k, f in enumerate(each)})))
+        self._exchange.call({name: made[id(each)] for name, each in meetings.items()}, faults, enough)
+        return server
+
+    def _masked(
+        self,
+        server: MaskingServer,
+        ask: RoundRequest,
+        here: Mapping[str, Any],
+        faults: dict[str, str],
+        begin: Begin,
+    ) -> RoundResult:
+        """Prepare, ask, reveal, add up."""
+        names, t = server.roster.names, ask.round
+
+        def call(messages: Mapping[str, bytearray]) -> dict[int, bytes]:
+            replies = _frames(self._exchange.call(messages, faults, self._enough), faults)
+            return {server.roster.index(name): frame for name, frame in replies.items()}
+
+        prepare = encode(Message("prepare", here))
+        delivery = server.relay(t, call({name: prepare for name in ask.invited if name not in faults}))
+        asks = {names[i]: ask.message(blobs({"deliver": frame})) for i, frame in delivery.items()}
+        begin()
+        masked = call(asks)
+        questions = server.survivors(t, masked)
+        total = server.finish(
+            t,
+            call({names[i]: encode(Message("reveal", here, blobs({"frame": f}))) for i, f in questions.items()}),
+        )
+        faults.update(server.proved)
+        return RoundResult(total, tuple(names[i] for i in masked))
+
+    def _shared(
+        self, ask: RoundRequest, here: Mapping[str, Any], faults: dict[str, str], begin: Begin
+    ) -> RoundResult:
+        """Sample the noise (mpc), ask for shares, let the servers add up."""
+        if self._plan.secure == "mpc" and self._plan.is_private:
+            self._sample(here, faults)
+        parties = [name for name in ask.invited if name not in faults]
+        if len(parties) < self._plan.quorum:
+            raise FailedRoundError(faults)  # before any party is asked
+        begin()
+        shares = self._exchange.call(dict.fromkeys(parties, ask.message()), faults, self._enough)
+        if len(shares) < self._plan.quorum:
+            raise FailedRoundError(faults)  # the servers would refuse, and seem to be at fault
+        places, numbers = {name: str(i) for i, name in enumerate(ask.cohort)}, self._numbers
+        received = self._relay("receive", here, faults, {
+            server: {places[name]: r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
+            for server, k in numbers.items()
+        })  # fmt: skip
+        partials = self._relay("partial", here, faults, {
+            server: {str(numbers[name]): r.arrays[str(k)] for name, r in received.items() if str(k) in r.arrays}
+            for server, k in numbers.items()
+        })  # fmt: skip
+        first = self._plan.servers[0]
+        summands = {str(numbers[name]): r.arrays["frame"] for name, r in partials.items() if "frame" in r.arrays}
+        total = self._relay("finish", here, faults, {first: summands})[first].arrays.get("total")
+        if total is None or total.dtype != np.float64 or total.shape != (ask.dim,) or not np.isfinite(total).all():
+            raise ProtocolError(first, "its total is not a finite vector of the agreed length")
+        return RoundResult(total, tuple(shares))
+
+    def _sample(self, here: Mapping[str, Any], faults: dict[str, str]) -> None:
+        """Relay the servers' frames around the ring until the noise is shared among them."""
+        servers = self._plan.servers
+        inbound: dict[str, Mapping[str, Array]] = {name: {} for name in servers}
+        while True:
+            replies = self._relay("noise", here, faults, inbound)
+            frames = [replies[name].arrays for name in servers]
+            if not any(frames):
+                return
+            inbound = {name: frames[(k + 1) % 3] for k, name in enumerate(servers)}  # i's frame goes to i − 1
+
+    def _relay(
+        self, kind: str, here: Mapping[str, Any], faults: dict[str, str], frames: Mapping[str, Mapping[str, Array]]
+    ) -> dict[str, Message]:
+        """Send frames to servers, all of which must answer."""
+        messages = {name: encode(Message(kind, here, each)) for name, each in frames.items()}
+        replies = self._exchange.call(messages, faults, lambda good: len(good) == len(messages))
+        if len(replies) < len(messages):
+            raise FailedRoundError(faults)
+        return replies
+
+
+def rounds(
+    plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None
+) -> PlainRounds | SecureRounds:
+    """Return the rounds that the plan's trust asks for."""
+    if plan.trust != "secure":
+        return PlainRounds(plan, exchange)
+    return SecureRounds(plan, exchange, identity, roster)
+
+
+def _frames(replies: Mapping[str, Message], faults: dict[str, str]) -> dict[str, bytes]:
+    """Return the one frame of each reply; a reply without one is a fault."""
+    found = {}
+    for name, reply in replies.items():
+        try:
+            found[name] = reply.blob("frame")
+        except WireError as wrong:
+            faults[name] = str(wrong)
+    return found
+
+
+def _at_fault(fault: ProtocolError | WireError, proved: Mapping[str, str]) -> Mapping[str, str]:
+    """Return by name what an error says that is not said otherwise."""
+    if isinstance(fault, FailedRoundError):
+        return fault.faults
+    if isinstance(fault, DropoutError):
+        return dict.fromkeys(fault.missing, fault.reason)
+    return {fault.party: fault.reason} if isinstance(fault, ProtocolError) and not proved else {}
 
 
 def quorate(plan: FederatedPlan, *others: str) -> Enough:
-    """Whether those of a round who answered are a quorum, and all of ``others`` among them."""
+    """Return whether those who answered are a quorum of parties, and all of ``others``."""
 
     def enough(good: Collection[str]) -> bool:
         return len(good) - len(others) >= plan.quorum and all(name in good for name in others)
 
     return enough
-
-
-def rounds(plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None) -> Rounds:
-    """The rounds that the plan's trust asks for."""
-    if plan.trust != "secure":
-        return PlainRounds(plan, exchange)
-
-    if plan.secure != "masks":
-        return SharedRounds(plan, exchange)
-    if identity is None or roster is None:
-        raise ValueError("secure='masks': the coordinator needs its identity and the roster.")
-    return MaskedRounds(plan, exchange, identity, roster)
 
 
 def largest_reply(plan: FederatedPlan) -> int:
@@ -177,15 +334,14 @@ def longest(plan: FederatedPlan, names: Iterable[str], bound: float) -> float:
     return bound * math.fsum(plan.factors[j] * (2 * plan.sizes[j] + 64) for j in places)
 
 
-def blame(faults: Mapping[str, str], colluders: float = math.inf) -> dict[str, str]:
-    """Faults with nobody hidden behind another: an accusation is not a proof, and an absence is no excuse.
+def proved_faults(faults: Mapping[str, str], colluders: float = math.inf) -> dict[str, str]:
+    """Tell faults from accusations: a member that refuses because of another is right or lies, so both are named.
 
-    Whoever refuses because of somebody else is either right or lies; both are named. If more parties accuse one
-    than may work together, one of them is honest, and the accused alone is at fault.
+    If more parties accuse a member than may work together, one of them is honest: the accused alone is at fault.
 
-    >>> blame({"a": "did not answer within 9 s", "b": "refuses: a: dealt shares that are not those committed to"})
-    {'a': 'did not answer within 9 s', 'b': 'or a: dealt shares that are not those committed to'}
-    >>> blame({"a": "refuses: c: dealt a false share", "b": "refuses: c: dealt a false share"}, colluders=1)
+    >>> proved_faults({"a": "did not answer within 9 s", "b": "refuses: a: dealt false shares"})
+    {'a': 'did not answer within 9 s', 'b': 'or a: dealt false shares'}
+    >>> proved_faults({"a": "refuses: c: dealt a false share", "b": "refuses: c: dealt a false share"}, colluders=1)
     {'c': 'dealt a false share (so say a, b)'}
     """
     accusers: dict[str, list[str]] = {}
@@ -193,7 +349,7 @@ def blame(faults: Mapping[str, str], colluders: float = math.inf) -> dict[str, s
     said: dict[str, str] = {}
     for name, why in faults.items():
         accused, colon, reason = why.removeprefix("refuses: ").partition(": ")
-        if accused == ImpossibleSum.CHECK:  # found by whoever adds up; that is not who made it so
+        if accused == SumOutOfBoundsError.CHECK:  # found by whoever adds up; that is not who made it so
             out[accused] = said[name] = f"{reason} (so says {name})"
         elif why.startswith("refuses: ") and colon and " " not in accused and accused not in (name, "coordinator"):
             accusers.setdefault(accused, []).append(name)
@@ -216,185 +372,3 @@ def named(faults: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:
     words = [f"{name} {reason}" for name, reason in dict(faults).items()]
     more = [f"and {len(words) - _NAMED} more"] if len(words) > _NAMED else []
     return "; ".join([*words[:_NAMED], *more])
-
-
-class MaskedRounds:
-    """Sums by masks: the coordinator is the aggregator and sees the noisy sum only."""
-
-    def __init__(self, plan: FederatedPlan, exchange: Exchange, identity: Identity, roster: Roster) -> None:
-        self._plan, self._exchange, self._identity, self._roster = plan, exchange, identity, roster
-        self._servers: dict[int, MaskingServer] = {}
-        self._enough = quorate(plan)
-
-    def reset(self) -> None:
-        """Begin with new keys: someone restarted."""
-        self._servers.clear()
-
-    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
-        """Prepare, ask, reveal, add up."""
-        try:
-            return self._collect(ask, faults, begin)
-        except ProtocolError as fault:
-            # A lost round leaves roles in different states: begin again with new keys.
-            proved = self._servers.pop(ask.dim).proved if ask.dim in self._servers else {}
-            self._servers.clear()
-            at_fault = fault.missing if isinstance(fault, DropoutError) else [] if proved else [fault.party]
-            named = {**dict.fromkeys(at_fault, fault.reason), **faults, **proved}
-            raise LostRound(named, self._plan.colluders) from fault
-
-    def _collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
-        known = None if self._plan.cohort else self._servers.get(ask.dim)
-        server, t = known or self._set_up(ask, faults), ask.round
-        here = {"run": ask.fields["run"], "round": t, "dim": ask.dim}
-        names = server.roster.names
-        prepare = {name: encode(Message("prepare", here)) for name in ask.invited if name not in faults}
-        prepared = self._numbered(server, self._exchange.call(prepare, faults, self._enough))
-        delivery = server.relay(t, frames_of(prepared))
-        asks = {names[i]: ask.message(blobs({"deliver": frame})) for i, frame in delivery.items()}
-        begin()
-        masked = self._numbered(server, self._exchange.call(asks, faults, self._enough))
-        questions = server.survivors(t, frames_of(masked))
-        reveals = {
-            names[i]: encode(Message("reveal", here, blobs({"frame": frame}))) for i, frame in questions.items()
-        }
-        revealed = self._numbered(server, self._exchange.call(reveals, faults, self._enough))
-        total = server.finish(t, frames_of(revealed))
-        faults.update(server.proved)
-        return _checked(self._plan, ask, total, tuple(names[i] for i in masked))
-
-    def _set_up(self, ask: Ask, faults: dict[str, str]) -> MaskingServer:
-        epoch, roster = os.urandom(16), roster_of(self._plan, self._roster, ask.cohort)
-        server = MaskingServer(self._identity, roster, self._plan.terms(ask.dim), epoch)
-        self._servers[ask.dim] = server
-        here = {
-            "run": ask.fields["run"],
-            "dim": ask.dim,
-            "epoch": epoch.hex(),
-            **invitation(self._plan, ask.cohort),
-        }
-        hello = encode(Message("hello", here))
-        # A cohort that is not there is drawn again; everybody is waited for.
-        patience = self._exchange.timeout if self._plan.cohort else None
-        hellos = self._exchange.call(dict.fromkeys(ask.invited, hello), faults, self._enough, patience=patience)
-        for name, reply in hellos.items():
-            try:
-                server.meet([frame_of(reply)])
-            except (ProtocolError, WireError) as wrong:
-                faults[name] = str(wrong).removeprefix(f"{name}: ")
-        meets = {
-            roster.names[i]: encode(Message("meet", here, blobs({f"{k:04}": f for k, f in enumerate(frames)})))
-            for i, frames in server.introductions().items()
-        }
-        self._exchange.call(meets, faults, self._enough)
-        return server
-
-    @staticmethod
-    def _numbered(server: MaskingServer, replies: Mapping[str, Message]) -> dict[int, Message]:
-        return {server.roster.index(name): reply for name, reply in replies.items()}
-
-
-class SharedRounds:
-    """Sums by shares to servers; the coordinator relays sealed frames and receives the noisy sum."""
-
-    def __init__(self, plan: FederatedPlan, exchange: Exchange) -> None:
-        self._plan, self._exchange = plan, exchange
-        self._ready: set[int] = set()
-        m = plan.invited
-        self._number = {name: m + k for k, name in enumerate(plan.servers)}
-
-    def reset(self) -> None:
-        """Begin with new keys: someone restarted."""
-        self._ready.clear()
-
-    def collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
-        """Sample the noise (mpc), ask for shares, let the servers add up."""
-        try:
-            return self._collect(ask, faults, begin)
-        except LostRound as lost:
-            self._ready.clear()
-            raise LostRound({**lost.faults, **faults}) from lost
-        except (ProtocolError, WireError) as fault:
-            self._ready.clear()
-            named = {fault.party: fault.reason} if isinstance(fault, ProtocolError) else {}
-            raise LostRound({**named, **faults}) from fault
-
-    def _collect(self, ask: Ask, faults: dict[str, str], begin: Begin) -> Collected:
-        if ask.dim not in self._ready or self._plan.cohort:
-            self._set_up(ask, faults)
-        here = {"run": ask.fields["run"], "round": ask.round, "dim": ask.dim}
-        if self._plan.secure == "mpc" and self._plan.is_private:
-            self._sample(here, faults)
-        parties = [name for name in ask.invited if name not in faults]
-        if len(parties) < self._plan.quorum:
-            raise LostRound(faults)  # before anybody is asked
-        begin()
-        shares = self._exchange.call(dict.fromkeys(parties, ask.message()), faults, quorate(self._plan))
-        if len(shares) < self._plan.quorum:
-            raise LostRound(faults)  # the servers would refuse, and seem to be at fault
-        received = self._servers("receive", here, faults, lambda server: self._shares_for(server, shares, ask))
-        present = self._servers("partial", here, faults, lambda server: self._crossed(server, received))
-        partials = {self._number[name]: frame_of(r) for name, r in present.items() if "frame" in r.arrays}
-        first = self._plan.servers[0]
-        finish = encode(Message("finish", here, blobs(partials)))
-        replies = self._exchange.call({first: finish}, faults, lambda good: first in good)
-        if first not in replies:
-            raise LostRound(faults)
-        return _checked(self._plan, ask, total_of(replies[first], ask.dim), tuple(shares))
-
-    def _set_up(self, ask: Ask, faults: dict[str, str]) -> None:
-        here = {"run": ask.fields["run"], "dim": ask.dim, "epoch": os.urandom(16).hex()}
-        here |= invitation(self._plan, ask.cohort)
-        everyone = [*ask.invited, *self._plan.servers]
-        enough = quorate(self._plan, *self._plan.servers)
-        patience = self._exchange.timeout if self._plan.cohort else None
-        hello = dict.fromkeys(everyone, encode(Message("hello", here)))
-        hellos = self._exchange.call(hello, faults, enough, patience=patience)
-        frames = {name: frame_of(reply) for name, reply in hellos.items()}
-        # A party needs the servers' hellos only, a server everybody's.
-        of_servers = {f"{i:04}": frames[name] for i, name in enumerate(self._plan.servers) if name in frames}
-        of_all = {f"{i:04}": frame for i, frame in enumerate(frames.values())}
-        to_party, to_server = (encode(Message("meet", here, blobs(each))) for each in (of_servers, of_all))
-        servers = set(self._plan.servers)
-        meets = {name: to_server if name in servers else to_party for name in hellos}
-        self._exchange.call(meets, faults, enough)
-        self._ready.add(ask.dim)
-
-    def _sample(self, here: Mapping[str, Any], faults: dict[str, str]) -> None:
-        """Relay the servers' frames around the ring until the noise is shared among them."""
-        servers = self._plan.servers
-        inbound: dict[str, dict[str, Array]] = {name: {} for name in servers}
-        while True:
-            replies = self._servers("noise", here, faults, lambda server: inbound[server])  # noqa: B023
-            frames = [replies[name].arrays for name in servers]
-            if not any(frames):
-                return
-            # Server i's frame goes to i − 1.
-            inbound = {name: dict(frames[(k + 1) % 3]) for k, name in enumerate(servers)}
-
-    def _servers(
-        self,
-        kind: str,
-        here: Mapping[str, Any],
-        faults: dict[str, str],
-        frames: Callable[[str], Mapping[str, Array]],
-    ) -> dict[str, Message]:
-        messages = {name: encode(Message(kind, here, frames(name))) for name in self._plan.servers}
-        replies = self._exchange.call(messages, faults, lambda good: len(good) == len(messages))
-        if len(replies) < len(messages):
-            raise LostRound({name: why for name, why in faults.items() if name in messages} or faults)
-        return replies
-
-    def _shares_for(self, server: str, shares: Mapping[str, Message], ask: Ask) -> dict[str, Array]:
-        number, places = str(self._number[server]), {name: str(i) for i, name in enumerate(ask.cohort)}
-        return {places[name]: reply.arrays[number] for name, reply in shares.items() if number in reply.arrays}
-
-    def _crossed(self, server: str, received: Mapping[str, Message]) -> dict[str, Array]:
-        number = str(self._number[server])
-        return {str(self._number[name]): r.arrays[number] for name, r in received.items() if name != server}
-
-
-def _checked(plan: FederatedPlan, ask: Ask, total: Floats, present: tuple[str, ...]) -> Collected:
-    """The sum in the query's own units, if the records of those in it can have such a sum."""
-    scale = plan.scale(ask.multiplier, ask.bound * plan.reach, ask.dim)
-    check_length(total, plan.terms(ask.dim).possible_length(longest(plan, present, ask.bound) / scale))
-    return Collected(total * scale, present)

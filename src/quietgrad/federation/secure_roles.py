@@ -31,12 +31,12 @@ from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import Identity, ProtocolError, Roster
 from quietgrad.secure.masking import MaskingParty
 from quietgrad.secure.servers import SharingParty, SumServer
-from quietgrad.secure.three_party import Exchange, NoiseServer
+from quietgrad.secure.three_party import Computation, NoiseServer
 
 _DRAWINGS = 64
 
 
-def draw(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
+def invite_parties(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
     """Who is asked in round t, in the plan's order: everybody, or a uniform cohort drawn from the run's key.
 
     A cohort without a quorum of parties who are not known to be ``away`` is drawn again, which costs nothing.
@@ -94,11 +94,11 @@ def rescaling(plan: FederatedPlan, names: Sequence[str]) -> float:
     return plan.n_public / here if here > 0.0 else 1.0
 
 
-class Stranger(ProtocolError):
+class UnknownRunError(ProtocolError):
     """This side does not know the run: it restarted, and is told of the run again."""
 
 
-class Keyless(ProtocolError):
+class MissingKeysError(ProtocolError):
     """This side has no keys for the epoch it was asked about: it restarted, or missed the beginning."""
 
 
@@ -127,9 +127,9 @@ class Member:
                 )
             self._reply = encode(answer(message), self._reply)  # large replies use one buffer again
             return self._reply
-        except Stranger as refusal:
+        except UnknownRunError as refusal:
             return _refused("stranger", str(refusal))
-        except Keyless as refusal:
+        except MissingKeysError as refusal:
             return _refused("keys", str(refusal))
         except (BudgetError, DataError) as refusal:
             return _refused("plan", f"{self.name}: {refusal}")
@@ -185,7 +185,7 @@ class _Roles:
     def _role(self, message: Message) -> Any:
         dim = _dimension(message)
         if dim not in self._roles:
-            raise Keyless(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
+            raise MissingKeysError(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
         return self._roles[dim]
 
     def meet(self, message: Message) -> Message:
@@ -236,22 +236,22 @@ class SecureMember(_Roles):
         return setting_up | (masks if self._plan.secure == "masks" else {})
 
     def _prepare(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("frame", {"round": t}, blobs({"frame": role.prepare(t)}))
 
     def _reveal(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("frame", {"round": t}, blobs({"frame": role.reveal(t, message.blob("frame"))}))
 
     def ready(self, message: Message) -> None:
         """Refuse before any record is touched if this side cannot take part in the round."""
         role = self._role(message)
         if isinstance(role, MaskingParty):
-            role.deliver(_round(message), message.blob("deliver"))
+            role.deliver(round_of(message), message.blob("deliver"))
 
     def submit(self, message: Message, vector: Array) -> Message:
         """The vector, masked or in shares."""
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         if isinstance(role, MaskingParty):
             return Message("masked", {"round": t}, blobs({"frame": role.submit(t, vector)}))
         return Message("shares", {"round": t}, blobs(role.share(t, vector)))
@@ -269,7 +269,7 @@ class SumMember(_Roles, Member):
 
     def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
         super().__init__(plan, identity, roster, seed)
-        self._noise: dict[int, Exchange[None]] = {}
+        self._noise: dict[int, Computation[None]] = {}
         self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
         adding = {"receive": self._receive, "partial": self._partial, "finish": self._finish}
         mpc = {"noise": self._sample} if plan.secure == "mpc" else {}
@@ -287,21 +287,21 @@ class SumMember(_Roles, Member):
         return Message("ready", {"round": -1, "draws": {}})
 
     def _receive(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("present", {"round": t}, blobs(role.receive(t, _frames(message))))
 
     def _partial(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         partial = role.partial(t, _frames(message))
         return Message("partial", {"round": t}, {} if partial is None else blobs({"frame": partial}))
 
     def _finish(self, message: Message) -> Message:
-        role, t = self._role(message), _round(message)
+        role, t = self._role(message), round_of(message)
         return Message("total", {"round": t}, {"total": role.finish(t, _frames(message))})
 
     def _sample(self, message: Message) -> Message:
         """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
-        role, t, dim = self._role(message), _round(message), _dimension(message)
+        role, t, dim = self._role(message), round_of(message), _dimension(message)
         try:
             if "frame" in message.arrays:
                 if dim not in self._noise:
@@ -315,7 +315,8 @@ class SumMember(_Roles, Member):
         return Message("noise", {"round": t}, blobs({"frame": frame}))
 
 
-def _round(message: Message) -> int:
+def round_of(message: Message) -> int:
+    """The number of the round that a message is about."""
     t = message.fields.get("round")
     if type(t) is not int or not 0 <= t < 1 << 62:
         raise ProtocolError("coordinator", "names no round")
@@ -334,21 +335,3 @@ def _frames(message: Message) -> dict[int, bytes]:
     if not all(name.isascii() and name.isdigit() and len(name) < 6 for name in message.arrays):
         raise WireError("frames have roster numbers for names")
     return {int(name): message.blob(name) for name in message.arrays}
-
-
-def total_of(message: Message, dimension: int) -> Array:
-    """The released sum in a server's ``total``, checked."""
-    total = message.arrays.get("total")
-    if total is None or total.dtype != np.float64 or total.shape != (dimension,) or not np.isfinite(total).all():
-        raise WireError("total is not a finite vector of the agreed length")
-    return total
-
-
-def frame_of(message: Message) -> bytes:
-    """The one frame of a reply."""
-    return message.blob("frame")
-
-
-def frames_of(replies: Mapping[int, Message]) -> dict[int, bytes]:
-    """The frames of replies, by roster number."""
-    return {i: frame_of(reply) for i, reply in replies.items()}

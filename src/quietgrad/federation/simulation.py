@@ -15,14 +15,14 @@ from quietgrad.curators.account import Account
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession, adversary
 from quietgrad.federation.exchange import PATIENCE, Exchange
 from quietgrad.federation.journal import forget
-from quietgrad.federation.matching import Matching, new_key, read_key
+from quietgrad.federation.matching import RecordLinkage, new_key, read_key
 from quietgrad.federation.parties import Party, Weights, check_people, matched, names_of
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import federate, local_batches, multiplicity
 from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.transport import Handler, Transport
-from quietgrad.federation.transport.in_process import Fault, InProcess
+from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.transport.processes import Processes
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds
 from quietgrad.privacy.budget import Budget, PrivacyUnit
@@ -34,6 +34,11 @@ from quietgrad.training.callbacks import begin
 from quietgrad.training.minimizing import how_people_count
 from quietgrad.training.result import Result
 from quietgrad.vectors import Vector
+
+_SIZES = (
+    "the numbers of records were taken from the parties' data and are published: ε holds for neighbours with the "
+    "same numbers; Party(n_public=...) declares others"
+)
 
 
 def simulate(
@@ -57,8 +62,8 @@ def simulate(
     seed: int | None = None,
     folder: str | Path | None = None,
     timeout: float = 60.0,
-    faults: Sequence[Fault] = (),
     processes: bool = False,
+    transport: Callable[[Federation], Transport] | None = None,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
     keep: Callable[[Result], object] = lambda result: None,
@@ -88,8 +93,8 @@ def simulate(
         seed: fixed randomness for tests; the result is then not private.
         folder: keep aggregates and the parties' journals here; calling again after an interruption resumes. A
             call that finds no interrupted run there approves a new one for everybody.
-        faults: things that go wrong, for rehearsals.
         processes: give every party a process of its own.
+        transport: make another transport to the members, to rehearse what can go wrong.
         keep: called with the result before what could resume the run is removed: save it there.
         parties_per_person: if the parties' records are people's (``Party(..., person=ids)``), how many parties one
             of them may be known to; 1 if nobody is known to two. The promise is then to people.
@@ -122,13 +127,11 @@ def simulate(
         records_per_person=records_per_person, unit="person" if by_person else "record", matching=matching,
         start=start,
     )  # fmt: skip
-    if processes and faults:
-        raise ValueError("faults: are injected in one process only; leave processes out.")
-    transport: Transport = (
-        Processes(federation.makers) if processes else InProcess(federation.handlers, faults, federation.again)
-    )
-    # Nobody starts a process again that was killed here.
-    exchange = Exchange(transport, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
+    if transport is None:
+        transport = _processes if processes else _in_process
+    carrier = transport(federation)
+    # A process that was killed is not started again here.
+    exchange = Exchange(carrier, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
     payer = Account.of(account, ledger, cap, seeded=seed is not None)
     if budget is not None:
         payer = payer.settled(partial(_contents, plan.asks(objective), parties), plan.unit)
@@ -136,18 +139,25 @@ def simulate(
         objective, exchange, account=payer,
         identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
     )  # fmt: skip
-    declared = all(party.n_public is not None for party in parties)
-    notes = () if declared else ("parties' sizes were taken from their data and are thereby declared public",)
+    notes = () if all(party.n_public is not None for party in parties) else (_SIZES,)
     x0 = objective.initial(plan.shape) if start is None else start
     try:
         result = train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes, keep=keep)
     finally:
-        transport.close()
+        carrier.close()
         federation.close()
     if home is not None:
         for name in plan.names:
             forget(home, name)
     return result
+
+
+def _in_process(federation: Federation) -> Transport:
+    return InProcess(federation.handlers)
+
+
+def _processes(federation: Federation) -> Transport:
+    return Processes(federation.makers)
 
 
 def _people_key(folder: str | Path | None, seed: int | None) -> bytes:
@@ -200,7 +210,7 @@ def assemble(
     *,
     seed: int | None = None,
     folder: str | Path | None = None,
-    matching: Matching | None = None,
+    matching: RecordLinkage | None = None,
     **settings: Any,
 ) -> tuple[FederatedPlan, Federation]:
     """The plan for ``parties`` and a handler for each of them; ``settings`` are those of :func:`federate`."""

@@ -22,7 +22,7 @@ _EVERY = 0.2  # seconds between two lines: faster rounds share one
 _WIDTH = 20
 
 
-class Progress:
+class RunStatus:
     """Tells of one member's rounds and keeps the last line in its folder.
 
     Args:

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.secure.discrete_gaussian import Words, discrete_gaussian
 from quietgrad.secure.identity import Hello, Identity, ProtocolError, Roster, read_hello, write_hello
-from quietgrad.secure.terms import Terms
+from quietgrad.secure.terms import SecureSumConfig
 
 _HEADER = struct.Struct("<4sB16sQHHQI")
 _MAGIC = b"QGF1"
@@ -35,7 +35,7 @@ _TAG_BYTES = 16
 FRAME_OVERHEAD = _HEADER.size + _TAG_BYTES
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     """What a frame is; a frame of one kind is never accepted as another."""
 
     ENVELOPE = 1  # masks: party to party, through the server: round key and shares
@@ -51,37 +51,29 @@ class Kind(IntEnum):
     RESULT = 11  # the released sum
 
 
-class Seen(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """One decrypted message that a role received."""
 
     role: str
-    kind: Kind
+    kind: FrameType
     round: int
     sender: str
     payload: bytes
 
 
 @dataclass
-class View:
-    """A recorder of what roles saw, for tests: it keeps every decrypted message in memory.
+class TranscriptRecorder:
+    """A recorder of what roles saw, for tests: it keeps every decrypted message in memory."""
 
-    >>> View().seen
-    []
-    """
+    seen: list[ReceivedMessage] = field(default_factory=list)
 
-    seen: list[Seen] = field(default_factory=list)
-
-    def of(self, role: str, kind: Kind | None = None) -> list[Seen]:
+    def of(self, role: str, kind: FrameType | None = None) -> list[ReceivedMessage]:
         """What ``role`` received, optionally of one kind."""
         return [s for s in self.seen if s.role == role and (kind is None or s.kind == kind)]
 
 
 def derive(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
-    """32 bytes of HKDF-SHA-256.
-
-    >>> derive(b"a", salt=b"", info=b"x") == derive(b"a", salt=b"", info=b"y")
-    False
-    """
+    """32 bytes of HKDF-SHA-256."""
     return HKDF(algorithm=hashes.SHA256(), length=32, salt=salt, info=info).derive(secret)
 
 
@@ -97,7 +89,7 @@ class Channel:
 
     >>> a = Channel(b"s" * 32, bytes(16), 0, 1, "b", limit=100)
     >>> b = Channel(b"s" * 32, bytes(16), 1, 0, "a", limit=100)
-    >>> bytes(b.open(Kind.RESULT, 7, a.seal(Kind.RESULT, 7, b"hello")))
+    >>> bytes(b.open(FrameType.RESULT, 7, a.seal(FrameType.RESULT, 7, b"hello")))
     b'hello'
     """
 
@@ -108,7 +100,7 @@ class Channel:
         self._sent, self._received = 0, 0
         self._process = os.getpid()
 
-    def seal(self, kind: Kind, round: int, payload: bytes | memoryview) -> bytes:
+    def seal(self, kind: FrameType, round: int, payload: bytes | memoryview) -> bytes:
         """A frame with the next counter; no counter is ever used twice."""
         if os.getpid() != self._process:
             # A forked copy would encrypt other text under the same counters, which breaks AES-GCM.
@@ -119,7 +111,7 @@ class Channel:
         )
         return header + self._out.encrypt(_nonce(self._sent), payload, header)
 
-    def open(self, kind: Kind, round: int, frame: bytes) -> bytes:
+    def open(self, kind: FrameType, round: int, frame: bytes) -> bytes:
         """Verify and decrypt the peer's next frame, which must be of this kind and round."""
         if not _HEADER.size + _TAG_BYTES <= len(frame) <= FRAME_OVERHEAD + self._limit:
             raise ProtocolError(self.peer_name, f"frame of {len(frame)} bytes is outside the agreed size")
@@ -157,7 +149,13 @@ class Endpoint:
     """
 
     def __init__(
-        self, identity: Identity, roster: Roster, terms: Terms, run: bytes, *, view: View | None = None
+        self,
+        identity: Identity,
+        roster: Roster,
+        terms: SecureSumConfig,
+        run: bytes,
+        *,
+        view: TranscriptRecorder | None = None,
     ) -> None:
         if len(roster.names) != terms.parties + terms.server_count:
             raise ValueError(
@@ -216,13 +214,13 @@ class Endpoint:
     def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
         """Hook: derive more keys from a pair's secret, or remember what a hello says."""
 
-    def _seal(self, peer: int, kind: Kind, round: int, payload: bytes | memoryview) -> bytes:
+    def _seal(self, peer: int, kind: FrameType, round: int, payload: bytes | memoryview) -> bytes:
         return self._channel(peer).seal(kind, round, payload)
 
-    def _open(self, peer: int, kind: Kind, round: int, frame: bytes) -> bytes:
+    def _open(self, peer: int, kind: FrameType, round: int, frame: bytes) -> bytes:
         payload = self._channel(peer).open(kind, round, frame)
         if self._view is not None:
-            self._view.seen.append(Seen(self.name, kind, round, self.roster.names[peer], bytes(payload)))
+            self._view.seen.append(ReceivedMessage(self.name, kind, round, self.roster.names[peer], bytes(payload)))
         return payload
 
     def _words(self, sender: int, payload: bytes) -> Words:
@@ -259,15 +257,9 @@ class NoiseShare:
         role: the role's roster number.
         seed: for tests: the noise is then a function of (seed, role, round) and hides nothing.
         key: 32 secret bytes that survive a restart; fresh ones unless given.
-
-    >>> terms = Terms("servers", parties=2, dimension=3, bound=1.0, sigma=1.0)
-    >>> bool((NoiseShare(terms, 0, seed=1).draw(5) == NoiseShare(terms, 0, seed=1).draw(5)).all())
-    True
-    >>> bool((NoiseShare(terms, 0, None).draw(5) == NoiseShare(terms, 0, None).draw(5)).all())
-    False
     """
 
-    def __init__(self, terms: Terms, role: int, seed: int | None, key: bytes | None = None) -> None:
+    def __init__(self, terms: SecureSumConfig, role: int, seed: int | None, key: bytes | None = None) -> None:
         if seed is not None:
             key = hashlib.sha256(seed_key(seed) + role.to_bytes(4, "big")).digest()
         key = fresh_key() if key is None else key

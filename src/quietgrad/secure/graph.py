@@ -16,7 +16,7 @@ or union bounds over them:
   m/20 here, for those who leave after the sum is sent. Only the round is lost.
 
 The first two are about privacy: their sum is charged to δ, for every release
-(:meth:`quietgrad.secure.terms.Terms.slack`).
+(:meth:`quietgrad.secure.terms.SecureSumConfig.slack`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ GRAPHS_PER_RELEASE = 8
 
 
 @dataclass(frozen=True)
-class Graph:
+class CommunicationGraph:
     """The sizes of everybody's neighbourhood, and what can go wrong with which probability.
 
-    >>> graph = choose(parties=1000, colluders=50, dropouts=100)
+    >>> graph = choose_graph(parties=1000, colluders=50, dropouts=100)
     >>> graph.neighbours, graph.partners, graph.near, graph.threshold
     (78, 13, 24, 52)
     >>> graph.failure < 2**-40, graph.lost < 2**-20
     (True, True)
-    >>> choose(parties=20, colluders=1, dropouts=4).complete
+    >>> choose_graph(parties=20, colluders=1, dropouts=4).complete
     True
     """
 
@@ -84,7 +84,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Neighbourhood:
+class MaskingNeighbours:
     """One party's neighbours who said hello, in the order of the roster.
 
     Args:
@@ -108,16 +108,18 @@ class Neighbourhood:
         return tuple(sorted({*self.dealers, *self.partners}))
 
 
-def neighbourhoods(graph: Graph, picks: Mapping[int, tuple[int, ...]]) -> dict[int, Neighbourhood]:
+def masking_neighbours(
+    graph: CommunicationGraph, picks: Mapping[int, tuple[int, ...]]
+) -> dict[int, MaskingNeighbours]:
     """The neighbourhoods among those whose ``picks`` are known: right for a party all of whose neighbours are.
 
-    >>> graph = Graph(4, neighbours=2, partners=1, near=0, threshold=2, failure=0.0, lost=0.0)
-    >>> neighbourhoods(graph, {0: (1, 2), 1: (3, 0), 2: (1, 0), 3: (0, 2)})[1]
-    Neighbourhood(holders=(0, 3), dealers=(0, 2), partners=(0, 2, 3))
+    >>> graph = CommunicationGraph(4, neighbours=2, partners=1, near=0, threshold=2, failure=0.0, lost=0.0)
+    >>> masking_neighbours(graph, {0: (1, 2), 1: (3, 0), 2: (1, 0), 3: (0, 2)})[1]
+    MaskingNeighbours(holders=(0, 3), dealers=(0, 2), partners=(0, 2, 3))
     """
     if graph.complete:
         others = {i: tuple(j for j in sorted(picks) if j != i) for i in picks}
-        return {i: Neighbourhood(rest, rest, rest) for i, rest in others.items()}
+        return {i: MaskingNeighbours(rest, rest, rest) for i, rest in others.items()}
     dealers: dict[int, set[int]] = {i: set() for i in picks}
     partners: dict[int, set[int]] = {i: set() for i in picks}
     for i, chosen in picks.items():
@@ -128,7 +130,7 @@ def neighbourhoods(graph: Graph, picks: Mapping[int, tuple[int, ...]]) -> dict[i
                     partners[i].add(j)
                     partners[j].add(i)
     return {
-        i: Neighbourhood(
+        i: MaskingNeighbours(
             tuple(sorted(j for j in chosen if j in picks)), tuple(sorted(dealers[i])), tuple(sorted(partners[i]))
         )
         for i, chosen in picks.items()
@@ -136,7 +138,7 @@ def neighbourhoods(graph: Graph, picks: Mapping[int, tuple[int, ...]]) -> dict[i
 
 
 @lru_cache(maxsize=256)
-def choose(parties: int, colluders: int, dropouts: int, neighbours: int | None = None) -> Graph:
+def choose_graph(parties: int, colluders: int, dropouts: int, neighbours: int | None = None) -> CommunicationGraph:
     """The smallest neighbourhoods that keep the bounds; everybody among few parties, or if half would not do.
 
     Args:
@@ -157,7 +159,7 @@ def choose(parties: int, colluders: int, dropouts: int, neighbours: int | None =
         for k in range(2, (parties - 1) // 2 + 1):
             if (graph := _sparse(parties, colluders, dropouts, k)) is not None:
                 return graph
-    return Graph(
+    return CommunicationGraph(
         parties,
         parties - 1,
         parties - 1,
@@ -168,7 +170,7 @@ def choose(parties: int, colluders: int, dropouts: int, neighbours: int | None =
     )
 
 
-def _sparse(m: int, c: int, x: int, k: int) -> Graph | None:
+def _sparse(m: int, c: int, x: int, k: int) -> CommunicationGraph | None:
     near = next(j for j in range(k + 1) if _log2(m) + log2_tail(m - 1, c, k, j) <= -PRIVACY_BITS)
     threshold = (k + 1 + near) // 2 + 1
     gone = max(x, math.ceil(m / 20))
@@ -177,16 +179,14 @@ def _sparse(m: int, c: int, x: int, k: int) -> Graph | None:
     for partners in range(1, k + 1):
         if (cut := log2_cut(m, c + x, partners)) <= -PRIVACY_BITS:
             shares = _log2(m) + log2_tail(m - 1, c, k, near)
-            return Graph(m, k, partners, near, threshold, failure=2.0**shares + 2.0**cut, lost=2.0**lost)
+            return CommunicationGraph(
+                m, k, partners, near, threshold, failure=2.0**shares + 2.0**cut, lost=2.0**lost
+            )
     return None
 
 
 def log2_tail(population: int, marked: int, drawn: int, above: int) -> float:
-    """log₂ P(more than ``above`` of ``drawn`` are marked), drawn without replacement.
-
-    >>> round(2 ** log2_tail(10, 4, 3, 1), 5)  # (C(4,2)·6 + C(4,3)) / C(10,3) = 40 / 120
-    0.33333
-    """
+    """log₂ P(more than ``above`` of ``drawn`` are marked), drawn without replacement."""
     most = min(marked, drawn)
     terms = [
         _log2_choose(marked, j) + _log2_choose(population - marked, drawn - j) - _log2_choose(population, drawn)

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.secure.channel import View
+from quietgrad.secure.channel import TranscriptRecorder
 from quietgrad.secure.discrete_gaussian import Vector
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.masking import MaskingParty, MaskingServer
 from quietgrad.secure.servers import SharingParty, SumServer
-from quietgrad.secure.terms import Mode, Terms
+from quietgrad.secure.terms import Mode, SecureSumConfig
 from quietgrad.secure.three_party import NoiseServer, run_together
 
 
@@ -31,18 +31,18 @@ class SecureSession:
         seed: fixes the noise, for tests only: the result is then **not private**.
         view: a recorder of every decrypted message, for tests.
 
-    >>> session = SecureSession(Terms("mpc", parties=2, dimension=3, bound=10.0, sigma=0.0))
+    >>> session = SecureSession(SecureSumConfig("mpc", parties=2, dimension=3, bound=10.0, sigma=0.0))
     >>> session.sum([[1.0, 2.0, 3.0], [0.5, -2.0, 0.0]]).round(9).tolist()
     [1.5, 0.0, 3.0]
     """
 
     def __init__(
         self,
-        terms: Terms,
+        terms: SecureSumConfig,
         *,
         names: Sequence[str] | None = None,
         seed: int | None = None,
-        view: View | None = None,
+        view: TranscriptRecorder | None = None,
     ) -> None:
         parties = list(names) if names is not None else [f"party-{i + 1}" for i in range(terms.parties)]
         servers = ["server"] if terms.mode == "masks" else [f"server-{k + 1}" for k in range(terms.server_count)]
@@ -94,10 +94,6 @@ class SecureSession:
             vectors: one per party.
             scale: a public number by which the terms' bound and σ are multiplied in this round, for queries
                 whose clipping bound changes from step to step (SPIDER's differences).
-
-        >>> session = SecureSession(Terms("servers", parties=2, dimension=1, bound=1.0, sigma=0.0))
-        >>> session.sum([[3.0], [50.0]], scale=10.0).round(9).tolist()
-        [13.0]
         """
         if len(vectors) != self.terms.parties:
             raise DataError(f"{len(vectors)} vectors: must be one for each of the {self.terms.parties} parties.")
@@ -145,9 +141,8 @@ def secure_sum(
 ) -> npt.NDArray[np.float64]:
     """Sum the parties' vectors, each clipped to L2 norm ``clip``, with noise that no single role knows.
 
-    The noise hidden from the adversary has σ = noise_multiplier·clip; the sum carries ``variance_factor`` times
-    that variance (:class:`~quietgrad.secure.terms.Terms`): m/h with masks (h = m − 1 unless given), K with
-    K servers, 1.003 with the three-server computation. DDP-SRM's secure aggregation (paper 000, Algorithm 2).
+    The noise hidden from the adversary has σ = noise_multiplier·clip. The sum carries more variance: m/h times σ²
+    with masks (h = m − 1 unless given), K times with K servers, 1.003 times with the three-server computation.
 
     Args:
         vectors: one vector per party, all of one length.
@@ -155,7 +150,7 @@ def secure_sum(
         noise_multiplier: σ ÷ clip; 0 gives the exact sum on a grid of clip/2^44, **not private**.
         mode: ``"masks"``, ``"servers"`` or ``"mpc"``.
         seed: fixes the noise, for tests only: the result is then **not private**.
-        honest, colluders: masks: see :class:`~quietgrad.secure.terms.Terms`.
+        honest, colluders: masks: see :class:`~quietgrad.secure.terms.SecureSumConfig`.
         servers: servers: K, 2 unless given.
 
     >>> secure_sum([[3.0, 4.0], [0.0, 0.5]], clip=1.0).round(9).tolist()
@@ -174,7 +169,7 @@ def secure_sum(
             raise DataError(f"vector {i}: has a NaN or an infinity.")
     if not noise_multiplier >= 0.0:
         raise ValueError(f"noise_multiplier={noise_multiplier!r}: must be ≥ 0. For no noise pass 0.")
-    terms = Terms(
+    terms = SecureSumConfig(
         mode,
         parties=len(rows),
         dimension=rows[0].size,

@@ -39,9 +39,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.secure import secret_sharing
-from quietgrad.secure.channel import FRAME_OVERHEAD, Endpoint, Kind, NoiseShare, View, derive
+from quietgrad.secure.channel import FRAME_OVERHEAD, Endpoint, FrameType, NoiseShare, TranscriptRecorder, derive
 from quietgrad.secure.discrete_gaussian import Vector, Words, decode, encode
-from quietgrad.secure.graph import Neighbourhood, neighbourhoods
+from quietgrad.secure.graph import MaskingNeighbours, masking_neighbours
 from quietgrad.secure.identity import (
     WITNESS_BYTES,
     DropoutError,
@@ -49,13 +49,20 @@ from quietgrad.secure.identity import (
     Identity,
     ProtocolError,
     Roster,
-    Witness,
+    SurvivorAttestation,
+    pack_attestation,
     pack_members,
-    pack_witness,
     unpack_members,
 )
-from quietgrad.secure.secret_sharing import KEY_BYTES, PAIR_BYTES, Deal, Statement, pair_hash, share_hash
-from quietgrad.secure.terms import Terms
+from quietgrad.secure.secret_sharing import (
+    KEY_BYTES,
+    PAIR_BYTES,
+    DealtShares,
+    ShareCommitments,
+    pair_hash,
+    share_hash,
+)
+from quietgrad.secure.terms import SecureSumConfig
 
 _SHARES = 2 * secret_sharing.SHARE_BYTES
 _ENVELOPE = KEY_BYTES + _SHARES + WITNESS_BYTES
@@ -90,12 +97,12 @@ class MaskingParty(Endpoint):
         self,
         identity: Identity,
         roster: Roster,
-        terms: Terms,
+        terms: SecureSumConfig,
         run: bytes,
         *,
-        view: View | None = None,
+        view: TranscriptRecorder | None = None,
         seed: int | None = None,
-        witness: Witness | None = None,
+        witness: SurvivorAttestation | None = None,
         noise: NoiseShare | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
@@ -117,8 +124,8 @@ class MaskingParty(Endpoint):
             self.__dict__.pop("_near", None)
 
     @cached_property
-    def _near(self) -> Neighbourhood:
-        return neighbourhoods(self.terms.graph, self._picks_of)[self.me]
+    def _near(self) -> MaskingNeighbours:
+        return masking_neighbours(self.terms.graph, self._picks_of)[self.me]
 
     def prepare(self, t: int) -> bytes:
         """Make this round's key and self-mask and share them; rounds only ever go up."""
@@ -138,27 +145,27 @@ class MaskingParty(Endpoint):
         self._rounds = dict(list(self._rounds.items())[-1:])
         key, self_mask = X25519PrivateKey.generate(), os.urandom(KEY_BYTES)
         public = key.public_key().public_bytes_raw()
-        deal = Deal.of(
+        deal = DealtShares.of(
             key.private_bytes_raw(), public, self_mask, threshold=graph.threshold, holders=graph.neighbours + 1
         )
         self._rounds[t] = _PartyRound(key, self_mask, {self.me: deal.key_shares[0]}, {self.me: deal.self_shares[0]})
-        witness, holders = pack_witness(self.witness), set(near.holders)
+        witness, holders = pack_attestation(self.witness), set(near.holders)
         sealed = []
         for j in near.to:
             shares = _NOTHING
             if j in holders:
                 rank = graph.rank(self.me, j, self.picks)
                 shares = deal.key_shares[rank] + deal.self_shares[rank]
-            sealed.append(self._seal(j, Kind.ENVELOPE, t, public + shares + witness))
+            sealed.append(self._seal(j, FrameType.ENVELOPE, t, public + shares + witness))
         statement = deal.statement.signed(self._identity, self.context, t)
-        return self._seal(self._server, Kind.PREPARE, t, b"".join([statement, *sealed]))
+        return self._seal(self._server, FrameType.PREPARE, t, b"".join([statement, *sealed]))
 
     def deliver(self, t: int, frame: bytes) -> None:
         """Open the envelopes of the round's members and compute the round's mask, before there are data."""
         state = self._round(t)
         if state.members:
             raise ProtocolError(self._server_name, f"delivered round {t} twice")
-        payload = self._open(self._server, Kind.DELIVER, t, frame)
+        payload = self._open(self._server, FrameType.DELIVER, t, frame)
         members, rest = self._read_members(payload)
         here, graph = set(members), self.terms.graph
         expected = range(self.terms.parties) if graph.complete else self.picks
@@ -171,7 +178,7 @@ class MaskingParty(Endpoint):
         keys, dealers = {}, set(self._near.dealers)
         for k, j in enumerate(senders):
             row = rest[k * size : (k + 1) * size]
-            envelope = self._open(j, Kind.ENVELOPE, t, row[PAIR_BYTES:])
+            envelope = self._open(j, FrameType.ENVELOPE, t, row[PAIR_BYTES:])
             keys[j] = self._read_envelope(j, t, state, envelope, row[:PAIR_BYTES] if j in dealers else None)
         mask = self_mask_words(state.self_mask, t, self.terms.dimension)
         packed = pack_members(members, self.terms.parties)
@@ -194,7 +201,7 @@ class MaskingParty(Endpoint):
                     name, f"dealt shares that are not those committed to, or {self._server_name} altered the hashes"
                 )
             state.key_shares[j], state.self_shares[j] = key_share, self_share
-        theirs = Witness.unpack(envelope[KEY_BYTES + _SHARES :])
+        theirs = SurvivorAttestation.unpack(envelope[KEY_BYTES + _SHARES :])
         if theirs is not None and theirs.contradicts(self.witness):
             if theirs.is_from(self.roster.keys[self._server]):
                 raise ProtocolError(
@@ -212,7 +219,7 @@ class MaskingParty(Endpoint):
         words = encode(vector, dimension=self.terms.dimension, bound=self.terms.bound, step=self.terms.step)
         masked = words + self._noise.draw(t) + state.mask
         state.submitted, state.mask = True, None
-        return self._seal(self._server, Kind.MASKED, t, masked.astype("<u8").tobytes())
+        return self._seal(self._server, FrameType.MASKED, t, masked.astype("<u8").tobytes())
 
     def reveal(self, t: int, frame: bytes) -> bytes:
         """Give one share of each dealer: of the self-mask if she is in the sum, of the round key if she dropped.
@@ -220,21 +227,23 @@ class MaskingParty(Endpoint):
         Refuses when the sum would have fewer parties than the noise was planned for, and answers only once.
         """
         state = self._round(t)
-        payload = self._open(self._server, Kind.SURVIVORS, t, frame)
+        payload = self._open(self._server, FrameType.SURVIVORS, t, frame)
         survivors, signature = self._read_members(payload)
         if not state.submitted or not set(survivors) <= set(state.members):
             raise ProtocolError(self._server_name, f"asks to open round {t} for others than its members")
-        told = Witness.of(self.context, t, payload[: -len(signature)] if signature else payload, signature)
+        told = SurvivorAttestation.of(
+            self.context, t, payload[: -len(signature)] if signature else payload, signature
+        )
         if not told.is_from(self.roster.keys[self._server]):
             raise ProtocolError(self._server_name, f"did not sign the survivors of round {t}")
         del self._rounds[t]
         self.witness, here = told, set(survivors)
         shares = [state.self_shares[j] if j in here else state.key_shares[j] for j in sorted(state.self_shares)]
-        return self._seal(self._server, Kind.REVEAL, t, b"".join(shares))
+        return self._seal(self._server, FrameType.REVEAL, t, b"".join(shares))
 
     def result(self, t: int, frame: bytes) -> Vector:
         """The released sum of round t."""
-        payload = self._open(self._server, Kind.RESULT, t, frame)
+        payload = self._open(self._server, FrameType.RESULT, t, frame)
         return decode(self._words(self._server, payload), self.terms.step)
 
     @property
@@ -283,7 +292,7 @@ class _ServerRound:
     """What the server keeps of one round."""
 
     members: tuple[int, ...]
-    statements: dict[int, Statement]
+    statements: dict[int, ShareCommitments]
     total: Words | None = None
     survivors: tuple[int, ...] = ()
     opened: bool = False
@@ -294,9 +303,9 @@ class MaskingServer(Endpoint):
 
     One round by hand; in a federation every frame below is a message over the network.
 
-    >>> from quietgrad.federation import Identity, MaskingParty, MaskingServer, Roster, Terms
+    >>> from quietgrad.federation import Identity, MaskingParty, MaskingServer, Roster, SecureSumConfig
     >>> people = [Identity("north"), Identity("south"), Identity("server")]
-    >>> terms = Terms("masks", parties=2, dimension=1, bound=1.0, sigma=0.0)
+    >>> terms = SecureSumConfig("masks", parties=2, dimension=1, bound=1.0, sigma=0.0)
     >>> roster, run = Roster.of(people), b"a name that is new in every run"
     >>> parties = [MaskingParty(person, roster, terms, run) for person in people[:2]]
     >>> server = MaskingServer(people[2], roster, terms, run)
@@ -315,13 +324,19 @@ class MaskingServer(Endpoint):
     """
 
     def __init__(
-        self, identity: Identity, roster: Roster, terms: Terms, run: bytes, *, view: View | None = None
+        self,
+        identity: Identity,
+        roster: Roster,
+        terms: SecureSumConfig,
+        run: bytes,
+        *,
+        view: TranscriptRecorder | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
         self._rounds: dict[int, _ServerRound] = {}
         self._hellos: dict[int, bytes] = {}
         self._picks_of: dict[int, tuple[int, ...]] = {}
-        self._near: dict[int, Neighbourhood] = {}
+        self._near: dict[int, MaskingNeighbours] = {}
         self.proved: dict[str, str] = {}
         """Who returned false shares in the round opened last, by name: proved by what they had accepted."""
 
@@ -339,9 +354,9 @@ class MaskingServer(Endpoint):
             for i, hood in near.items()
         }
 
-    def _neighbourhoods(self) -> dict[int, Neighbourhood]:
+    def _neighbourhoods(self) -> dict[int, MaskingNeighbours]:
         if not self._near:
-            self._near = neighbourhoods(self.terms.graph, self._picks_of)
+            self._near = masking_neighbours(self.terms.graph, self._picks_of)
         return self._near
 
     def relay(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -350,15 +365,15 @@ class MaskingServer(Endpoint):
         near, graph, size = (
             self._neighbourhoods(),
             self.terms.graph,
-            Statement.size(self.terms.graph.neighbours + 1),
+            ShareCommitments.size(self.terms.graph.neighbours + 1),
         )
-        statements: dict[int, Statement] = {}
+        statements: dict[int, ShareCommitments] = {}
         envelopes: dict[int, dict[int, bytes]] = {}
         for i in sorted(frames):
-            payload = self._open(i, Kind.PREPARE, t, frames[i])
+            payload = self._open(i, FrameType.PREPARE, t, frames[i])
             if len(payload) != size + len(near[i].to) * SEALED_BYTES:
                 raise ProtocolError(self.roster.names[i], "prepare has a wrong length")
-            statement = Statement.read(payload[:size], self.roster.keys[i], self.context, t)
+            statement = ShareCommitments.read(payload[:size], self.roster.keys[i], self.context, t)
             if statement is None:
                 raise ProtocolError(self.roster.names[i], "did not sign the hashes of her shares")
             statements[i] = statement
@@ -375,7 +390,7 @@ class MaskingServer(Endpoint):
                     rank = graph.rank(j, i, self._picks_of[j]) if j in dealers else 0
                     rows.append(statements[j].pairs[rank] if j in dealers else _NO_PAIR)
                     rows.append(envelopes[j][i])
-            out[i] = self._seal(i, Kind.DELIVER, t, b"".join(rows))
+            out[i] = self._seal(i, FrameType.DELIVER, t, b"".join(rows))
         return out
 
     def survivors(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -386,11 +401,11 @@ class MaskingServer(Endpoint):
         for i in sorted(frames):
             if i not in members:
                 raise ProtocolError(self.roster.names[i], f"is not a member of round {t}")
-            total += self._words(i, self._open(i, Kind.MASKED, t, frames[i]))
+            total += self._words(i, self._open(i, FrameType.MASKED, t, frames[i]))
         state.total, state.survivors = total, tuple(sorted(frames))
         packed = pack_members(state.survivors, self.terms.parties)
-        payload = packed + Witness.signed(self._identity, self.context, t, packed).signature
-        return {i: self._seal(i, Kind.SURVIVORS, t, payload) for i in state.survivors}
+        payload = packed + SurvivorAttestation.signed(self._identity, self.context, t, packed).signature
+        return {i: self._seal(i, FrameType.SURVIVORS, t, payload) for i in state.survivors}
 
     def finish(self, t: int, frames: Mapping[int, bytes]) -> Vector:
         """Open the masks that did not cancel and return the noisy sum.
@@ -424,7 +439,7 @@ class MaskingServer(Endpoint):
         if state is None or state.total is None or not state.opened:
             raise ProtocolError(self.name, f"round {t} has no result")
         payload = state.total.astype("<u8").tobytes()
-        return {i: self._seal(i, Kind.RESULT, t, payload) for i in to}
+        return {i: self._seal(i, FrameType.RESULT, t, payload) for i in to}
 
     def _verified(self, state: _ServerRound, t: int, frames: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
         """By dealer and rank, the returned shares that the dealer committed to; false holders are noted."""
@@ -434,7 +449,7 @@ class MaskingServer(Endpoint):
         for i in sorted(frames):
             if i not in survivors:
                 raise ProtocolError(self.roster.names[i], f"is not in the sum of round {t}")
-            payload = self._open(i, Kind.REVEAL, t, frames[i])
+            payload = self._open(i, FrameType.REVEAL, t, frames[i])
             dealers = sorted([i, *(j for j in near[i].dealers if j in members)])
             if len(payload) != size * len(dealers):
                 raise ProtocolError(self.roster.names[i], "reveal has a wrong length")
@@ -450,7 +465,7 @@ class MaskingServer(Endpoint):
 
     def _opened(self, state: _ServerRound, j: int, shares: Mapping[int, bytes], here: set[int]) -> bytes | None:
         if len(shares) >= self.terms.threshold:
-            return secret_sharing.join(shares, self.terms.threshold)
+            return secret_sharing.reconstruct(shares, self.terms.threshold)
         name, why = self.roster.names[j], f"{len(shares)} true shares of {self.terms.threshold} needed"
         if self.proved:
             raise ProtocolError(

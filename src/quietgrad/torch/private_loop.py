@@ -64,7 +64,7 @@ class PrivateLoop(Loop):
 
     Args:
         model: any torch module; what it does with a record is that record's own, because it is called for one.
-        loss: loss(output, target) for records (x, target), or loss(model, *record) and loss(model, **record):
+        loss: loss(output, target) for records (x, target), ``loss(model, *record)`` or ``loss(model, **record)``:
             written as for a batch, called with batches of one; returns one number.
         data: a map-style data set, a ``TensorDataset``, or tensors.
         optimizer: steps the model's parameters in :meth:`step`; not needed for :meth:`backward`.

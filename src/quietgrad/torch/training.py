@@ -73,8 +73,8 @@ def fit(
 
     Args:
         model: any module; it is called with one record at a time (BatchNorm is refused).
-        loss_fn: loss(output, target), or loss(model, *record) with a first parameter called ``model``; written as
-            for a batch and called with batches of one, such as ``nn.CrossEntropyLoss()``.
+        loss_fn: ``loss(output, target)``, or ``loss(model, *record)`` if its first parameter is ``model``;
+            written as for a batch, called with batches of one, such as ``nn.CrossEntropyLoss()``.
         train_set: a map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``.
         algorithm: such as ``qg.DPSGD(...)``, ``qg.DPSRM(...)``, ``qg.StagewiseDPSGD(...)``; its learning rate may
             be a schedule.

@@ -1,59 +1,15 @@
-"""All members in this process: the default, and the place where faults can be rehearsed.
-
-Handlers are called one after another, in the caller's thread. Time is simulated: waiting an hour for a member that
-is away takes no time at all.
-"""
+"""All members in this process, called one after another in the caller's thread; time is simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
 
 from quietgrad.federation.exchange import Site
 from quietgrad.federation.transport import Away, Bytes, Clock, Handler
 
-FaultKind = Literal[
-    "lose-request", "lose-reply", "delay", "duplicate", "corrupt", "stale", "crash", "leave", "outage", "restart",
-    "restart-after",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that goes wrong with one party's frames.
-
-    Args:
-        party: whom it happens to.
-        kind: ``lose-request`` (never arrives), ``lose-reply`` (handled, answer lost), ``delay`` (``seconds`` late),
-            ``duplicate`` (the frame arrives twice), ``corrupt`` (a bit of the reply flips), ``stale`` (the reply
-            to an earlier frame comes instead), ``crash`` (gone for good until :meth:`InProcess.replace`),
-            ``leave`` (absent as long as the fault lasts), ``outage`` (cannot be reached for ``seconds``, alive),
-            ``restart`` (killed when the frame arrives, and back with its folder after ``seconds``),
-            ``restart-after`` (killed once it has answered, before the answer has left).
-        first, last: the frames to this party that it lasts for, counted from 0; ``last`` defaults to ``first``.
-        seconds: of a delay, an outage or a restart.
-    """
-
-    party: str
-    kind: FaultKind
-    first: int
-    last: int | None = None
-    seconds: float = 0.0
-
-    def now(self, number: int) -> bool:
-        """Whether the fault is active for a frame."""
-        return self.first <= number <= (self.first if self.last is None else self.last)
-
 
 class SimulatedClock(Clock):
-    """Time that passes when somebody waits.
-
-    >>> clock = SimulatedClock()
-    >>> clock.sleep(3600.0)
-    >>> clock.now()
-    3600.0
-    """
+    """Time that passes when somebody waits."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -72,100 +28,30 @@ class InProcess:
 
     Args:
         handlers: by name, what answers messages.
-        faults: what goes wrong.
-        restart: makes the handler of a member that was killed anew, for ``restart`` faults.
     """
 
-    def __init__(
-        self,
-        handlers: Mapping[str, Handler],
-        faults: Sequence[Fault] = (),
-        restart: Callable[[str], Handler] | None = None,
-    ) -> None:
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self.clock = SimulatedClock()
         self._sites = {name: Site(handler) for name, handler in handlers.items()}
-        self._faults, self._restart = tuple(faults), restart
         self._renewed: set[str] = set()
-        self._gone: dict[str, float] = {}  # until when
-        self._earlier: dict[str, bytes] = {}
-        self._late: dict[str, tuple[float, bytes]] = {}
-        self._sent: dict[str, int] = dict.fromkeys(handlers, 0)
 
     def parties(self) -> tuple[str, ...]:
-        """Everybody's names."""
+        """The names of all members."""
         return tuple(self._sites)
 
     def renewed(self) -> set[str]:
-        """Who restarted since this was last asked."""
+        """Return the members that were replaced since the last call."""
         found, self._renewed = self._renewed, set()
         return found
 
     def replace(self, name: str, handler: Handler) -> None:
-        """Put a new party in the place of one that crashed."""
+        """Put a new process in the place of a member."""
         self._sites[name] = Site(handler)
         self._renewed.add(name)
-        self._gone.pop(name, None)
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
         """Call each handler; see :class:`~quietgrad.federation.transport.Transport`."""
-        if not self._faults and not self._gone:
-            return {name: self._sites[name].answer(frame) for name, frame in frames.items()}
-        replies = {name: self._call(name, frame) for name, frame in frames.items()}
-        until = self.clock.now() + seconds
-        due = [at for name in frames if (at := self._late.get(name, (0.0, b""))[0]) > self.clock.now()]
-        if due:  # somebody is still at work: wait for it, as long as the caller would
-            self.clock.sleep(min(max(due), until) - self.clock.now())
-        found: dict[str, Bytes | Away] = {}
-        for name, reply in replies.items():
-            if name in self._late and self._late[name][0] <= self.clock.now():
-                reply = self._late.pop(name)[1]
-            if reply is not None:
-                found[name] = reply
-        return found
+        return {name: self._sites[name].answer(frame) for name, frame in frames.items()}
 
     def close(self) -> None:
-        """Nothing is open."""
-
-    def _answer(self, name: str, frame: Bytes) -> bytes:
-        reply = bytes(self._sites[name].answer(frame))
-        self._earlier[name] = reply
-        return reply
-
-    def _call(self, name: str, frame: Bytes) -> Bytes | Away | None:
-        if name in self._late:
-            return None
-        if name in self._gone and self.clock.now() < self._gone[name]:
-            return Away("cannot be reached")
-        self._gone.pop(name, None)
-        number = self._sent[name]
-        self._sent[name] += 1
-        faults = {fault.kind: fault for fault in self._faults if fault.party == name and fault.now(number)}
-        for kind in ("crash", "outage", "restart", "restart-after"):
-            if (fault := faults.get(kind)) is not None:
-                return self._lose(name, frame, fault)
-        if faults.keys() & {"lose-request", "leave"}:
-            return Away("cannot be reached")
-        earlier = self._earlier.get(name)
-        reply = self._answer(name, frame)
-        if "duplicate" in faults:
-            reply = self._answer(name, frame)
-        if "lose-reply" in faults:
-            return Away("hung up")
-        if (late := faults.get("delay")) is not None:
-            self._late[name] = (self.clock.now() + late.seconds, reply)
-            return None
-        if "stale" in faults and earlier is not None:
-            return earlier
-        if "corrupt" in faults:
-            return reply[:-1] + bytes([reply[-1] ^ 0x40])
-        return reply
-
-    def _lose(self, name: str, frame: Bytes, fault: Fault) -> Away:
-        if fault.kind == "restart-after":
-            self._answer(name, frame)
-        if fault.kind in ("restart", "restart-after"):
-            assert self._restart is not None
-            self._sites[name] = Site(self._restart(name))
-            self._renewed.add(name)
-        self._gone[name] = float("inf") if fault.kind == "crash" else self.clock.now() + fault.seconds
-        return Away("cannot be reached")
+        """Do nothing: no connection is open."""

@@ -34,7 +34,7 @@ from quietgrad.federation.transport.tls_connection import (
     REFUSED,
     REPLY,
     WELCOME,
-    Door,
+    HandshakeQueue,
     alert,
     context_for,
     hang_up,
@@ -69,7 +69,7 @@ class _Seat:
 
 
 @dataclass(frozen=True)
-class Attendance:
+class ResponseStats:
     """How one member did: frames answered and missed, and the mean seconds that an answer took."""
 
     name: str
@@ -109,17 +109,19 @@ class TlsServer(Calls):
         self._seats = {name: _Seat() for name in names}
         self._seating = threading.Lock()
         self._keys = credentials.folder
-        self._door = Door(per_address=PER_ADDRESS + len(self._seats), altogether=ALTOGETHER + len(self._seats))
+        self._door = HandshakeQueue(
+            per_address=PER_ADDRESS + len(self._seats), altogether=ALTOGETHER + len(self._seats)
+        )
         self._last_refusal = -math.inf
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=64)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
-    def attendance(self) -> list[Attendance]:
+    def attendance(self) -> list[ResponseStats]:
         """How every member did so far."""
         return [
-            Attendance(name, seat.answered, seat.missed, seat.seconds / max(1, seat.answered))
+            ResponseStats(name, seat.answered, seat.missed, seat.seconds / max(1, seat.answered))
             for name, seat in self._seats.items()
         ]
 

@@ -122,17 +122,8 @@ PER_ADDRESS = 64  # callers; several members may sit behind one router
 ALTOGETHER = 256
 
 
-class Door:
-    """Unauthenticated connections in the order of their arrival, by address.
-
-    >>> door = Door(per_address=2, altogether=3)
-    >>> pairs = [socket.socketpair() for _ in range(4)]
-    >>> evicted = [door.admit(pair[0], address) for pair, address in zip(pairs, "aaab")]
-    >>> evicted, door.waiting
-    ([0, 0, 1, 0], 3)
-    >>> for pair in pairs:
-    ...     _ = [end.close() for end in pair]
-    """
+class HandshakeQueue:
+    """Unauthenticated connections in the order of their arrival, by address."""
 
     def __init__(self, *, per_address: int = PER_ADDRESS, altogether: int = ALTOGETHER) -> None:
         self._per_address, self._altogether = per_address, altogether
