@@ -1,13 +1,9 @@
-"""Work on a cluster: pieces of a table are summed where they lie, and only sums come back.
+"""Dask clusters: partitions of a table are summed where they lie, and only sums come back.
 
 Nothing here knows losses, noise or budgets. The session that asked adds the noise, once, to the sum it is given.
 
-Dask data frames, partition by partition: each is summed by the worker that holds it.
-
-What a partition is made of is the frame's own affair and may come out otherwise the next time. So its numbers are
-summed up when it is first read, and a later reading that differs is refused.
-
-The workers of a Dask cluster as those who read and sum pieces of a table.
+A Dask frame may compute a partition anew at each reading. So each partition is hashed when it is first read, and a
+later reading that differs is refused.
 
 Consecutive pieces go to one worker, their sums are merged in the tree of
 :func:`quietgrad.objectives.tables.scanned.merged`, and the merged ones again, eight at a time, on the workers: the

@@ -4,10 +4,9 @@ Reading never waits for a pipe, never opens a device and never takes more than a
 goes to a fresh file with an unpredictable name that cannot be a link somebody laid there, and replaces the target
 in one step, so a crash leaves the old file or the new one, never a part.
 
-One rule for names that become part of a path, and one for names that are only written down and shown.
-
-A federation, a party, a run or a data set is named by somebody else, and the name becomes a folder or a file here:
-``../../etc`` must never arrive there, nor a name that two file systems spell differently.
+There is one rule for names that become part of a path, and one for names that are only shown. A federation, a
+party, a run or a data set is named by somebody else, and the name becomes a folder or a file here: ``../../etc``
+must never arrive there, nor a name that two file systems spell differently.
 """
 
 from __future__ import annotations

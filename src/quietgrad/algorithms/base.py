@@ -1,7 +1,7 @@
 """What every algorithm is, and the loop that first-order ones share.
 
 An algorithm is a frozen, public configuration. It plans its releases from a public n, starts a state, and takes
-steps through a session's door until ``state.done``. State is plain data, so that a run can be saved and resumed.
+steps through a session until ``state.done``. State is plain data, so that a run can be saved and resumed.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Algorithm(HasSchedule, Protocol):
         """The state that a run from ``x0`` starts with."""
         ...
 
-    def step(self, state: State, door: Session) -> State:
-        """One step through the door."""
+    def step(self, state: State, session: Session) -> State:
+        """One step through the session."""
         ...
 
     def output(self, state: State) -> Vector:
@@ -101,7 +101,7 @@ class Algorithm(HasSchedule, Protocol):
         """Raise if settings, loss and start do not go together; before anything is reserved."""
         return
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """By slot, every query that a run may ask, and what may vary in it; nothing if others cannot approve it."""
         return iter(())
 
@@ -182,23 +182,23 @@ class FirstOrder(Algorithm):
         apart = fresh and not any(slot.mechanism.together for slot in slots)
         return Schedule(slots, "parallel" if apart else "sequential")
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """What the oracle asks."""
-        return self._oracle.asks(x0, door)
+        return self._oracle.asks(x0, session)
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
         return State(params=copy(x0))
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         """One release, one update."""
         if state.step == 0:
-            state.stop_at = self._draw_round(door)
+            state.stop_at = self._draw_round(session)
             if state.stop_at == 0:
                 state.done = True
                 return state
-        state.estimate = self._oracle.estimate(state.estimate, state.params, door)
-        gradient = state.estimate.value + door.regularizer.gradient(state.params)
+        state.estimate = self._oracle.estimate(state.estimate, state.params, session)
+        gradient = state.estimate.value + session.regularizer.gradient(state.params)
         size, direction = self.direction(state, gradient)
         state.params = self.project(state.params - size * direction)
         state.step += 1
@@ -230,11 +230,11 @@ class FirstOrder(Algorithm):
     _rate: LearningRate
     _oracle: Oracle
 
-    def _draw_round(self, door: Session) -> int | None:
+    def _draw_round(self, session: Session) -> int | None:
         probabilities = self.rounds()
         if probabilities is None:
             return None
-        u, total = door.uniform("round") * math.fsum(probabilities), 0.0
+        u, total = session.uniform("round") * math.fsum(probabilities), 0.0
         for k, p in enumerate(probabilities):
             total += p
             if u < total:

@@ -72,35 +72,35 @@ class DPAGD(Algorithm):
             "filter",
         )
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         yield "gradient", Asked(Gradient(x0, self.clip))
         yield "length", Asked((Loss(x0, self.loss_clip),) * self.grid)
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0), extra={"longest": self.longest_step, "recent": []})
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         extra = state.extra
         if "gradient_rho" not in extra:
-            first = 1.0 if math.isinf(door.rho_left) else door.rho_left / (2 * self.splits)
+            first = 1.0 if math.isinf(session.rho_left) else session.rho_left / (2 * self.splits)
             extra.update(gradient_rho=first, length_rho=first)
         cost = self._gradient_cost(state) + extra["length_rho"]
-        if cost > door.rho_left or state.step >= self.max_steps:
+        if cost > session.rho_left or state.step >= self.max_steps:
             state.done = True
             state.stopped_by = "steps" if state.step >= self.max_steps else "budget"
             return state
-        gradient = self._measure(state, door)
+        gradient = self._measure(state, session)
         length = norm(gradient)
         direction = gradient * (1.0 / length) if length > 0.0 else gradient
         lengths = [extra["longest"] * k / (self.grid - 1) for k in range(self.grid)]
         candidates = [state.params - a * direction for a in lengths]
         # n·F(c) = Σ fᵢ(c) + n·r(c): the second part is public, and without it the choice is that of another risk.
-        n = door.expected_batch("length")
-        chosen = door.choose(
+        n = session.expected_batch("length")
+        chosen = session.choose(
             "length",
             [Loss(c, self.loss_clip) for c in candidates],
             rho=extra["length_rho"],
-            offsets=[n * float(door.regularizer.value(c)) for c in candidates],
+            offsets=[n * float(session.regularizer.value(c)) for c in candidates],
         )
         state.step += 1
         if chosen == 0:
@@ -118,11 +118,11 @@ class DPAGD(Algorithm):
     def _gradient_cost(self, state: State) -> float:
         return float(state.extra["gradient_rho"] * (self.growth if state.extra.get("refused") else 1.0))
 
-    def _measure(self, state: State, door: Session) -> Vector:
+    def _measure(self, state: State, session: Session) -> Vector:
         """A fresh noisy gradient, or the last one averaged with another that costs only the increase of ρ."""
         cost = self._gradient_cost(state)
-        fresh = door.release("gradient", Gradient(state.params, self.clip), rho=cost)
-        fresh = fresh * (1.0 / door.expected_batch("gradient")) + door.regularizer.gradient(state.params)
+        fresh = session.release("gradient", Gradient(state.params, self.clip), rho=cost)
+        fresh = fresh * (1.0 / session.expected_batch("gradient")) + session.regularizer.gradient(state.params)
         if state.extra.get("refused"):
             old = state.extra["gradient_rho"]
             fresh = (old * state.estimate.value + cost * fresh) * (1.0 / (old + cost))

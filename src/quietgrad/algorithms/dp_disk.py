@@ -43,13 +43,13 @@ class KalmanGradient(Oracle):
         sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
         return (slot_of("gradient", sampling, steps, self.noise, self.law),)
 
-    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
-        size = door.expected_batch("gradient")
+    def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
+        size = session.expected_batch("gradient")
         if state.value is None:
-            total = door.release("gradient", Gradient(params, self.clip))
+            total = session.release("gradient", Gradient(params, self.clip))
             return Estimate(total * (1.0 / size), params, 0.0, 1)
         ahead = params + self.lookahead * (params - state.previous)
-        total = door.release("gradient", self._query(ahead, params)) * (self.kappa * self._weight / size)
+        total = session.release("gradient", self._query(ahead, params)) * (self.kappa * self._weight / size)
         return Estimate(total + (1.0 - self.kappa) * state.value, params, 0.0, state.calls + 1)
 
     @property
@@ -59,7 +59,7 @@ class KalmanGradient(Oracle):
     def _query(self, ahead: Vector, params: Vector) -> JointMomentum:
         return JointMomentum(ahead, params, min(1.0, 1.0 / self._weight), self.clip / self._weight)
 
-    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         yield "gradient", Asked(Gradient(params, self.clip))
         yield "gradient", Asked(self._query(params, params))
 

@@ -1,8 +1,8 @@
-"""DP-SGD (Abadi et al. 2016) and its non-private twin: noisy means of clipped gradients.
+"""DP-SGD, DP-GD and DP-Adam, with their non-private twins SGD and GD.
 
-DP-GD (Wang et al. 2017): full-batch gradient descent, whose releases compose exactly as Gaussians.
-
-DP-Adam: Adam's step on the noisy mean of clipped gradients; all its moments are post-processing.
+DP-SGD (Abadi et al. 2016) steps along noisy means of clipped gradients. DP-GD (Wang et al. 2017) uses all records
+in each step, so its releases compose exactly as Gaussians. DP-Adam applies Adam's step to the same means; its
+moments are post-processing.
 """
 
 from __future__ import annotations
@@ -172,11 +172,11 @@ class DPAdam(FirstOrder):
         check_range("floor", self.floor, 0.0, math.inf, closed=False)
         super().__post_init__()
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         if self.subtract_noise and "noise" not in state.memo:
-            mean = self.clip / door.expected_batch("gradient")
-            state.memo["noise"] = (noise_multiplier(door) * mean) ** 2 if door.plan.is_private else 0.0
-        return super().step(state, door)
+            mean = self.clip / session.expected_batch("gradient")
+            state.memo["noise"] = (noise_multiplier(session) * mean) ** 2 if session.plan.is_private else 0.0
+        return super().step(state, session)
 
     def oracle(self) -> Oracle:
         return MiniBatch(self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise)

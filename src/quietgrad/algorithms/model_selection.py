@@ -6,12 +6,11 @@ test on the held-out rest is returned. The test is one AboveThreshold search ove
 (:class:`~quietgrad.objectives.queries.second_order.Excess`); the parts are disjoint, so each may spend the whole
 budget.
 
-Private selection across parties that trust nobody (paper 003, Algorithm 4), and what its noise costs.
-
-For each candidate every party releases its mean gradient and its mean Hessian under its own noise; the server
-averages and takes the first candidate that passes both tests. Noise on a Hessian must cover its Frobenius norm,
-2M√d/n under replace-one, and T candidates share the budget: T(μ_g² + μ_H²) = μ². As printed the noise is an
-independent triangle; that of the Gaussian orthogonal ensemble has the same privacy and a spectral norm √2 less.
+The distributed form (paper 003, Algorithm 4) trusts no party. For each candidate every party releases its mean
+gradient and its mean Hessian under its own noise; the server averages and takes the first candidate that passes
+both tests. Noise on a Hessian must cover its Frobenius norm, 2M√d/n under replace-one, and T candidates share the
+budget: T(μ_g² + μ_H²) = μ². As printed the noise is an independent triangle; that of the Gaussian orthogonal
+ensemble has the same privacy and a spectral norm √2 less.
 """
 
 from __future__ import annotations
@@ -101,21 +100,21 @@ class ModelSelection(Algorithm):
         """Start at ``x0``."""
         return State(params=copy(x0), extra={"samples_used": 0, "near": 0, "candidates": [], "chosen": -1})
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         """One step of SPIDER, or the search when records for the next one would cut into the held-out part."""
         extra = state.extra
         if state.step == 0:
-            extra.update(self._settle(door, len(state.params)))
+            extra.update(self._settle(session, len(state.params)))
         state.step += 1
-        left = door.plan.n_public - extra["samples_used"] - door.expected_batch("select")
-        if state.step > self.steps or left < door.expected_batch("o1"):
-            return self._search(state, door)
+        left = session.plan.n_public - extra["samples_used"] - session.expected_batch("select")
+        if state.step > self.steps or left < session.expected_batch("o1"):
+            return self._search(state, session)
         try:
-            state.estimate = self.oracle.estimate(state.estimate, state.params, door)
+            state.estimate = self.oracle.estimate(state.estimate, state.params, session)
         except ExhaustedError:
-            return self._search(state, door)
-        extra["samples_used"] = _samples(door)
-        gradient = state.estimate.value + door.regularizer.gradient(state.params)
+            return self._search(state, session)
+        extra["samples_used"] = _samples(session)
+        gradient = state.estimate.value + session.regularizer.gradient(state.params)
         if norm(gradient) <= 3.0 * extra["chi"]:
             extra["candidates"].append(state.params)
             extra["near"] += 1
@@ -128,37 +127,37 @@ class ModelSelection(Algorithm):
         """The chosen iterate, or the last one if none passed."""
         return state.params
 
-    def _search(self, state: State, door: Session) -> State:
+    def _search(self, state: State, session: Session) -> State:
         extra = state.extra
-        clip, smoothness = self.oracle.lipschitz(door), self.oracle.smooth(door)
-        n = door.expected_batch("select")
+        clip, smoothness = self.oracle.lipschitz(session), self.oracle.smooth(session)
+        n = session.expected_batch("select")
         tests = [Excess(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]]
-        chosen = door.first_below("select", tests, 0.0)
-        extra["samples_used"] = _samples(door)
+        chosen = session.first_below("select", tests, 0.0)
+        extra["samples_used"] = _samples(session)
         extra["asked"] = len(extra["candidates"])
         if chosen is not None:
             extra["chosen"], state.params = chosen, extra["candidates"][chosen]
         state.stopped_by, state.done = "samples" if chosen is None else "sosp", True
         return state
 
-    def _settle(self, door: Session, dim: int) -> dict[str, float]:
-        smoothness = total_smoothness(self.oracle, door)
-        chi = perturbed_sgd_settings.estimate_error(self.oracle.error(door), dim, self.steps, self.failure)
+    def _settle(self, session: Session, dim: int) -> dict[str, float]:
+        smoothness = total_smoothness(self.oracle, session)
+        chi = perturbed_sgd_settings.estimate_error(self.oracle.error(session), dim, self.steps, self.failure)
         alpha = 4.0 * chi if self.alpha is None else self.alpha
-        rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
+        rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
         return {
             "eta": 1.0 / smoothness if self.learning_rate is None else self.learning_rate,
             "chi": chi,
             "alpha": alpha,
             "rho": rho,
             "tolerance": perturbed_sgd_settings.check_tolerance(
-                door.plan.n_public, alpha, rho, smoothness, door.objective
+                session.plan.n_public, alpha, rho, smoothness, session.objective
             ),
         }
 
 
-def _samples(door: Session) -> int:
-    return round(sum(used * door.expected_batch(slot) for slot, used in door.used.items()))
+def _samples(session: Session) -> int:
+    return round(sum(used * session.expected_batch(slot) for slot, used in session.used.items()))
 
 
 HessianNoise = Literal["goe", "triangle"]
@@ -166,9 +165,9 @@ HessianNoise = Literal["goe", "triangle"]
 
 @dataclass(frozen=True, eq=False)
 class HessianSelection(Algorithm):
-    """Algorithm 4 through any door: T noisy mean gradients and Hessians, the first pair that passes is taken.
+    """Algorithm 4 through any session: T noisy mean gradients and Hessians, the first pair that passes is taken.
 
-    Through one curator's door the noise is that of one holder of all records;
+    Through one curator's session the noise is that of one holder of all records;
     ``run_on_parties`` of ``reproduce/local_parties.py`` gives it the doors of parties that each add their own.
 
     Args:
@@ -217,9 +216,9 @@ class HessianSelection(Algorithm):
             "failure": self.failure,
         }
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """The candidates are public: each is asked about as it is."""
-        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "record_smoothness"))
+        clip, smoothness = (constant_of(name, name, None, session) for name in ("lipschitz", "record_smoothness"))
         for x in self.candidates:
             yield "gradient", Asked(Gradient(x, clip), pinned=("params",))
             yield "hessian", Asked(PackedHessian(x, smoothness, self.noise == "goe", self.rank), pinned=("params",))
@@ -228,17 +227,17 @@ class HessianSelection(Algorithm):
         """Nothing tested yet; ``x0`` is returned if no candidate passes."""
         return State(params=x0, extra={"chosen": -1, "gradient_norms": [], "lambda_mins": []})
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         """Test one candidate: lines 2–8."""
         x, extra = self.candidates[state.step], state.extra
-        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "record_smoothness"))
+        clip, smoothness = (constant_of(name, name, None, session) for name in ("lipschitz", "record_smoothness"))
         query = PackedHessian(x, smoothness, self.noise == "goe", self.rank)
-        gradient = door.release("gradient", Gradient(x, clip)) / door.expected_batch("gradient")
-        hessian = query.unpack(door.release("hessian", query) / door.expected_batch("hessian"))
-        if door.regularizer.smoothness:
-            hessian[np.diag_indices(len(x))] += door.regularizer.curvature(x)
-        steep, bent = self.thresholds(door)
-        extra["gradient_norms"].append(norm(gradient + door.regularizer.gradient(x)))
+        gradient = session.release("gradient", Gradient(x, clip)) / session.expected_batch("gradient")
+        hessian = query.unpack(session.release("hessian", query) / session.expected_batch("hessian"))
+        if session.regularizer.smoothness:
+            hessian[np.diag_indices(len(x))] += session.regularizer.curvature(x)
+        steep, bent = self.thresholds(session)
+        extra["gradient_norms"].append(norm(gradient + session.regularizer.gradient(x)))
         extra["lambda_mins"].append(float(np.linalg.eigvalsh(hessian)[0]))
         if extra["gradient_norms"][-1] <= steep and extra["lambda_mins"][-1] >= bent:
             extra["chosen"], state.params = state.step, x
@@ -251,7 +250,7 @@ class HessianSelection(Algorithm):
         """The chosen candidate."""
         return state.params
 
-    def thresholds(self, door: Session) -> tuple[float, float]:
+    def thresholds(self, session: Session) -> tuple[float, float]:
         """Line 7, with the noise's share from its true scale instead of unnamed constants.
 
         ‖∇‖ ≤ α + G·log(8d/ω′)/√N + s_g(√d + t) and λ_min ≥ −(√(ρα) + M√(log(8d/ω′)/N) + s_H(2√d + t)), N all
@@ -259,13 +258,13 @@ class HessianSelection(Algorithm):
         of the mean Hessian off the diagonal: ‖GOE‖ is about 2√d·s_H.
         """
         clip, smoothness, rho = (
-            constant_of(name, name, given, door)
+            constant_of(name, name, given, session)
             for name, given in (("lipschitz", None), ("record_smoothness", None), ("hessian_lipschitz", self.rho))
         )
-        dim, records = len(self.candidates[0]), door.expected_batch("gradient")
+        dim, records = len(self.candidates[0]), session.expected_batch("gradient")
         log_d = math.log(8.0 * dim / self.failure)
         tail = math.sqrt(2.0 * math.log(16.0 * len(self.candidates) / self.failure))
-        scale = noise_multiplier(door) / records
+        scale = noise_multiplier(session) / records
         bound = PackedHessian(self.candidates[0], smoothness, rank=self.rank).bound
         spread = scale * bound / (math.sqrt(2.0) if self.noise == "goe" else 1.0)
         steep = self.alpha + clip * log_d / math.sqrt(records) + scale * clip * (math.sqrt(dim) + tail)

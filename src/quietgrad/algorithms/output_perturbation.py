@@ -1,16 +1,16 @@
-"""Output perturbation (paper 004, Algorithm 1): gradient descent without noise, then one noise on the model.
+"""Output perturbation (paper 004, Algorithm 1) and weighted averaging of parties' models (WD-DP, paper 002).
+
+Output perturbation runs gradient descent without noise and adds noise once, to the model.
 
 The stability of gradient descent bounds how far one record moves the model: Δ = (2L/(nμ))(1 − (1−ημ)^T) if the
 regulariser is μ-strongly convex and η ≤ 2/(μ+β), and 2LTη/n if the risk is only convex and η ≤ 2/β. Both improve
 on the printed lemmas and need no ball: L is the Lipschitz constant of the *unregularised* loss, which the row bound
 enforces. Per-record clipping is refused: a clipped field need not be the gradient of anything convex.
 
-Weighted averaging of parties' models (WD-DP, paper 002), with noise that keeps what the paper promised.
-
-The printed theorem is false: averaging weighted models also averages their noise away, so the output carries
-‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed
+*Weighted averaging.* The printed theorem is false: averaging weighted models also averages their noise away, so
+the output carries ‖w‖₂²σ² and not σ², and the server sees models with n/n_j times less noise than claimed
 (``reproduce/printed_average.py`` has both numbers). Three calibrations are right, all runs of this one algorithm
-through different doors:
+through different curators:
 
 (i)   ``method="rounds"``: in every round the n_j/n-weighted mean gradient leaves with noise for all n records
       together; under a secure sum nobody sees more. T rounds.
@@ -137,26 +137,26 @@ class OutputPerturbation(Algorithm):
     def schedule(self, n_public: int) -> Schedule:
         return Schedule((Slot("model", FullBatch(), mechanism=from_json(self.mechanism)),))
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
-        yield "model", Asked(self._fit(x0, door), pinned=("start",))
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
+        yield "model", Asked(self._fit(x0, session), pinned=("start",))
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
 
-    def step(self, state: State, door: Session) -> State:
-        state.params = door.release("model", self._fit(state.params, door))
+    def step(self, state: State, session: Session) -> State:
+        state.params = session.release("model", self._fit(state.params, session))
         state.step = 1
         state.done = True
         return state
 
-    def _fit(self, start: Vector, door: Session) -> LocalFit:
+    def _fit(self, start: Vector, session: Session) -> LocalFit:
         step_size = self.learning_rate
         if step_size is None:
-            constants = door.objective.constants()
+            constants = session.objective.constants()
             mu, beta = constants.strong_convexity, constants.smoothness
             step_size = 2.0 / (mu + beta) if mu else 1.0 / beta
-        n = door.plan.n_public
-        return local_fit(door.objective, n=n, steps=self.steps, step_size=step_size, start=start)
+        n = session.plan.n_public
+        return local_fit(session.objective, n=n, steps=self.steps, step_size=step_size, start=start)
 
     def output(self, state: State) -> Vector:
         return state.params
@@ -248,28 +248,28 @@ class WeightedAverage(Algorithm):
             return Schedule((Slot("model", FullBatch()),))
         return Schedule((Slot("gradient", FullBatch(), self.steps),))
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         if self.method == "one-shot":
-            yield "model", Asked(self._fit(x0, door), pinned=("start",))
+            yield "model", Asked(self._fit(x0, session), pinned=("start",))
         else:
             yield "gradient", Asked(Gradient(x0, self.clip))
 
-    def _fit(self, start: Vector, door: Session) -> LocalFit:
-        rate = self.step_size(door.objective)
-        return local_fit(door.objective, door.plan.n_public, self.steps, rate, start=start)
+    def _fit(self, start: Vector, session: Session) -> LocalFit:
+        rate = self.step_size(session.objective)
+        return local_fit(session.objective, session.plan.n_public, self.steps, rate, start=start)
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
 
-    def step(self, state: State, door: Session) -> State:
-        rate = self.step_size(door.objective)
+    def step(self, state: State, session: Session) -> State:
+        rate = self.step_size(session.objective)
         if self.method == "one-shot":
-            state.params = door.release("model", self._fit(state.params, door))
+            state.params = session.release("model", self._fit(state.params, session))
             state.step, state.done = 1, True
             return state
-        gradient = door.release("gradient", Gradient(state.params, self.clip))
-        gradient *= 1.0 / door.expected_batch("gradient")
-        gradient += door.regularizer.gradient(state.params)
+        gradient = session.release("gradient", Gradient(state.params, self.clip))
+        gradient *= 1.0 / session.expected_batch("gradient")
+        gradient += session.regularizer.gradient(state.params)
         state.estimate.value = gradient
         state.params = state.params - rate * gradient
         state.step += 1

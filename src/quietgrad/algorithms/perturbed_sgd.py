@@ -173,26 +173,28 @@ class PerturbedSGD(Algorithm):
         objective.check_domain(x0)
         self._settle(plan_preview(objective, plan), len(x0))
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """What the oracle asks."""
-        return self.oracle.asks(x0, door)
+        return self.oracle.asks(x0, session)
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
         return State(params=copy(x0), extra={"escapes": 0, "attempt": 0, "samples_used": 0, "start": copy(x0)})
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         """One call of the oracle and, but for the call that finds a small gradient, one update."""
         extra = state.extra
         if state.step == 0:
-            extra.update(self._settle(door, len(state.params)))
+            extra.update(self._settle(session, len(state.params)))
         try:
-            state.estimate = self.oracle.estimate(state.estimate, state.params, door)
+            state.estimate = self.oracle.estimate(state.estimate, state.params, session)
         except ExhaustedError:
-            return _stop(state, "samples" if door.plan.schedule.composition == "parallel" else "steps")
+            return _stop(state, "samples" if session.plan.schedule.composition == "parallel" else "steps")
         state.step += 1
-        extra["samples_used"] = round(sum(used * door.expected_batch(slot) for slot, used in door.used.items()))
-        gradient = state.estimate.value + door.regularizer.gradient(state.params)
+        extra["samples_used"] = round(
+            sum(used * session.expected_batch(slot) for slot, used in session.used.items())
+        )
+        gradient = state.estimate.value + session.regularizer.gradient(state.params)
         if extra["attempt"]:
             self._attempt(state, gradient)
         elif norm(gradient) <= 3.0 * extra["chi"]:
@@ -245,9 +247,9 @@ class PerturbedSGD(Algorithm):
         )
         extra.update(sought=found.tolerance, radius=found.radius, escape_steps=found.escape_steps)
 
-    def _settle(self, door: Session, dim: int) -> dict[str, Any]:
+    def _settle(self, session: Session, dim: int) -> dict[str, Any]:
         """The public numbers of the run: given, or from the oracle's error and what the loss states."""
-        chi, push = self._error(door, dim)
+        chi, push = self._error(session, dim)
         more: dict[str, Any] = {"alpha": 4.0 * chi}
         if self.mode == "practical":
             assert self.learning_rate is not None
@@ -259,10 +261,10 @@ class PerturbedSGD(Algorithm):
                          "sought": found.tolerance, "tolerance": found.tolerance}  # fmt: skip
                 more |= {"push": push, "first": first, **first}
         else:
-            smoothness = total_smoothness(self.oracle, door)
-            rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, door)
+            smoothness = total_smoothness(self.oracle, session)
+            rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
             perturbed_sgd_settings.check_tolerance(
-                door.plan.n_public, 4.0 * chi, rho, smoothness, door.objective, self.curvature
+                session.plan.n_public, 4.0 * chi, rho, smoothness, session.objective, self.curvature
             )
             found = perturbed_sgd_settings.derived(
                 chi, push, smoothness=smoothness, rho=rho, failure=self.failure, eta=self.learning_rate,
@@ -273,13 +275,13 @@ class PerturbedSGD(Algorithm):
             found = found._replace(escape_steps=self.escape_steps)
         if self.attempts is not None:
             found = found._replace(attempts=self.attempts)
-        return {**found._asdict(), **more, "claim": self._claim(door)}
+        return {**found._asdict(), **more, "claim": self._claim(session)}
 
-    def _claim(self, door: Session) -> str:
+    def _claim(self, session: Session) -> str:
         """Whether a stop rests on constants that the loss states, or on what was seen alone."""
         if self.mode == "theory":
             return "stated constants, with s and C taken as given"
-        own = getattr(door.objective, "constants", None)
+        own = getattr(session.objective, "constants", None)
         oracle = {
             "lipschitz": getattr(self.oracle, "clip", None),
             "record_smoothness": self.oracle.smoothness,
@@ -296,9 +298,9 @@ class PerturbedSGD(Algorithm):
         weaker = any(least is None or value < least for least, value in known)
         return "observed" if weaker or getattr(self.oracle, "difference_clip", None) else "stated constants"
 
-    def _error(self, door: Session, dim: int) -> tuple[float, float]:
+    def _error(self, session: Session, dim: int) -> tuple[float, float]:
         """χ, and the standard deviation of one coordinate that can be relied on to leave a saddle: r if any."""
-        error = self.oracle.error(door)
+        error = self.oracle.error(session)
         if error is None:
             if self.chi is None:
                 raise ValueError(

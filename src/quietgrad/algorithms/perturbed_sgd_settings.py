@@ -1,4 +1,4 @@
-"""The numbers of a perturbed run when the paper's own equations are out of reach: derived, or practical.
+"""Settings of perturbed SGD: derived from the loss and the noise, practical, or by the equations of paper 003.
 
 *Derived* numbers follow from what the loss states of every record (G, M, ρ) and from the noise. With σ the sampling
 error in norm, r the noise of a coordinate and γ = √(ρα),
@@ -23,11 +23,10 @@ the risk's own, and no constant of the loss is known to hold. If γ is not given
 saddle is left too slowly for 𝒯, and stopping early saves no privacy; so the last drift goes on, and γ is halved (𝒯
 about doubled) whenever it has not got away, until records or steps run out.
 
-Paper 003's settings: equations (4) and (5) and Theorem 2, solved for the α they define implicitly.
-
-All quantities follow from α and a logarithmic factor μ: χ = α/4, ι = sμ, η = √(ρα)/(Mι)², 𝒯 = ι/(sη√(ρα)),
-𝒮 = √(α/ρ)/ι^1.5, b₁ = nκ/(2Uη), b₂ = nηχ²/(2U). These give σ and r (Lemma 7), ψ = √(σ² + r²d), and back
-χ = 4√C·s·μ²·ψ; (5) gives μ from η, ψ and r. :func:`solve` returns the least α that satisfies χ ≥ 4√C·s·μ²·ψ.
+*Theorem* settings solve equations (4) and (5) and Theorem 2 of paper 003 for α. All quantities follow from α and a
+logarithmic factor μ: χ = α/4, ι = sμ, η = √(ρα)/(Mι)², 𝒯 = ι/(sη√(ρα)), 𝒮 = √(α/ρ)/ι^1.5, b₁ = nκ/(2Uη), b₂ =
+nηχ²/(2U). These give σ and r (Lemma 7), ψ = √(σ² + r²d), and back χ = 4√C·s·μ²·ψ; (5) gives μ from η, ψ and r.
+:func:`solve` returns the least α that satisfies χ ≥ 4√C·s·μ²·ψ.
 
 The paper leaves two absolute constants open, "sufficiently large" s and C. Here both default to 1, the least they
 could be; then the settings are consistent with (4) and (5), but Theorem 1 is not claimed for them. Lemma 7's O(·)

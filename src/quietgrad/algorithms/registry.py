@@ -1,14 +1,13 @@
-"""The algorithms by name, and examples of each: what the command line, plan files, tests and audits all read.
+"""The algorithms by name, with examples of each. The command line, plan files, tests and audits all read it.
 
 A new algorithm is a file of this room and an entry here. Its examples make it part of the common table of tests,
 its attacks part of every audit; a test fails if a private algorithm has none.
 
-Settings of every algorithm: for the common problem that all must solve, and small ones for attacks.
-
-The common problem has 3000 records and 6 features (``tests/common.py``): the risk at the origin is 0.693, the least
-about 0.40, and ``loss`` is what the settings reach. A claim of ε = 0.2 cannot be attacked with thousands of runs,
-one of μ ≥ 1 can: for attacks releases are few and budgets generous, and both relations, un-sampled, Poisson-sampled
-and fixed-size batches are covered wherever the algorithm has them.
+Each algorithm has settings for the common problem of the tests and small settings for attacks. The common problem
+has 3000 records and 6 features (``tests/common.py``): the risk at the origin is 0.693, the least about 0.40, and
+``loss`` is what the settings reach. A claim of ε = 0.2 cannot be attacked with thousands of runs, one of μ ≥ 1
+can: for attacks releases are few and budgets generous, and both relations, un-sampled, Poisson-sampled and
+fixed-size batches are covered wherever the algorithm has them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ R is drawn first from P(R = k+1) ∝ 2η_k − βη_k². Only the iterate at R e
 accountant asks for, so the claim is true although the proof is not; ``noise="paper"`` runs it and reports the ε
 that is proved.
 
-Private SGD of Bassily, Smith and Thakurta (2014), the baseline of paper 004: noisy steps kept in a ball.
+``BassilySGD`` is the baseline of paper 004 (Bassily, Smith, Thakurta 2014): noisy steps projected onto a ball.
 """
 
 from __future__ import annotations

@@ -146,23 +146,25 @@ class StagewiseDPSGD(Algorithm):
         apart = self.noise == "independent" and self.cohorts is None
         return f"stage-{stage}" if apart else "stages"
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
-        for slot in door.plan.schedule.slots:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
+        for slot in session.plan.schedule.slots:
             yield slot.name, Asked(Gradient(x0, self.clip))
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0), extra={"stage": 1, "stage_step": 0})
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         stage, t = state.extra["stage"], state.extra["stage_step"]
         if t == 0:
             state.velocity = None  # ω₋₁ = ω₀: a stage starts at rest
             length = self.length(stage)
-            state.stop_at = length if self.returns == "last" else 1 + int(door.uniform(f"stage-{stage}") * length)
+            state.stop_at = (
+                length if self.returns == "last" else 1 + int(session.uniform(f"stage-{stage}") * length)
+            )
         slot = self._slot(stage)
-        gradient = door.release(slot, Gradient(state.params, self.clip))
-        gradient *= 1.0 / door.expected_batch(slot)
-        gradient += door.regularizer.gradient(state.params)
+        gradient = session.release(slot, Gradient(state.params, self.clip))
+        gradient *= 1.0 / session.expected_batch(slot)
+        gradient += session.regularizer.gradient(state.params)
         move = (-self.learning_rate / 2**stage) * gradient
         if state.velocity is not None and t < self.early_momentum * 2**stage:
             move = move + self.momentum * state.velocity

@@ -1,7 +1,7 @@
-"""The door: how a number that depends on data leaves a curator, and the only way it can.
+"""Curators and sessions: the only way in which a number that depends on data leaves the data holder.
 
-A curator holds the data. It opens a *session* for a plan, reserving the plan's whole cost in the ledger first;
-the session answers releases until the plan's counts are used up, and then refuses.
+A curator holds the data. It opens a *session* for a plan after it has reserved the plan's whole cost in the ledger.
+The session answers the releases of that plan until their counts are used up, and refuses all others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def offsets_above_minimum(offsets: Sequence[float] | None, count: int) -> npt.ND
 
 
 class Session(Protocol):
-    """An open door for one plan."""
+    """A session that answers the releases of one plan and refuses all others."""
 
     plan: Plan
     objective: Any
@@ -128,7 +128,7 @@ class Curator(Protocol):
     """Whoever holds the data."""
 
     def open(self, plan: Plan) -> Session:
-        """Reserve the whole cost of ``plan``, durably, and return the door."""
+        """Reserve the whole cost of ``plan``, durably, and return the session."""
         ...
 
     def initial(self) -> Any:

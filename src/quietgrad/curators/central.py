@@ -1,4 +1,4 @@
-"""The central curator: one trusted holder of all records, who pays for a plan before its door opens."""
+"""The central curator: one trusted holder of all records. It pays for a plan before it opens a session."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class CentralCurator:
         note: str = "",
         part: bool = False,
     ) -> CentralSession:
-        """Reserve the cost of ``plan`` durably, then open its door.
+        """Reserve the cost of ``plan`` durably, then open its session.
 
         Args:
             transcript: of the run, if it may be interrupted. One that was found on the disk continues its run:

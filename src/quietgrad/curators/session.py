@@ -1,4 +1,4 @@
-"""The open door of a central curator: one release after another, until the plan's counts are used up.
+"""The session of a central curator: it answers one release after another until the plan's counts are used up.
 
 Each release draws its sample, sums clipped contributions in one compiled call, leaves a MAC of the sum in the run's
 private transcript if it has one, and lets the slot's mechanism add the noise. This is the only place, besides the
@@ -56,7 +56,7 @@ def _serialized(verb: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 class CentralSession:
-    """The open door of a :class:`CentralCurator`; see :class:`quietgrad.curators.base.Session`."""
+    """The session of a :class:`CentralCurator`; see :class:`quietgrad.curators.base.Session`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a run has released, in private: a MAC of every sum before its noise, so that replay is by content.
+"""The private transcript of a run: a MAC of every sum before its noise, so that replay is by content.
 
 An interrupted run continues from its last checkpoint and asks again for what it had released after it. The same
 noise on the same sum tells nothing new; the same noise on any other sum lets anyone subtract the two. So each
@@ -12,10 +12,9 @@ missing, and a copy or a backup may be older than the run: the file, the run's l
 (:class:`~quietgrad.curators.transcript.SealedLog`). Where one of them does not agree, what is missing here is not
 trusted to have never been released, until a new epoch has begun.
 
-A file that one process at a time may hold, and whose every line is on the disk before what it speaks of happens.
-
-A run's transcript, a party's journal and a coordinator's aggregates are such files. Two processes on one would each
-believe that they are the run: the second is refused by name. A process that is killed lets go of the file.
+A :class:`LockedAppendFile` is held by one process at a time, and each line is on the disk before what it describes
+happens. A run's transcript, a party's journal and a coordinator's aggregates are such files. A second process is
+refused by name. A killed process releases the file.
 
 What a run must not forget stands in a :class:`SealedLog`: its lines are chained under the run's key, so none can be
 changed, moved or left out in the middle. That lines are missing at the end is told by three things that a copy of

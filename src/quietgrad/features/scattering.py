@@ -5,15 +5,13 @@ picture's size per channel. Nothing is learned, so a linear model on these featu
 noise little room. Every picture is transformed on its own: no privacy is spent, and none may be by normalising with
 statistics of private pictures. :meth:`Scattering.normalized` divides by what is in the picture itself.
 
-Tables of pixels as tables of scattering features: what ``quietgrad train --features scattering`` does to them.
+``quietgrad train --features scattering`` turns tables of pixels into tables of these features. Every row of
+features is a function of that row of pixels and of public constants, so nothing is spent and a record more or less
+changes no other row. What was done is a few public words that are kept with the model.
 
-Every row of features is a function of that row of pixels and of public constants, so nothing is spent and a record
-more or less changes no other row. What was done is a few public words that are kept with the model.
-
-Means and deviations of scattering features over two public photographs: constants that no private picture makes.
-
-They are the two pictures that come with scikit-learn, a temple and a flower, cut 600 times into squares of 48 to
-400 pixels and shrunk to 32. The numbers are kept in ``photographs.json``: a model means the same everywhere.
+Means and deviations come from two public photographs, so they are constants. These are the two pictures that come
+with scikit-learn, a temple and a flower, cut 600 times into squares of 48 to 400 pixels and shrunk to 32. The
+numbers are kept in ``photographs.json``: a model means the same everywhere.
 
     python -m quietgrad.features.scattering
 

@@ -1,8 +1,8 @@
-"""People made of records: the unit of privacy is whatever ``len(records)`` counts and a sampler's positions
-name.
+"""User-level privacy: records grouped by person, and objectives whose sums bound what one person contributes.
 
-A :class:`UnitGrouping` says which records are whose. :class:`UserLevelObjective` wraps a loss so that a curator
-holds people, not rows: samplers draw people, n is their number, and what one of them contributes to a sum is the
+Sampling, n and clipping refer to privacy units. A :class:`UnitGrouping` says which records belong to one unit.
+:class:`UserLevelObjective` wraps a loss so that a curator holds people, not rows: samplers draw people, n is their
+number, and what one of them contributes to a sum is the
 *clipped combination* of theirs, α·clip_A(g − βg′) + γ·clip_B(g) with g the mean or sum of the gradients of their
 records. Whoever asks about rows in any other way gets them from :func:`rows_of`, with what each of them counts:
 1/k for a person of k records. Contributions of a row lie in a convex set K (a ball, its non-negative part, positive

@@ -54,8 +54,8 @@ class Oracle(Protocol):
         """The releases that ``steps`` estimates may need."""
         ...
 
-    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
-        """The estimate at ``params``, by one release through the door."""
+    def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
+        """The estimate at ``params``, by one release through the session."""
         ...
 
     def config(self) -> dict[str, Any]:
@@ -67,11 +67,11 @@ class Oracle(Protocol):
         """The bound M on per-record smoothness that was given to it, if it takes one."""
         return None
 
-    def error(self, door: Session) -> EstimateError | None:
+    def error(self, session: Session) -> EstimateError | None:
         """How far its estimates are from the gradient, if it can say so."""
         return None
 
-    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """By slot, every query that may be asked, and what may vary in it; nothing if others cannot approve it."""
         return iter(())
 
@@ -162,7 +162,9 @@ def settings_of(oracle: Any) -> dict[str, Any]:
 
 
 def plan_preview(objective: Objective, plan: Plan) -> Any:
-    """What a door of ``plan`` will say about itself: enough to derive settings, nothing that could be released."""
+    """What a session of ``plan`` will say about itself: enough to derive settings, nothing that could be
+    released.
+    """
     return SimpleNamespace(
         plan=plan,
         objective=objective,
@@ -171,22 +173,22 @@ def plan_preview(objective: Objective, plan: Plan) -> Any:
     )
 
 
-def noise_multiplier(door: Session) -> float:
+def noise_multiplier(session: Session) -> float:
     """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to.
 
     Correlated noise is louder in a single release, which is what is asked here.
     """
-    factor: float = getattr(door, "noise_sources", getattr(door.plan, "variance_factor", 1.0))
-    louder = max(slot.mechanism.loudness for slot in door.plan.schedule.slots)
-    return door.plan.noise_multiplier * math.sqrt(factor) * louder
+    factor: float = getattr(session, "noise_sources", getattr(session.plan, "variance_factor", 1.0))
+    louder = max(slot.mechanism.loudness for slot in session.plan.schedule.slots)
+    return session.plan.noise_multiplier * math.sqrt(factor) * louder
 
 
-def constant_of(setting: str, name: str, given: float | None, door: Session) -> float:
+def constant_of(setting: str, name: str, given: float | None, session: Session) -> float:
     """The value ``given`` for a setting, or else the objective's own constant ``name``."""
     if given is not None:
         return given
     try:
-        value = getattr(door.objective.constants(), name)
+        value = getattr(session.objective.constants(), name)
     except ValueError:  # none hold without a bound on the rows
         value = None
     if value is None:
@@ -194,8 +196,8 @@ def constant_of(setting: str, name: str, given: float | None, door: Session) -> 
     return float(value)
 
 
-def total_smoothness(oracle: Oracle, door: Session) -> float:
+def total_smoothness(oracle: Oracle, session: Session) -> float:
     """β of the whole risk: from the M that the oracle was given and the regulariser, or as the objective states."""
     if oracle.smoothness is not None:
-        return oracle.smoothness + door.regularizer.smoothness
-    return constant_of("smoothness", "smoothness", None, door)
+        return oracle.smoothness + session.regularizer.smoothness
+    return constant_of("smoothness", "smoothness", None, session)

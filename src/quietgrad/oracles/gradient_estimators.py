@@ -1,13 +1,13 @@
-"""The plain oracle: the noisy mean of clipped gradients of one sample (DP-SGD, DP-GD).
+"""Gradient estimators: mini-batch means, recursive momentum and SPIDER, and the oracles known by name.
 
-Stochastic recursive momentum (paper 000, Algorithm 1): the estimate corrects itself by gradient differences.
+*Mini-batch*: the noisy mean of clipped gradients of one sample (DP-SGD, DP-GD).
 
+*Recursive momentum* (paper 000, Algorithm 1): the estimate corrects itself by gradient differences,
 v₀ = S₀/b₀ and v_t = (1−γ)v_{t−1} + S_t/b, where S_t is a noisy sum whose terms are
 (1−γ) clip_C2(∇fᵢ(θ_t) − ∇fᵢ(θ_{t−1})) + γ clip_C1(∇fᵢ(θ_t)), or with one joint clip
 clip_C(∇fᵢ(θ_t) − (1−γ)∇fᵢ(θ_{t−1})).
 
-SPIDER: a full gradient now and then, cheap gradient differences between (paper 003, Algorithm 2).
-
+*SPIDER* (paper 003, Algorithm 2): a full gradient now and then, and gradient differences in between,
 ĝ ← O1 = (1/b₁)[Σ clip_G(∇fᵢ(x)) + noise], or ĝ ← ĝ + O2 with O2 = (1/b₂)[Σ clip(∇fᵢ(x) − ∇fᵢ(x′)) + noise].
 A difference is clipped to M‖x − x′‖, which is public, so its noise shrinks with the step and its noise multiplier
 does not change: every release, O1 or O2, is one Gaussian release of the same multiplier. When two iterates coincide
@@ -16,8 +16,6 @@ the difference is zero whatever the data, and nothing is released.
 *fresh*: no record is used twice, so by parallel composition the whole run costs one Gaussian release, however many
 there are; when the records are used up an :class:`~quietgrad.errors.ExhaustedError` says so. *reuse*: Poisson
 samples, the numbers of calls capped beforehand, all of them composed.
-
-The oracles that an algorithm can be given by name.
 """
 
 from __future__ import annotations
@@ -76,18 +74,18 @@ class MiniBatch(Oracle):
         sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
         return (slot_of("gradient", sampling, steps, self.noise, self.law),)
 
-    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
-        total = door.release("gradient", Gradient(params, self.clip))
-        total *= 1.0 / door.expected_batch("gradient")
+    def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
+        total = session.release("gradient", Gradient(params, self.clip))
+        total *= 1.0 / session.expected_batch("gradient")
         return Estimate(total, None, 0.0, state.calls + 1)
 
-    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         yield "gradient", Asked(Gradient(params, self.clip))
 
-    def error(self, door: Session) -> EstimateError:
+    def error(self, session: Session) -> EstimateError:
         """σ ≤ C/√b and r = zC/b."""
-        size = door.expected_batch("gradient")
-        return EstimateError(self.clip / math.sqrt(size), noise_multiplier(door) * self.clip / size)
+        size = session.expected_batch("gradient")
+        return EstimateError(self.clip / math.sqrt(size), noise_multiplier(session) * self.clip / size)
 
     def config(self) -> dict[str, Any]:
         return {"name": type(self).__name__, **settings_of(self)}
@@ -143,13 +141,13 @@ class RecursiveMomentum(Oracle):
         """The slot of the first release: its own, unless all releases together are one thing."""
         return "first" if self.noise == "independent" and self.cohorts is None else "next"
 
-    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+    def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
         if state.value is None:
-            total = door.release(self._first, Gradient(params, self.clip))
-            total *= 1.0 / door.expected_batch(self._first)
+            total = session.release(self._first, Gradient(params, self.clip))
+            total *= 1.0 / session.expected_batch(self._first)
             return Estimate(total, params, 0.0, 1)
-        total = door.release("next", self._query(params, state.previous))
-        total *= 1.0 / door.expected_batch("next")
+        total = session.release("next", self._query(params, state.previous))
+        total *= 1.0 / session.expected_batch("next")
         total += (1.0 - self.gamma) * state.value
         return Estimate(total, params, 0.0, state.calls + 1)
 
@@ -161,7 +159,7 @@ class RecursiveMomentum(Oracle):
             difference_clip = following_clip(min(difference_clip, self.smoothness * norm(params - previous)))
         return RecursiveMomentumQuery(params, previous, self.gamma, self.clip, difference_clip)
 
-    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         yield self._first, Asked(Gradient(params, self.clip))
         varies = {"difference_clip": (0.0, self.difference_clip)}
         adaptive = self.smoothness is not None and not self.joint_clip
@@ -219,19 +217,19 @@ class _PathIntegrated(Oracle, ABC):
 
     # --- estimating -------------------------------------------------------------------------------------------
 
-    def estimate(self, state: Estimate, params: Vector, door: Session) -> Estimate:
+    def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
         """ĝ at ``params``, by O1, O2, or nothing at all if the point has not moved."""
         moved = math.inf if state.value is None else norm(params - state.previous)
         drift = self._drift(state.drift, moved)
-        if state.value is None or self._due(drift, door):
-            total = door.release("o1", Gradient(params, self.lipschitz(door)))
-            total *= 1.0 / door.expected_batch("o1")
+        if state.value is None or self._due(drift, session):
+            total = session.release("o1", Gradient(params, self.lipschitz(session)))
+            total *= 1.0 / session.expected_batch("o1")
             return Estimate(total, params, 0.0, state.calls + 1)
         if moved == 0.0:
             return state
-        bound = self._difference_bound(self.smooth(door) * moved)
-        total = door.release("o2", GradientDifference(params, state.previous, bound))
-        total *= 1.0 / door.expected_batch("o2")
+        bound = self._difference_bound(self.smooth(session) * moved)
+        total = session.release("o2", GradientDifference(params, state.previous, bound))
+        total *= 1.0 / session.expected_batch("o2")
         total += state.value
         return Estimate(total, params, drift, state.calls + 1)
 
@@ -239,9 +237,9 @@ class _PathIntegrated(Oracle, ABC):
         """M‖x − x′‖, at most ``difference_clip``."""
         return following_clip(min(bound, LARGEST_CLIP if self.difference_clip is None else self.difference_clip))
 
-    def asks(self, params: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """A full query with its clip; differences with the clip that the step gives."""
-        yield "o1", Asked(Gradient(params, self.lipschitz(door)))
+        yield "o1", Asked(Gradient(params, self.lipschitz(session)))
         most = self._difference_bound(LARGEST_CLIP)
         yield "o2", Asked(GradientDifference(params, params, most), {"clip": (0.0, most)})
 
@@ -250,7 +248,7 @@ class _PathIntegrated(Oracle, ABC):
         """What has gathered since the last full query, this step included."""
 
     @abstractmethod
-    def _due(self, drift: float, door: Session) -> bool:
+    def _due(self, drift: float, session: Session) -> bool:
         """Whether a full query is due."""
 
     @abstractmethod
@@ -259,13 +257,13 @@ class _PathIntegrated(Oracle, ABC):
 
     # --- constants --------------------------------------------------------------------------------------------
 
-    def lipschitz(self, door: Session) -> float:
+    def lipschitz(self, session: Session) -> float:
         """G: the clip, or the loss's own constant."""
-        return constant_of("clip", "lipschitz", self.clip, door)
+        return constant_of("clip", "lipschitz", self.clip, session)
 
-    def smooth(self, door: Session) -> float:
+    def smooth(self, session: Session) -> float:
         """M: as given, or the loss's own constant."""
-        return constant_of("smoothness", "record_smoothness", self.smoothness, door)
+        return constant_of("smoothness", "record_smoothness", self.smoothness, session)
 
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""
@@ -298,18 +296,18 @@ class AdaptiveSpider(_PathIntegrated):
         if self.kappa is not None and not self.kappa > 0.0:
             raise ValueError(f"kappa={self.kappa!r}: must be > 0; it is the drift that calls for a full query.")
 
-    def drift_limit(self, door: Session) -> float:
+    def drift_limit(self, session: Session) -> float:
         """κ."""
         if self.kappa is not None:
             return self.kappa
-        full, difference = self.batches(door.plan.n_public)
-        return (self.lipschitz(door) * difference / (self.smooth(door) * full)) ** 2
+        full, difference = self.batches(session.plan.n_public)
+        return (self.lipschitz(session) * difference / (self.smooth(session) * full)) ** 2
 
-    def error(self, door: Session) -> EstimateError:
+    def error(self, session: Session) -> EstimateError:
         """Lemma 7 with its constants: σ² = G²/b₁ + M²κ/b₂ and r² = (zG/b₁)² + (zM/b₂)²κ."""
-        full, difference = (door.expected_batch(slot) for slot in ("o1", "o2"))
-        g, m_drift = self.lipschitz(door), self.smooth(door) * math.sqrt(self.drift_limit(door))
-        z = noise_multiplier(door)
+        full, difference = (session.expected_batch(slot) for slot in ("o1", "o2"))
+        g, m_drift = self.lipschitz(session), self.smooth(session) * math.sqrt(self.drift_limit(session))
+        z = noise_multiplier(session)
         return EstimateError(
             math.hypot(g / math.sqrt(full), m_drift / math.sqrt(difference)),
             z * math.hypot(g / full, m_drift / difference),
@@ -318,8 +316,8 @@ class AdaptiveSpider(_PathIntegrated):
     def _drift(self, drift: float, moved: float) -> float:
         return drift + moved * moved
 
-    def _due(self, drift: float, door: Session) -> bool:
-        return drift >= self.drift_limit(door)
+    def _due(self, drift: float, session: Session) -> bool:
+        return drift >= self.drift_limit(session)
 
     def _usual_full_queries(self, steps: int) -> int:
         return math.ceil(steps / 10)
@@ -345,7 +343,7 @@ class Spider(_PathIntegrated):
     def _drift(self, drift: float, moved: float) -> float:
         return drift + 1.0
 
-    def _due(self, drift: float, door: Session) -> bool:
+    def _due(self, drift: float, session: Session) -> bool:
         return drift >= self.period
 
     def _usual_full_queries(self, steps: int) -> int:

@@ -1,6 +1,4 @@
-"""A plan in words: each release, its sensitivity, its amplification, and the accountant that proved the total.
-
-What a plan takes on a table that is scanned: passes, bytes, processor hours and time, before any file is opened.
+"""A plan in words: each release, its sensitivity, its amplification, the accountant, and what a scan would take.
 
 A release of a table that is not in memory is a pass over it. A pass costs so much per row and per value, and where
 rows are measured in whitened coordinates so much per value squared. The five numbers are fitted to measured runs by

@@ -1,13 +1,11 @@
-"""What a run will release, decided before any data: slots, how they compose, and the plan that prices them.
+"""What a run will release, decided before any data is read: slots, their composition, and the calibrated plan.
 
 A *slot* is a kind of release: its name, its sampling, how often it may happen and how loud its noise is relative
 to the plan's. A *schedule* is all slots of an algorithm and how they compose. A *plan* adds the budget and the
 noise that meets it; a curator opens a session for a plan and refuses whatever the plan does not hold.
 
-The price of a plan: the noise with which its releases meet a budget, found once and proved before it is used.
-
-Nothing else in quietgrad calibrates a plan. A remembered calibration is a guess like any other: the plan's own
-events are proved before the plan is returned, so no file can make a run dearer than its budget.
+:func:`calibrate_plan` finds the noise with which the releases meet a budget. Nothing else in quietgrad calibrates a
+plan. It proves the plan's own events before it returns the plan, so no cached number can exceed the budget.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 All answers are on the safe side: the ε proved for them is at most the target. A noise multiplier is also at most
 0.1 % of ε away from it. Searches start from the central limit (a guess, checked by a proof), follow the secant of
-log ε over log z and need few proofs; results are remembered on disk (:mod:`quietgrad.privacy.calibration`).
+log ε over log z and need few proofs; results are cached on disk.
 
-Remembered calibrations: one small file each, written whole or not at all, and believed only if it is intact.
-
-The directory is ``QUIETGRAD_CACHE`` or ``~/.cache/quietgrad``. A cache never fails: what cannot be read is
-computed, what cannot be written is not remembered. Files are replaced atomically, so processes may share it.
+A cached calibration is one small file, written whole or not at all, and used only if it is intact. The directory
+is ``QUIETGRAD_CACHE`` or ``~/.cache/quietgrad``. A cache never fails: what cannot be read is computed, what cannot
+be written is not remembered. Files are replaced atomically, so processes may share it.
 """
 
 from __future__ import annotations

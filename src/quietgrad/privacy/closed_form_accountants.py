@@ -1,19 +1,18 @@
-"""The Rényi accountant: zCDP in closed form, everything else by curves over orders.
+"""Three accountants without a grid: Rényi (with zCDP in closed form), exact Gaussian, and pure DP.
 
-An event is (α, r(α))-RDP at every order α of a list; composition adds curves, parallel parts take their maximum,
-random rounds R seen by the observer average e^{(α−1)r}, and a curve becomes ε by the conversion of Canonne, Kamath,
-Steinke (2020, Prop. 12): ε = r(α) + log(1 − 1/α) − log(δα)/(α − 1), at the best order.
+*Rényi.* An event is (α, r(α))-RDP at every order α of a list; composition adds curves, parallel parts take their
+maximum, random rounds R seen by the observer average e^{(α−1)r}, and a curve becomes ε by the conversion of
+Canonne, Kamath, Steinke (2020, Prop. 12): ε = r(α) + log(1 − 1/α) − log(δα)/(α − 1), at the best order.
 
 Sampled Gaussians are taken from dp-accounting, with one trap handled here and nowhere else: its Rényi accountant
 under replace-one wants σ/Δ while its events are documented as σ/C, so it is given z ÷ (Δ/C).
 
-The pure accountant: releases that are ε-DP with δ = 0 simply add up.
+*Pure.* The ε of releases that are ε-DP with δ = 0 add up.
 
-The exact accountant of un-sampled Gaussian releases: Gaussian differential privacy and its analytic profile.
-
-Adaptive releases of sums with multipliers z_t are, together, as revealing as one look at N(0, 1) or N(μ, 1) with
-μ² = Σ (Δ_t/σ_t)² (Dong, Roth, Su 2022, Cor. 3.3), and that pair's profile is known in closed form
-(Balle, Wang 2018, Thm. 8): δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ). Nothing is rounded, nothing is loose.
+*Gaussian.* This accountant is exact for un-sampled Gaussian releases. Adaptive releases of sums with multipliers
+z_t are, together, as revealing as one look at N(0, 1) or N(μ, 1) with μ² = Σ (Δ_t/σ_t)² (Dong, Roth, Su 2022, Cor.
+3.3), and that pair's profile is known in closed form (Balle, Wang 2018, Thm. 8): δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2
+− ε/μ). Nothing is rounded, nothing is loose.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Walking event trees: what every accountant needs to know about a composition before it can prove anything.
 
-* ``parallel_branches``: under ``Parallel`` and ``MaxOverParties`` a record lies in one part, so a composition
-costs what its
-  worst choice of parts costs; an event becomes the list of its choices, none of which is parallel any more.
-* ``total_slack``, ``total_failure``, ``total_upfront``: what ``TotalVariationSlack``, ``FailureProbability`` and
-``Upfront`` events of a
-  composition add up to.
+* ``parallel_branches``: under ``Parallel`` and ``MaxOverParties`` a record lies in one part, so a composition costs
+  what its worst choice of parts costs. An event becomes the list of its choices, none of which is parallel.
+* ``total_slack``, ``total_failure``, ``total_upfront``: the sums over all ``TotalVariationSlack``,
+  ``FailureProbability`` and ``Upfront`` events of a composition.
 * ``count_releases``: a composition as a multiset of releases, un-sampled Gaussians merged into one.
 * ``approximate_mu``: an asymptotic size of the privacy loss. A starting point for searches, never a guarantee.
 """

@@ -1,18 +1,15 @@
-"""What the entries of a ledger add up to: reservations, what each still counts, caps, and totals.
+"""The state of a ledger as a fold over its entries: reservations, caps, totals, account names, fingerprints.
 
-Pure values: nothing here reads or writes a file. A reservation counts in full from the moment it is written;
+Nothing here reads or writes a file. A reservation counts in full from the moment it is written;
 closing it can only replace its event by a part of it (:func:`is_part`), and only if the stop that caused it
 did not depend on the data, or the event is a zCDP filter (whose accounting allows any stopping rule).
-
-Names of accounts: which spellings mean the same people, and which names are refused.
 
 An account is a group of people by the user's word, and a cap per spelling is no cap. So names are compared by
 :func:`canonical_account_name`, which only ever brings spellings together: too much is then charged, never too
 little.
 
-Keyed fingerprints of tables: they let a ledger warn about mixed-up accounts and tell nobody else anything.
-
-A plain hash of a table can be tested against guesses of its content. These are HMAC-SHA256 under a random key
+Fingerprints of tables let a ledger warn about mixed-up accounts. A plain hash of a table can be tested against
+guesses of its content. Fingerprints are HMAC-SHA256 under a random key
 that stays in a 0600 file on this machine; another machine's fingerprints cannot be compared with them.
 """
 

@@ -1,11 +1,10 @@
-"""Privacy losses on a grid: rounding a dominating pair to it, and reading ε and δ off it.
+"""Privacy loss distributions (PLDs): dominating pairs of single releases, and how a pair is rounded to a grid.
 
 Rounding *connects the dots* (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022): the mass of the losses between
 two grid points is split between them so that both P and Q keep theirs. The rounded pair dominates the exact one, so
 every ε read off a grid is an upper bound at any step.
 
-Dominating pairs: for each single release, two distributions at least as far apart as any neighbours' outputs.
-
+A dominating pair of a release is two distributions at least as far apart as its outputs on any neighbouring data.
 A pair (P, Q) is described by the tails of its privacy loss L = log dP/dQ: P{L > ε} and Q{L > ε} for ε ≥ 0 tell all
 about its positive losses, the same tails of the reversed pair all about its negative ones. Tails, unlike profiles,
 keep full relative precision, and the difference of two of them is the mass of an interval.

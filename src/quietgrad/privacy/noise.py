@@ -1,4 +1,4 @@
-"""Noise, and how it is added: on a public grid of integers, so that floating point gives nothing away.
+"""Gaussian and Laplace noise on a public grid of integers, so that the bits of a float reveal nothing of the sum.
 
 A float sum plus float noise betrays the sum through its last bits (Mironov 2012). Here the sum is rounded to
 whole units of a public power of two, the noise is rounded to whole units, and the two integers are added
@@ -7,10 +7,8 @@ Laplace) mechanism on the rounded sum; the only price is the rounding of the sum
 neighbouring sums apart by one unit per coordinate, √dim units in norm, under either relation. With
 σ ≥ 2²⁰ units that is at most z·√dim·2⁻²⁰ of a record's bound, and it is paid: see :func:`grid_bound`.
 
-Noise added where the sum is: on an accelerator, on the same grid, if the device does the arithmetic as it must.
-
-A device that does not give the CPU's numbers on a public trial is not used, see :func:`usable`; its sums go through
-the CPU.
+On an accelerator the noise is added on the device, on the same grid. A device that does not reproduce the CPU's
+numbers in a public trial is not used (:func:`usable`); its sums go through the CPU.
 """
 
 from __future__ import annotations

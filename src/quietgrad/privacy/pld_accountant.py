@@ -1,13 +1,13 @@
-"""The PLD accountant: the losses of every release on one grid, added up in both orders of the neighbours.
+"""The PLD accountant: it puts the losses of all releases on one grid and composes them, in both orders of
+neighbours.
 
-Adding privacy losses by Fourier transform, with a bound on what rounding may hide.
-
-Spectra multiply, repetitions are powers, random rounds are averages of powers. Plainly done, each release costs up
-to a unit in the last place of *one*, and a million of them 10⁻¹⁰: more than many a δ. Where that matters, losses
-are *tilted* first: with M = E e^{θL} the masses p(ℓ) e^{θℓ}/M are a distribution too, its T-fold sum has the masses
-p_T(ℓ) e^{θℓ}/M^T, and what is wrong with those by at most E is wrong with p_T(ℓ) by at most E·M^T e^{−θℓ}. At the
-saddle point θ, where M^T e^{−θε} is least, that is E times Chernoff's bound of the very tail that δ is read from:
-errors are relative to δ, whatever δ. E is computed for the composition at hand and added to every mass.
+Composition is a Fourier transform with a proved bound on its rounding errors. Spectra multiply, repetitions are
+powers, random rounds are averages of powers. Plainly done, each release costs up to a unit in the last place of
+*one*, and a million of them 10⁻¹⁰: more than many a δ. Where that matters, losses are *tilted* first: with M = E
+e^{θL} the masses p(ℓ) e^{θℓ}/M are a distribution too, its T-fold sum has the masses p_T(ℓ) e^{θℓ}/M^T, and what
+is wrong with those by at most E is wrong with p_T(ℓ) by at most E·M^T e^{−θℓ}. At the saddle point θ, where M^T
+e^{−θε} is least, that is E times Chernoff's bound of the very tail that δ is read from: errors are relative to δ,
+whatever δ. E is computed for the composition at hand and added to every mass.
 
 The bound. Let u = 2⁻⁵³ and w a leaf's tilted masses, which are ≥ 0 and add up to 1.
 

@@ -187,8 +187,7 @@ class Poisson(Sampling, kind="poisson"):
         >>> from quietgrad.privacy.rng import SecureStream, seed_key
         >>> stream = SecureStream(seed_key(0), "batches")
         >>> whole = Poisson(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
-        >>> first, second = (Poisson(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12,
-        13]))
+        >>> first, second = (Poisson(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12, 13]))
         >>> whole.tolist() == [*first, *(second + 2)]
         True
         """

@@ -3,10 +3,8 @@
 Batch i depends on the key and on i alone, so a resumed run draws the batches it would have drawn. Batches are
 drawn a few hundred at a time; asking for one is then a look-up. A sampler belongs to one thread.
 
-Samplers for tables beyond memory: row r's part in a release is a keyed function of r, looked up as it is needed.
-
-Nothing is kept of the rows but the stream's key, so a billion of them cost no memory, and the sample is the same
-whatever number of threads or machines read the table. All of them go through the rows' numbers a stretch at a time.
+Samplers for tables beyond memory keep only the stream's key: the part of row r in a release is a keyed function of
+r. A billion rows cost no memory, and the sample does not depend on how many threads or machines read the table.
 """
 
 from __future__ import annotations

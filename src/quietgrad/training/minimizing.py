@@ -1,8 +1,7 @@
 """Minimise an empirical risk on one table, and continue after an interruption.
 
-The loop: step an algorithm through an open door until it is done, keep a public history, close the door.
-
-How far a run has come and the ε it has spent, as a bar on stderr.
+:func:`minimize` and :func:`resume` plan a run, open a session and step the algorithm until it is done. The history
+they keep is public. A progress bar on stderr shows the steps done and the ε spent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a run leaves: the model, public history, and a privacy statement that says what it does not cover.
-
-What a finished run may say about its privacy, proved from what it released.
-
-A saved statement is a claim: here it is proved again from the releases it lists, and held against its ledger.
+"""Results: the model, its public history, and a privacy statement that is proved again when it is read.
 
 A result is a file that anybody may have edited. So no ε is shown because the file says so: the accountant proves it
 from the stored events, the options the run was started with and the reservation in its ledger must tell the same

@@ -15,7 +15,7 @@ A front end with a loop of its own uses five calls::
     # a new run: what is settled before the first release
     curator = CentralCurator(objective, data, account=Account.of(account, ledger, cap))
     run = begin(folder, plan, curator, kind="loop", state={...}, settings={...}, notes=(...,))
-    session = run.open(curator)                  # reserves the plan's whole cost; the door is open
+    session = run.open(curator)                  # reserves the plan's whole cost
 
     run.save({"model": ..., "step": ...}, session)          # whenever it likes; at most every `every` seconds
     run.finish(result)                                       # saves the result, destroys key and transcript
@@ -135,7 +135,7 @@ class Run:
         return self._transcript.resumed
 
     def open(self, curator: CentralCurator) -> CentralSession:
-        """The door, for a curator that was made with this run's account and name.
+        """The session, for a curator that was made with this run's account and name.
 
         The plan's whole cost is in the ledger when this returns: as a new entry, or as the one that the run made
         before. What does not agree with the ledger or the transcript is charged as new once it is asked for.

@@ -1,9 +1,8 @@
-"""What a point is: gradient norm and least Hessian eigenvalue, by Lanczos on Hessian–vector products.
+"""Stationarity certificates: gradient norm and least Hessian eigenvalue, by Lanczos on Hessian–vector products.
 
 A certificate is an evaluation. On a landscape's population risk it touches no data; on data it is **not private**:
-use public records, or :func:`quietgrad.training.stationarity.certify_privately` on held-out ones.
-
-A certificate on people's records: gradient norm and least eigenvalue with noise, paid for like any release.
+use public records, or :func:`quietgrad.training.stationarity.certify_privately` on held-out ones,
+which releases both numbers with noise and charges them to the ledger.
 """
 
 from __future__ import annotations
@@ -230,12 +229,12 @@ class StationarityRelease(Algorithm):
     def init(self, x0: Vector) -> State:
         return State(params=x0)
 
-    def step(self, state: State, door: Session) -> State:
-        clip, smoothness = (constant_of(name, name, None, door) for name in ("lipschitz", "record_smoothness"))
-        n = float(door.plan.n_public)
-        slope = float(door.release("norm", GradientNorm(state.params, clip, n))[0]) / n
-        curve = float(door.release("curvature", LeastEigenvalue(state.params, smoothness, n))[0]) / n
-        scale = door.plan.noise_multiplier / n
+    def step(self, state: State, session: Session) -> State:
+        clip, smoothness = (constant_of(name, name, None, session) for name in ("lipschitz", "record_smoothness"))
+        n = float(session.plan.n_public)
+        slope = float(session.release("norm", GradientNorm(state.params, clip, n))[0]) / n
+        curve = float(session.release("curvature", LeastEigenvalue(state.params, smoothness, n))[0]) / n
+        scale = session.plan.noise_multiplier / n
         state.extra = {
             "gradient_norm": slope,
             "lambda_min": curve,

@@ -1,17 +1,16 @@
-"""A quadratic saddle with quartic walls, in any dimension, whose sums cost one pass of counting per batch.
+"""Two landscapes with strict saddles: a quadratic with quartic walls, and a small network with symmetric units.
 
-F(x) = ½ Σ λᵢxᵢ² + (w/4) Σ_{i<k} xᵢ⁴ with λᵢ = −γ for i < k and 1 beyond. The origin is a strict saddle of curvature
-−γ; the minima are (±√(γ/w), …, 0, …), where the Hessian is 2γ and 1. A record adds noise to curvature and slope,
+*Strict saddle.* F(x) = ½ Σ λᵢxᵢ² + (w/4) Σ_{i<k} xᵢ⁴ with λᵢ = −γ for i < k and 1 beyond. The origin is a strict
+saddle of curvature −γ; the minima are (±√(γ/w), …, 0, …), where the Hessian is 2γ and 1. A record adds noise to
+curvature and slope,
 
     f(x; s, σ, j) = ½(1 + a·s) Σ λᵢxᵢ² + (w/4) Σ_{i<k} xᵢ⁴ + ς·σ·x_j,   s, σ = ±1, j uniform,
 
 so records are of 4d kinds: a batch is counted by kind and summed over kinds in O(d).
 
-A two-layer network whose units, all zero, are interchangeable: a symmetric strict saddle.
-
-f(W, v; x, y) = ½(Σ_k v_k tanh(w_k·x) − y)². At the origin the gradient is zero for every record, and the Hessian
-couples w_k with v_k through −E[y·x]: its least eigenvalue is −‖E[y·x]‖. Inputs come from a fixed public design of
-points, each with the teacher's label ± τ, so population values are exact sums over the design.
+*Saddle network.* f(W, v; x, y) = ½(Σ_k v_k tanh(w_k·x) − y)². At the origin the gradient is zero for every record,
+and the Hessian couples w_k with v_k through −E[y·x]: its least eigenvalue is −‖E[y·x]‖. Inputs come from a fixed
+public design of points, each with the teacher's label ± τ, so population values are exact sums over the design.
 """
 
 from __future__ import annotations
