@@ -120,8 +120,9 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
     >>> proof = second_proof(poisson_gaussian(0.01, 1.1, 1000), delta=1e-5, relation=Relation.ADD_REMOVE)
     >>> round(proof.epsilon, 2), proof.how.split(",")[1]
     (1.52, ' privacy-loss distributions')
-    >>> second_proof(PoissonSampled(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), delta=1e-5,
-    relation=Relation.ADD_REMOVE).reason 'it has no rule for a sample of zcdp releases'
+    >>> sampled = PoissonSampled(0.1, ZCDP(0.1, Relation.ADD_REMOVE))
+    >>> second_proof(sampled, delta=1e-5, relation=Relation.ADD_REMOVE).reason
+    'it has no rule for a sample of zcdp releases'
     """
     name = f"dp-accounting {version('dp-accounting')}"
     slack, failure = total_slack(event), total_failure(event)

@@ -1,0 +1,112 @@
+"""How large and how plain the source is: ``python tools/size.py [--json]``.
+
+Counts lines, files, functions and words that make a reader stop (``Any``, ``type: ignore``, ``getattr``, imports
+inside functions), and lists class names that mean two things. ``--rooms`` adds a line for every package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+ROOT = Path(__file__).parent.parent / "src" / "quietgrad"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def doubles(root: Path = ROOT) -> dict[str, list[str]]:
+    """Class names that are defined more than once, leading underscores ignored, with the files that define them."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path, tree in _modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(str(path.relative_to(root)))
+    return {name: homes for name, homes in sorted(found.items()) if len(homes) > 1}
+
+
+def measure(root: Path = ROOT) -> dict[str, Any]:
+    """The numbers of the table."""
+    texts = {path: path.read_text() for path, _ in _modules(root)}
+    functions = [node for _, tree in _modules(root) for node in ast.walk(tree) if isinstance(node, Function)]
+    parameters = [a for f in functions for a in _parameters(f)]
+    loose = [a for a in parameters if a.annotation is not None and "Any" in ast.unparse(a.annotation)]
+    lengths = sorted((f.end_lineno or f.lineno) - f.lineno + 1 for f in functions)
+    calls = [node for _, tree in _modules(root) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    lines = [line.strip() for text in texts.values() for line in text.splitlines()]
+    return {
+        "files": len(texts),
+        "lines": len(lines),
+        "code lines": sum(bool(line) and not line.startswith("#") for line in lines) - _docstring_lines(root),
+        "comments, % of lines": round(100 * sum("# " in line for line in lines) / len(lines), 1),
+        "longest file": max(text.count("\n") for text in texts.values()),
+        "functions": len(functions),
+        "function lines, median": lengths[len(lengths) // 2],
+        "function lines, 90 %": round(quantiles(lengths, n=10)[-1]),
+        "functions over 40 lines": sum(length > 40 for length in lengths),
+        "functions with more than 9 parameters": sum(len(_parameters(f)) > 9 for f in functions),
+        "parameters typed Any, %": round(100 * len(loose) / len(parameters), 1),
+        "type: ignore": sum(line.count("type: ignore") for line in lines),
+        "getattr and hasattr": sum(
+            isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr") for call in calls
+        ),
+        "imports inside functions": sum(
+            isinstance(node, ast.Import | ast.ImportFrom) for f in functions for node in ast.walk(f)
+        ),
+        "class names with two meanings": len(doubles(root)),
+    }
+
+
+def rooms(root: Path = ROOT) -> dict[str, tuple[int, int]]:
+    """(files, lines) of every package."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for path, _ in _modules(root):
+        parts = path.relative_to(root).parts
+        found[parts[0] if len(parts) > 1 else "(top)"].append(path.read_text().count("\n"))
+    return {name: (len(counts), sum(counts)) for name, counts in sorted(found.items())}
+
+
+def _modules(root: Path) -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(root.rglob("*.py"))]
+
+
+def _parameters(function: Function) -> list[ast.arg]:
+    args = function.args
+    every = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    return [each for each in every if each.arg not in ("self", "cls")]
+
+
+def _docstring_lines(root: Path) -> int:
+    total = 0
+    for _, tree in _modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
+                first = node.body[0]
+                total += (first.end_lineno or first.lineno) - first.lineno + 1
+    return total
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rooms", action="store_true")
+    options = parser.parse_args()
+    numbers = measure()
+    if options.json:
+        print(json.dumps({**numbers, "rooms": rooms(), "doubles": doubles()}, indent=1))
+        return
+    for name, value in numbers.items():
+        print(f"{name:<40}{value:>8}")
+    if options.rooms:
+        for name, (files, lines) in rooms().items():
+            print(f"{name:<28}{files:>6} files{lines:>8} lines")
+    for name, homes in doubles().items():
+        print(f"{name}: {', '.join(homes)}")
+
+
+if __name__ == "__main__":
+    main()
