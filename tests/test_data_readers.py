@@ -116,7 +116,7 @@ def test_csv_without_schema_keeps_numbers_and_refuses_categories(tmp_path: Path)
     data = load(path, label="y")
     np.testing.assert_array_equal(dense(data), [[1, 2], [3, 4]])
     assert data.row_bound is None
-    with pytest.raises(DataError, match=r"'job' is not numeric.*--schema schema.json") as refused:
+    with pytest.raises(DataError, match=r"'job': not numeric.*--schema schema.toml") as refused:
         parse_csv(CSV)
     assert "clerk" not in str(refused.value)
 
@@ -127,7 +127,7 @@ def test_csv_without_schema_keeps_numbers_and_refuses_categories(tmp_path: Path)
         (CSV[:-8], "data row 3 has 3 fields, the header 5"),
         (CSV.replace(b"25", b""), "NaN or infinite"),
         (CSV.replace(b"25", b"inf"), "NaN or infinite"),
-        (CSV.replace(b"25", b"secret-word"), "'age' is not numeric"),
+        (CSV.replace(b"25", b"secret-word"), "'age': not numeric"),
         (CSV.replace(b"id,age", b"age,age"), "twice"),
         (CSV.replace(b"gain", b"loss"), "no column 'gain'"),
         (CSV.splitlines()[0], "no rows"),

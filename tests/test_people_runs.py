@@ -304,7 +304,8 @@ def test_train_evaluate_and_predict_by_person(tmp_path: Path, capsys: pytest.Cap
     page = (out / "report.html").read_text()
     assert "one person, with all their records" in page
     assert "One person is one record" not in page
-    assert main(["evaluate", str(out), str(file), "--epsilon", "2"]) == 0
+    assert main(["evaluate", str(out), str(file), "--epsilon", "2"]) == 1  # they were trained on
+    assert main(["evaluate", str(out), str(file), "--epsilon", "2", "--training-people"]) == 0
     assert json.loads((out / "evaluation.json").read_text())["privacy"]["unit"] == "person"
     assert main(["predict", str(out), str(file), "--json"]) == 0
     bare = tmp_path / "new.csv"

@@ -104,8 +104,13 @@ def test_a_frontier_of_people_is_charged_and_has_no_such_line(
     args += ["--row-bound", "6"]
     assert main([*args, "--cap-epsilon", "2"]) == 1
     assert "Nothing was spent" in capsys.readouterr().err
+    assert main(args) == 1
+    assert "uncertain by about ± 0.4" in (why := capsys.readouterr().err)
+    assert "Nothing was spent" in why
+    assert main([*args, "--force"]) == 1
+    assert "Pass --yes" in capsys.readouterr().err
     assert not (tmp_path / "f").exists()
-    assert main(args) == 0
+    assert main([*args, "--force", "--yes"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["non_private"] is None
     ledger = qg.Ledger(tmp_path / "f" / "ledger.jsonl")

@@ -17,6 +17,7 @@ from quietgrad.sanitize import sanitize, sanitize_lines
 
 COMMANDS: dict[str, str] = {
     "demo": "train a first private model and leave a report",
+    "describe": "private counts, means, quantiles and histograms of a file",
     "train": "train a model on a file or a registered data set",
     "resume": "continue an interrupted training, bit for bit, without spending twice",
     "predict": "score records with a trained model",

@@ -22,7 +22,7 @@ def completion(
     shell: Annotated[str, typer.Argument(help="bash, zsh or fish; else the shell you are in.")] = "",
 ) -> None:
     """Print the script that makes a shell complete commands, options, algorithms and data sets."""
-    from typer.completion import get_completion_script
+    from typer._completion_shared import get_completion_script
 
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
     if name not in _SHELLS:

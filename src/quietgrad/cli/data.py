@@ -1,15 +1,19 @@
-"""`quietgrad data`: which data sets are registered, where they are, and how to get them."""
+"""`quietgrad data`: registered data sets, where they are and how to get them; and schemas for files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quietgrad.cli.options import Json, say, show_json
+from quietgrad.cli.options import Delimiter, Drop, Encoding, Json, Keep, Label, say, show_json, writable
+from quietgrad.sanitize import sanitize
 
 app = typer.Typer(
-    help="Registered data sets: list them, fetch them, find them.", no_args_is_help=True, add_completion=False
+    help="Registered data sets (list, fetch, path), and a schema drafted for a file of your own.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 Name = Annotated[str, typer.Argument(help="A registered name, such as a9a; see `quietgrad data list`.")]
@@ -45,6 +49,56 @@ def list_sets(as_json: Json = False) -> None:
         here = "yes" if row["available"] else "no"
         counts = f"{row['rows']:>7}{row['test_rows']:>7}{row['features']:>6}"
         say(f"{row['name']:<24}{row['task']:<12}{counts}  {here:<4}  {row['title']}")
+
+
+@app.command(epilog="Example: quietgrad data schema people.csv --label ill --keep patient_id -o schema.toml")
+def schema(
+    file: Annotated[Path, typer.Argument(help="A delimited file with a header line.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The schema file; else it is printed.")
+    ] = None,
+    label: Label = None,
+    drop: Drop = None,
+    keep: Keep = None,
+    delimiter: Delimiter = None,
+    encoding: Encoding = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing schema file.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Draft a schema from the header and the form of the cells: names, kinds, delimiter, encoding; no values.
+
+    This looks at the file for its owner, without noise. Bounds and categories are left for you to fill in.
+    """
+    from quietgrad.data.drafting import draft_schema
+    from quietgrad.errors import DataError
+
+    if output is not None and output.exists() and not overwrite:
+        raise DataError(f"{output}: exists already; choose another -o, or pass --overwrite.")
+    draft = draft_schema(
+        file, label=label, drop=tuple(drop or ()), keep=keep, delimiter=delimiter, encoding=encoding
+    )
+    if output is not None:
+        writable(output).write_text(draft.to_toml(), encoding="utf-8")
+    kinds = {column.name: column.kind for column in draft.columns}
+    if as_json:
+        format = {"delimiter": draft.delimiter, "encoding": draft.encoding, "problems": draft.problems}
+        show_json({"schema": output and str(output), "label": draft.label, "kinds": kinds, **format})
+        return
+    if output is None:
+        say(draft.to_toml())
+        return
+    say(f"{output}: drafted from the header and the form of the cells of {file}, which were read without noise for "
+        "you as their owner. It holds no cell.")  # fmt: skip
+    width = max(map(len, kinds)) + 2
+    for name, kind in kinds.items():
+        say(f"  {sanitize(name):<{width}}{kind}{'  (label)' if name == draft.label else ''}")
+    for problem in draft.problems:
+        say(f"problem: {problem}", err=True)
+    needed = [name for name, kind in kinds.items() if kind == "category"]
+    if needed:
+        say(f"Fill in the public values of: {', '.join(map(sanitize, needed))}.")
+    say("Fill in bounds that are public; empty ones are found privately. "
+        f"Then: quietgrad train {file} --schema {output} --epsilon 1 --holdout 0.2 --out runs/first")  # fmt: skip
 
 
 @app.command(epilog="Example: quietgrad data fetch a9a")

@@ -77,6 +77,16 @@ def known_task(text: str | None) -> str | None:
 
 
 Label = Annotated[str | None, typer.Option("--label", "--target", help="Label column; else the last.")]
+Drop = Annotated[list[str] | None, typer.Option(help="Leave this column out; may be repeated.", show_default=False)]
+Keep = Annotated[
+    str | None, typer.Option(help="Column of ids: no feature, kept beside predictions.", show_default=False)
+]
+Delimiter = Annotated[str | None, typer.Option(help="Of delimited text: , ; or a tab.", show_default=False)]
+Encoding = Annotated[str | None, typer.Option(help="Of delimited text, such as cp1252.", show_default=False)]
+Holdout = Annotated[
+    float | None,
+    typer.Option(help="Share of the records to hold out for a private score, such as 0.2.", show_default=False),
+]
 Classes = Annotated[str | None, typer.Option(help="Public class labels, such as no,yes.")]
 TaskName = Annotated[
     str | None,
@@ -162,6 +172,29 @@ def show_rows(title: str, rows: list[tuple[str, str]]) -> None:
         say(f"  {sanitize(name):<{width}}{sanitize(value)}")
 
 
+@contextmanager
+def working(what: str, *, quiet: bool) -> Iterator[None]:
+    """Inside, a bar on a terminal shows that work goes on, if it takes more than two seconds."""
+    import threading
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    bar = Progress(TextColumn(what), BarColumn(), TimeElapsedColumn(), console=console, transient=True)
+    bar.add_task(what, total=None)
+    timer = threading.Timer(2.0, bar.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        bar.stop()
+
+
 def writable(path: Path) -> Path:
     """``path`` with its folder made."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +204,8 @@ def writable(path: Path) -> Path:
 FLAGS = (
     "epsilon", "delta", "relation", "steps", "batch_size", "learning_rate", "clip", "gamma", "sampling",
     "algorithm", "oracle", "landscape", "objective", "regularizer", "row_bound", "rows", "label", "classes", "task",
-    "n_features", "n_public", "schema", "account", "noise_multiplier", "rate", "accountant", "cap_epsilon", "head",
+    "n_features", "n_public", "model", "holdout", "score_share", "class_weight", "encoding", "delimiter",
+    "schema", "account", "noise_multiplier", "rate", "accountant", "cap_epsilon", "head",
 )  # fmt: skip
 _PHRASES = {
     "For a non-private run pass budget=None.": "For a run without noise pass --non-private to `quietgrad train`.",

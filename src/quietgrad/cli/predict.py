@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, RelationName, say, show_json, show_rows, usage, writable
+from quietgrad.cli.options import Json, Keep, RelationName, say, show_json, show_rows, usage, writable
 from quietgrad.cli.run_spec import RUN_FILE, RunSpec, objective_from
+from quietgrad.cli.scoring import TRAINING_PEOPLE, save_score, were_trained_on
 from quietgrad.files import is_multi_file, write_atomically
 from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sanitize import sanitize
@@ -34,6 +35,7 @@ def predict(
         Path | None,
         typer.Option("--output", "-o", help="Write here (.csv or .json; .csv or .parquet of a scan); else print."),
     ] = None,
+    keep: Keep = None,
     as_json: Json = False,
 ) -> None:
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
@@ -41,6 +43,7 @@ def predict(
 
     from quietgrad.cli.run_spec import predict_to
     from quietgrad.errors import DataError
+    from quietgrad.estimators.runs import from_run
     from quietgrad.objectives.tables.frame import Frame
     from quietgrad.training.result import load
 
@@ -48,9 +51,12 @@ def predict(
     facts = result.details.get("model")
     if facts is None:
         raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
-    objective = objective_from(facts)
-    frame = Frame.told(result.details)
+    additive = from_run(folder) if result.details.get("additive") else None
+    objective: Any = None if additive is not None else objective_from(facts)
+    frame = None if additive is not None else Frame.told(result.details)
     if is_multi_file(data):
+        if additive is not None:
+            raise DataError(f"{data}: an additive model predicts for one file, which is read whole.")
         if output is None:
             raise typer.BadParameter("a scan's predictions go to a file: -o FILE.csv or FILE.parquet.")
         table = scan_for(folder, data, facts)
@@ -60,18 +66,30 @@ def predict(
         if as_json:
             show_json({"records": count, "scores": {}})
         return
-    X, y = records_for(folder, data, facts)
-    if frame is not None:
-        X = frame.clipped(X)
-    answers = objective.predict(X, result.params)
-    if frame is not None and frame.target is not None:
-        answers = np.clip(answers, *frame.target)
+    found = records_for(folder, data, facts, keep=keep)
+    X, y = found.X, found.y
     names = facts["class_names"]
-    columns: dict[str, list[Any]] = {
-        "prediction": [names[int(a)] for a in answers] if names else [float(a) for a in answers]
-    }
-    if hasattr(objective, "probabilities"):
-        chances = objective.probabilities(X, result.params)
+    chances = None
+    if additive is not None:
+        additive.__dict__.pop("feature_names_in_", None)
+        said = additive.predict(X)
+        answers = np.searchsorted(np.asarray(additive.classes_), said) if names else np.asarray(said)
+        names = [str(c) for c in additive.classes_] if names else names
+        if hasattr(additive, "predict_proba"):
+            odds = additive.predict_proba(X)
+            chances = odds[:, 1] if odds.shape[1] == 2 else odds
+    else:
+        X = X if frame is None else frame.clipped(X)
+        answers = objective.predict(X, result.params)
+        if frame is not None and frame.target is not None:
+            answers = np.clip(answers, *frame.target)
+        if hasattr(objective, "probabilities"):
+            chances = objective.probabilities(X, result.params)
+    columns: dict[str, list[Any]] = {}
+    if found.ids is not None:
+        columns[found.id_column] = list(found.ids)
+    columns["prediction"] = [names[int(a)] for a in answers] if names else [float(a) for a in answers]
+    if chances is not None:
         chosen = chances if chances.ndim == 1 else chances.max(axis=1)
         columns["probability_of_" + str(names[1]) if chances.ndim == 1 and names else "probability"] = [
             round(float(p), 6) for p in chosen
@@ -88,14 +106,21 @@ def predict(
         say(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
 
 
-def records_for(folder: Path, data: str, facts: dict[str, Any]) -> tuple[Any, Any]:
-    """(X, y) of a file or a registered set as the run's model takes them; ``y`` is ``None`` without labels."""
-    X, y, _ = people_for(folder, data, facts)
-    return X, y
+@dataclass(frozen=True)
+class _Records:
+    """Records as a run's model takes them; ``y`` is ``None`` without labels, ``ids`` stand beside predictions."""
+
+    X: Any
+    y: Any
+    person: Any
+    ids: tuple[str, ...] | None = None
+    id_column: str = "id"
 
 
-def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | None = None) -> tuple[Any, Any, Any]:
-    """The same and people's ids, from the column ``person`` or the one that the run was told, if it is there."""
+def records_for(
+    folder: Path, data: str, facts: dict[str, Any], person: str | None = None, keep: str | None = None
+) -> _Records:
+    """A file or a registered set, with ids from the columns named or those the run was told, if they are there."""
     from quietgrad.data import load
     from quietgrad.errors import DataError
 
@@ -107,20 +132,20 @@ def people_for(folder: Path, data: str, facts: dict[str, Any], person: str | Non
         pictures = Pictures.from_json(words)
         facts = {**facts, "features": pictures.pixels, "feature_names": words.get("columns")}
     if not Path(data).is_file():
-        if person is not None:
+        if person is not None or keep is not None:
             raise DataError(f"{data}: is no file with a column of people's ids.")
         loaded = load(data)
         X, y = (loaded.X, loaded.y) if loaded.X_test is None else (loaded.X_test, loaded.y_test)
+        found = _Records(X, y, loaded.person)
     else:
-        loaded, y = _from_file(folder, data, facts, person)
-        X = loaded.X
-        known, given = facts.get("feature_names"), loaded.feature_names
+        found, given = _from_file(folder, data, facts, person, keep)
+        known = facts.get("feature_names")
         if known and given and list(known) != list(given):
             same = "in another order" if sorted(known) == sorted(given) else "with other names"
             raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
-    if X.shape[1] != facts["features"]:
-        raise DataError(f"{data}: has {X.shape[1]} features, the model was trained on {facts['features']}.")
-    return (X if pictures is None else pictures.rows(X)), y, loaded.person
+    if found.X.shape[1] != facts["features"]:
+        raise DataError(f"{data}: has {found.X.shape[1]} features, the model was trained on {facts['features']}.")
+    return found if pictures is None else replace(found, X=pictures.rows(found.X))
 
 
 def scan_for(folder: Path, data: str, facts: dict[str, Any]) -> Any:
@@ -137,76 +162,59 @@ def scan_for(folder: Path, data: str, facts: dict[str, Any]) -> Any:
     return table
 
 
-def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | None = None) -> tuple[Any, Any]:
-    """The records of a file, and their labels if it has a label column."""
+def _from_file(
+    folder: Path, data: str, facts: dict[str, Any], person: str | None, keep: str | None
+) -> tuple[_Records, Any]:
+    """The records of a file, with their labels if it has a label column; and the names of the features."""
     from quietgrad.data import load
+    from quietgrad.data.schema import read_schema
 
-    saved = (folder / RUN_FILE).exists()
-    spec = RunSpec.load(folder) if saved else RunSpec()
+    spec = RunSpec.load(folder) if (folder / RUN_FILE).exists() else RunSpec()
     reading = {**spec.reading, "task": facts["task"]}
+    if "schema" in reading:
+        own = folder / f"schema{Path(reading['schema']).suffix}"
+        reading["schema"] = read_schema(own if own.exists() else reading["schema"])
+        keep = keep or reading.get("keep") or next(iter(reading["schema"].ids), None)
+    header = _header(data, reading)
     if person is not None:
         reading["person"] = person
-    elif reading.get("person") not in _header(data):  # a prediction needs no ids
+    elif reading.get("person") not in header:  # a prediction needs no ids
         reading.pop("person", None)
+    named, keep = keep, keep or reading.pop("keep", None)
+    reading |= {"keep": keep if keep in header or named is not None else None}
+    reading["drop"] = tuple(column for column in reading.get("drop", ()) if column in header)
     if "schema" not in reading and facts["task"] != "regression":
         names = facts["class_names"]
         reading.setdefault("classes", [float(c) if _is_number(c) else c for c in names])
     if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
         reading["n_features"] = facts["features"]
-    label = _missing_label(data, facts, reading)
-    if label is None:
-        loaded = load(data, **reading)
-        return loaded, loaded.y
-    # A file without labels is read with a column of one public class or number in their place.
-    filler = str(facts["class_names"][0]) if facts["class_names"] else "0"
-    if "schema" not in reading:
-        reading["label"] = label
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / Path(data).name
-        _write_with(Path(data), copy, label, filler)
-        return load(copy, **reading), None
+    label = _missing_label(header, facts, reading)
+    if label is not None:
+        reading |= {"labelled": False} | ({} if "schema" in reading else {"label": label})
+    loaded = load(data, **reading)
+    y = None if label is not None else loaded.y
+    return _Records(loaded.X, y, loaded.person, loaded.ids, str(keep)), loaded.feature_names
 
 
-def _write_with(source: Path, copy: Path, label: str, filler: str) -> None:
-    """Copy a delimited or parquet file with one more column, which says ``filler`` in every row."""
-    if source.suffix in (".parquet", ".pq"):
-        import pyarrow
-        import pyarrow.parquet
-
-        table = pyarrow.parquet.read_table(source)
-        pyarrow.parquet.write_table(table.append_column(label, pyarrow.array([filler] * len(table))), copy)
-        return
-    with source.open(newline="", encoding="utf-8-sig") as file:
-        mark = max(",;\t", key=file.readline().count)
-        file.seek(0)
-        rows = [row for row in csv.reader(file, delimiter=mark, skipinitialspace=True) if row]
-    with copy.open("w", newline="", encoding="utf-8") as file:
-        written = csv.writer(file, delimiter=mark)
-        written.writerow([*rows[0], label])
-        written.writerows([*row, filler] for row in rows[1:])
-
-
-def _header(data: str) -> list[str]:
+def _header(data: str, reading: dict[str, Any]) -> list[str]:
     """The column names of a delimited or parquet file; none of another."""
+    from quietgrad.data.tables import read_header
+
     if Path(data).suffix in (".parquet", ".pq"):
         import pyarrow.parquet
 
         return [str(name) for name in pyarrow.parquet.read_schema(data).names]
-    if Path(data).suffix not in (".csv", ".tsv"):
+    if not {".csv", ".tsv"} & set(Path(data).suffixes):
         return []
-    with Path(data).open() as file:
-        first = file.readline()
-    mark = max(",;\t", key=first.count)
-    return [name.strip().strip('"') for name in first.split(mark)]
+    return read_header(Path(data), reading.get("schema"), reading.get("delimiter"), reading.get("encoding"))
 
 
-def _missing_label(data: str, facts: dict[str, Any], reading: dict[str, Any]) -> str | None:
+def _missing_label(header: list[str], facts: dict[str, Any], reading: dict[str, Any]) -> str | None:
     """A name for the label column that a file lacks; ``None`` if it has one or cannot be told."""
-    from quietgrad.data.schema import read_schema
-
-    header = [name for name in _header(data) if name != reading.get("person")]
+    aside = (reading.get("person"), reading.get("keep"), *reading["drop"])
+    header = [name for name in header if name not in aside]
     if "schema" in reading:
-        schema = read_schema(reading["schema"])
+        schema = reading["schema"]
         there = schema.names is None and set(schema.columns) <= set(header)
         return schema.label if there and schema.label not in header else None
     known, label = facts.get("feature_names"), reading.get("label")
@@ -286,6 +294,9 @@ def evaluate(
         str | None,
         typer.Option(help="Column of the ids of the people rows are about; by default the one trained by."),
     ] = None,
+    training_people: Annotated[
+        bool, typer.Option("--training-people", help="Score people that were trained on; the score says so.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
@@ -303,10 +314,8 @@ def evaluate(
     model = from_run(folder)
     facts = model.result_.details.get("model")
     if facts is None:
-        raise DataError(
-            f"{folder}: an additive model is scored from Python: private_score(from_run(folder), X, y)."
-        )
-    ids = None
+        raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
+    ids, trained = None, training_people
     if is_multi_file(data):
         spec = RunSpec.load(folder)
         whose = spec.reading.get("person") if person is None else person
@@ -316,7 +325,8 @@ def evaluate(
         if X.classes is not None:
             model.classes_ = np.asarray(X.classes)
     else:
-        X, y, ids = people_for(folder, data, facts, person)
+        records = records_for(folder, data, facts, person)
+        X, y, ids = records.X, records.y, records.person
         if ids is None and model.privacy_.unit == "person":
             raise DataError(
                 f"{data}: has no column of people's ids, and the model was trained by person: name --person."
@@ -324,6 +334,15 @@ def evaluate(
         if y is None:
             raise DataError(f"{data}: has no labels to score against.")
         labels = y if facts["task"] == "regression" else model.classes_[y.astype(int)]
+        trained = were_trained_on(folder, X, y, ids)
+        if trained and not training_people:
+            raise DataError(
+                f"{data}: holds people that the model was trained on, so its score would be no held-out score. "
+                "Give held-out records; or pass --training-people, which charges the run's account and says so. "
+                "No privacy budget was spent."
+            )
+    if training_people:
+        account = str(model.account)
     # Where people who were trained on are known; of a project's ledger it is asked for by naming none.
     found = ledger_of(folder) if ledger is None else ledger
     book = found if found.exists() and found.resolve() != project_path().resolve() else None
@@ -333,9 +352,12 @@ def evaluate(
             model, X, labels, epsilon=epsilon, delta=delta, relation=relation, ledger=book, account=account,
             person=ids,
         )  # fmt: skip
-    score.save(folder)
+    trained = trained or training_people
+    if trained:
+        score = replace(score, notes=(TRAINING_PEOPLE, *score.notes))
+    save_score(score, folder, "training" if trained else "held-out")
     if as_json:
-        show_json(score.to_json())
+        show_json({**score.to_json(), "people": "training" if trained else "held-out"})
         return
     names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
     rows = [
@@ -343,4 +365,4 @@ def evaluate(
     ]
     rows += [("privacy", str(score.privacy)), ("account", account), ("ledger", str(book or project_path()))]
     rows += [("note", note) for note in score.notes]
-    show_rows(f"{folder} on held-out people ({data})", rows)
+    show_rows(f"{folder} on {'TRAINING' if trained else 'held-out'} people ({data})", rows)

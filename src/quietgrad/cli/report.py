@@ -107,6 +107,7 @@ def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:
 frontier_app = typer.Typer(add_completion=False)
 
 _USUAL = "0.1,0.2,0.5,1,2,5"
+_WIDEST = 0.05  # the error of a point above which a curve tells too little for its cost
 _DRAWN = (
     "; unless --test names them, who is held out is drawn anew by each call, so over several calls both accounts "
     "together are what a person may pay"
@@ -143,6 +144,13 @@ def frontier(
     task: TaskName = None,
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it to this .svg, .png or .pdf.")] = None,
+    n_public: Annotated[
+        int | None, typer.Option(help="Public number of records; else they are counted roughly, for you alone.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before people's privacy is spent.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help=f"Go on even if every point would be more uncertain than ± {_WIDEST:g}.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Fit the default model at each ε, score it on held-out records, and draw accuracy against ε."""
@@ -166,6 +174,7 @@ def frontier(
     if public:
         found = _public(table, levels, delta, relation, repeats)
     else:
+        _ask(table, levels, delta, relation, score_epsilon, n_public, yes=yes, force=force)
         found = _private(
             table, levels, delta, relation, score_epsilon, ledger or out / "ledger.jsonl",
             (account, held_out), cap_epsilon, quiet=as_json,
@@ -190,6 +199,45 @@ def frontier(
         say(f"{found['non_private']:<10.4f}{'':>8}   without privacy")
     say(found["cost"])
     say(f"written: {out / 'frontier.svg'}, {out / 'frontier.json'}{f', {plot}' if plot else ''}")
+
+
+def _ask(
+    table: Dataset,
+    levels: list[float],
+    delta: float,
+    relation: str,
+    score_epsilon: float,
+    n_public: int | None,
+    *,
+    yes: bool,
+    force: bool,
+) -> None:
+    """Say what the curve costs and how uncertain it is, by n and ε alone; refuse, or ask, before a charge."""
+    import sys
+
+    from quietgrad.cli.scoring import expected_error
+    from quietgrad.errors import BudgetError
+    from quietgrad.privacy.budget import Budget, Relation
+
+    assert table.X_test is not None
+    rough = float(f"{table.X_test.shape[0]:.0e}")  # one digit: the owner of the file is told no more of n
+    held = rough if n_public is None else n_public / 5
+    promise = Budget(score_epsilon, delta, Relation.parse(relation))
+    error = expected_error(held, promise, classes=0 if table.classes is None else len(table.classes))
+    cost = (
+        f"{len(levels)} fits of together at most ε = {math.fsum(levels):g}, and {len(levels)} scores of "
+        f"ε = {score_epsilon:g} each; every point will be uncertain by about ± {error:.1g}"
+    )
+    if error > _WIDEST and not force:
+        raise BudgetError(
+            f"this would cost {cost}, more than ± {_WIDEST:g}. Raise --score-epsilon, give more held-out records, "
+            "or pass --force. Nothing was spent."
+        )
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise BudgetError(f"this costs {cost}. Pass --yes to spend it. Nothing was spent.")
+    typer.confirm(f"This costs {cost}. Go on?", abort=True, err=True)
 
 
 def _levels(text: str) -> list[float]:

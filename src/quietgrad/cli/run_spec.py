@@ -10,6 +10,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import secrets
+import shlex
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +32,14 @@ if TYPE_CHECKING:
     from quietgrad.privacy.budget import Budget
 
 RUN_FILE = "run.json"
+_HOMES = {
+    "reading": (
+        "schema", "label", "classes", "task", "n_features", "person", "drop", "keep", "delimiter", "encoding",
+    ),
+    "scanning": ("cluster", "memory", "threads"),
+    "flags": ("steps", "batch_size", "learning_rate", "clip", "gamma", "sampling"),
+}  # fmt: skip
+"""Options that are kept together: how the file is read, how it is scanned, settings of the algorithm."""
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
 
 
@@ -63,30 +75,141 @@ class RunSpec:
     evaluate_train: bool = False
     checkpoint_seconds: float = 10.0
     features: str | None = None
+    model: str | None = None
+    inference: bool = False
+    class_weight: str | None = None
+    holdout: float | None = None
+    score_share: float = 0.2
+    split_key: str | None = None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> RunSpec:
+        """The run that the options of ``quietgrad train`` describe; every one of them must have a place in it."""
+        values: dict[str, Any] = {"reading": {}, "scanning": {}, "flags": {}}
+        for name, value in options.items():
+            value = str(value.resolve()) if isinstance(value, Path) else value
+            home = next((home for home, names in _HOMES.items() if name in names), None)
+            if home is None:
+                values[name] = value
+            elif value not in (None, (), []):
+                values[home][name] = list(value) if isinstance(value, tuple) else value
+        if values.get("holdout") is not None:
+            values["split_key"] = secrets.token_hex(16)
+        return cls(**values)
+
+    @classmethod
+    def read(cls, path: Path) -> RunSpec:
+        """The run that a TOML or JSON file describes: fields as in ``run.json``, options as on the command line."""
+        values = tomllib.loads(path.read_text("utf-8")) if path.suffix == ".toml" else dict(read_json(path))
+        known = {field.name for field in dataclasses.fields(cls)}
+        options = {key.replace("-", "_"): value for key, value in _whole(values).items()}
+        inside = {home: dict(options.pop(home, {})) for home in _HOMES}
+        flat = {**options, **{key: value for part in inside.values() for key, value in part.items()}}
+        flat.pop("split_key", None)  # a run of its own splits anew
+        if unknown := sorted(flat.keys() - known - {name for names in _HOMES.values() for name in names}):
+            raise DataError(f"{path}: {', '.join(unknown)}: no options of a run; see `quietgrad train --help`.")
+        if isinstance(flat.get("settings"), list):
+            flat["settings"] = tuple(flat["settings"])
+        return cls.from_options(flat)
+
+    def to_toml(self) -> str:
+        """The run as a file that :meth:`read` takes; what is usual is left out."""
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in self._said().items())
+
+    def command(self) -> str:
+        """The ``quietgrad train`` that makes this run again, with files named without their folders."""
+        words = ["quietgrad", "train"]
+        for name, value in self._said().items():
+            flag = {"settings": "--set"}.get(name, f"--{name.replace('_', '-')}")
+            if name == "data":
+                words.append(Path(value).name if "://" not in value else value)
+            elif name in ("settings", "drop"):
+                words += [word for one in value for word in (flag, one)]
+            elif name == "intercept":
+                words.append("--no-intercept")
+            elif value is True:
+                words.append(flag)
+            elif name in ("schema", "test", "ledger"):
+                words += [flag, Path(value).name]
+            else:
+                words += [flag, ",".join(map(str, value)) if isinstance(value, list | tuple) else _text(value)]
+        return " ".join(shlex.quote(word) for word in words)
+
+    def _said(self) -> dict[str, Any]:
+        """The options that differ from what is usual, by the name of their flag."""
+        said: dict[str, Any] = {}
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            usual = {} if one.name in _HOMES else one.default
+            if one.name == "split_key" or (value == usual and one.name != "delta"):
+                continue
+            if one.name in _HOMES:
+                said |= {key: inner for key, inner in value.items() if inner is not None}
+            else:
+                said[one.name] = list(value) if isinstance(value, tuple) else value
+        return said
 
     def save(self, folder: Path) -> None:
         """Write ``run.json`` into ``folder``."""
         from quietgrad.files import write_atomically
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / RUN_FILE, (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode())
+        if (schema := self.reading.get("schema")) is not None:  # a run keeps what its model's features mean
+            path = Path(schema)
+            write_atomically(folder / f"schema{path.suffix}", path.read_bytes())
+        values = dataclasses.asdict(self)
+        model, score = self.budget(), self.score_budget()
+        if model is not None and score is not None:  # checks of the run compare its own part with what was asked
+            values |= {"epsilon": model.epsilon, "delta": model.delta, "whole": [self.epsilon, self.delta]}
+        write_atomically(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
 
     @classmethod
     def load(cls, folder: Path) -> RunSpec:
         """Read the options that a run was started with."""
         try:
-            values = read_json(folder / RUN_FILE)
+            values = _whole(read_json(folder / RUN_FILE))
             return cls(**{**values, "settings": tuple(values["settings"])})
         except FileNotFoundError:
             raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
         except (ValueError, TypeError, KeyError, AttributeError):
             raise DataError(f"{folder / RUN_FILE}: cannot be read as the options of a run.") from None
 
+    @property
+    def uses_estimator(self) -> bool:
+        """Whether an estimator is fitted, and not a loss minimised by an algorithm."""
+        return self.model is not None or self.inference or self.class_weight is not None
+
+    def check(self) -> None:
+        """Refuse what cannot be before any data is read."""
+        self.budget()
+        by_hand = {
+            "algorithm": self.algorithm, "objective": self.objective, "regularizer": self.regularizer,
+            "oracle": self.oracle, "landscape": self.landscape, "features": self.features, "test": self.test,
+            "set": self.settings or None, **self.flags,
+        }  # fmt: skip
+        if self.uses_estimator and (extra := [name for name, value in by_hand.items() if value is not None]):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in extra)
+            raise ValueError(f"a --model chooses its own method; leave {flags} out, or --model.")
+        if self.holdout is not None and (self.test is not None or self.landscape is not None):
+            raise ValueError("--holdout splits the records of one file; leave --test and --landscape out.")
+
     def budget(self) -> Budget | None:
-        """The promise; ``None`` for a run that is not private."""
+        """The guarantee of the training: all of ε and δ but the score's share; ``None`` if it is not private."""
+        return self._share(1.0 if self.holdout is None else 1.0 - self.score_share)
+
+    def score_budget(self) -> Budget | None:
+        """The guarantee of the private score of held-out records, which the same account pays."""
+        return None if self.holdout is None else self._share(self.score_share)
+
+    def _share(self, share: float) -> Budget | None:
         from quietgrad.cli.options import budget
 
-        return None if self.non_private else budget(self.epsilon, self.delta, self.relation)
+        if not 0.0 < self.score_share < 1.0:
+            raise ValueError(f"score_share={self.score_share:g}: must be between 0 and 1.")
+        if self.non_private:
+            return None
+        whole = budget(self.epsilon, self.delta, self.relation)
+        return whole if share == 1.0 else budget(whole.epsilon * share, whole.delta * share, self.relation)
 
     def cap(self) -> Budget | None:
         """The most that the account as a whole may spend."""
@@ -140,6 +263,7 @@ class RunSpec:
             budget=promise,
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
             row_bound=bound,
+            feature_bounds=data.feature_bounds if bound is None else None,
             regression=data.task == "regression",
             sparse=hasattr(data.X, "indptr"),
             inference=False,
@@ -152,14 +276,19 @@ class RunSpec:
         if self.data is None:
             data: Any = demo_dataset()
         elif scans(self.data, self.scanning):
-            if self.features is not None:
-                raise DataError(
-                    f"{self.data}: features of pictures are not known to scans; give one file, which is read whole."
-                )
+            for name in ("features", "model", "holdout"):
+                if getattr(self, name) is not None:
+                    raise DataError(
+                        f"{self.data}: --{name} is not known to scans; give one file, which is read whole."
+                    )
             return open_scan(self.data, self.reading, self.scanning, self.test)
         else:
             data = load(self.data, test=self.test, **self.reading)
             data.refuse_uncounted(self.budget())
+        if self.holdout is not None:
+            from quietgrad.cli.scoring import hold_out_records
+
+            data = hold_out_records(data, self.holdout, self.split_key or "")
         return data if self.features is None else _featured(data)
 
     def ledger_in(self, folder: Path) -> Path | None:
@@ -200,6 +329,17 @@ class RunSpec:
 
 
 FEATURES = ("scattering",)
+
+
+def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``run.json`` with all of ε and δ, the score's share included."""
+    found = dict(values)
+    epsilon, delta = found.pop("whole", (found.get("epsilon"), found.get("delta", 1e-5)))
+    return {**found, "epsilon": epsilon, "delta": delta}
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _featured(data: Dataset) -> Dataset:
@@ -258,6 +398,7 @@ class ScannedData:
 
     y = None
     y_test = None
+    person_test = None
     pictures = None
     label_bounds: tuple[float, float] | None = None
 
@@ -297,6 +438,11 @@ class ScannedData:
         return self.X.features
 
     @property
+    def feature_bounds(self) -> tuple[tuple[float, float] | None, ...] | None:
+        """The public range of each feature by the schema."""
+        return self.X.bounds
+
+    @property
     def row_bound(self) -> float | None:
         """The schema's bound on rows."""
         schema = self.X.layout.schema
@@ -329,8 +475,9 @@ def _opened(data: str, reading: dict[str, Any], options: dict[str, Any]) -> tupl
     from quietgrad.cli.options import usage
     from quietgrad.data import scan
 
-    if "n_features" in reading:
-        raise DataError(f"{data}: n_features= is for LIBSVM files, which are loaded and not scanned.")
+    for name in ("n_features", "drop", "keep", "delimiter", "encoding"):
+        if name in reading:
+            raise DataError(f"{data}: --{name.replace('_', '-')} is for files that are loaded and not scanned.")
     classes, task = reading.get("classes"), reading.get("task")
     with usage():
         table = scan(

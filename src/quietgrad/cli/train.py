@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +16,15 @@ from quietgrad.cli.options import (
     BatchSize,
     Classes,
     Clip,
+    Delimiter,
     Delta,
+    Drop,
+    Encoding,
     Epsilon,
     Gamma,
+    Holdout,
     Json,
+    Keep,
     Label,
     LearningRate,
     RelationName,
@@ -33,9 +39,11 @@ from quietgrad.cli.options import (
     show_json,
     show_rows,
     usage,
+    working,
 )
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.run_spec import FEATURES, RunSpec, objective_from, scan_scores
+from quietgrad.cli.scoring import clipped_features, held_out_score, metrics_of, remember_trained, save_score
 from quietgrad.files import is_multi_file
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
@@ -53,6 +61,7 @@ app = typer.Typer(add_completion=False)
     "quietgrad train people.csv --schema schema.json --epsilon 0.5 --account patients --out runs/people"
 )
 def train(
+    context: typer.Context,
     data: Annotated[
         str | None,
         typer.Argument(
@@ -65,6 +74,34 @@ def train(
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
     relation: RelationName = DEFAULT_RELATION,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="linear, additive, svc, least-squares, poisson or quantile[:Q]; else linear by --algorithm.",
+            autocompletion=lambda: ["linear", "additive", "svc", "least-squares", "poisson", "quantile"],
+        ),
+    ] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Buy standard errors of the coefficients, too (linear models).")
+    ] = False,
+    class_weight: Annotated[
+        str | None, typer.Option(help="Weights of the classes, such as no=1,yes=5.", show_default=False)
+    ] = None,
+    holdout: Holdout = None,
+    score_share: Annotated[
+        float, typer.Option(help="Share of ε and δ for the private score of the held-out records.")
+    ] = 0.2,
+    drop: Drop = None,
+    keep: Keep = None,
+    delimiter: Delimiter = None,
+    encoding: Encoding = None,
+    from_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Take all options from a TOML file or the run.json of a run.", show_default=False
+        ),
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say first what ε and δ mean.")] = False,
     algorithm: Annotated[
         str | None,
         typer.Option(
@@ -141,49 +178,33 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a linear model privately; an interrupted run continues with `quietgrad resume DIR`."""
-    reading = {
-        "schema": None if schema is None else str(schema.resolve()),
-        "label": label,
-        "classes": class_labels(classes),
-        "task": task,
-        "n_features": n_features,
-        "person": person,
-    }
-    scanning = {"cluster": cluster, "memory": memory, "threads": threads}
-    spec = RunSpec(
-        data=_place(data),
-        scanning={key: value for key, value in scanning.items() if value is not None},
-        test=None if test is None else str(test.resolve()),
-        reading={key: value for key, value in reading.items() if value is not None},
-        objective=objective,
-        regularizer=regularizer,
-        intercept=intercept,
-        row_bound=row_bound,
-        rows=rows,
-        algorithm=algorithm,
-        oracle=oracle,
-        landscape=landscape,
-        flags={
-            "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip,
-            "gamma": gamma, "sampling": sampling,
-        },
-        settings=tuple(settings or ()),
-        epsilon=epsilon,
-        delta=delta,
-        relation=relation,
-        non_private=non_private,
-        ledger=None if ledger is None else str(ledger.resolve()),
-        account=account,
-        cap_epsilon=cap_epsilon,
-        n_public=n_public,
-        combine=combine,
-        records_per_person=records_per_person,
-        records_public=records_public,
-        evaluate_train=evaluate_train,
-        checkpoint_seconds=checkpoint_seconds,
-        features=features,
-    )  # fmt: skip
+    """Train a model privately; an interrupted run continues with `quietgrad resume DIR`."""
+    if from_file is not None:
+        spec = RunSpec.read(from_file)
+        if (changed := _given(context)) - {"from_file", "out", "overwrite", "quiet", "as_json", "explain"}:
+            raise typer.BadParameter(f"the file says the whole run; leave {', '.join(sorted(changed))} out.")
+        data, rows, features, landscape, person = (
+            spec.data, spec.rows, spec.features, spec.landscape, spec.reading.get("person"),
+        )  # fmt: skip
+    else:
+        spec = RunSpec.from_options(
+            {
+                "data": _place(data), "test": test, "schema": schema, "label": label, "task": task,
+                "classes": class_labels(classes), "n_features": n_features, "person": person,
+                "drop": tuple(drop or ()), "keep": keep, "delimiter": delimiter, "encoding": encoding,
+                "cluster": cluster, "memory": memory, "threads": threads, "objective": objective,
+                "regularizer": regularizer, "intercept": intercept, "row_bound": row_bound, "rows": rows,
+                "algorithm": algorithm, "oracle": oracle, "landscape": landscape, "steps": steps,
+                "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip, "gamma": gamma,
+                "sampling": sampling, "settings": tuple(settings or ()), "epsilon": epsilon, "delta": delta,
+                "relation": relation, "non_private": non_private, "ledger": ledger, "account": account,
+                "cap_epsilon": cap_epsilon, "n_public": n_public, "combine": combine,
+                "records_per_person": records_per_person, "records_public": records_public,
+                "evaluate_train": evaluate_train, "checkpoint_seconds": checkpoint_seconds, "features": features,
+                "model": model, "inference": inference, "class_weight": class_weight, "holdout": holdout,
+                "score_share": score_share,
+            }
+        )  # fmt: skip
     if rows not in ("clip", "normalize"):
         raise typer.BadParameter(f"{rows!r}: must be clip or normalize.", param_hint="--rows")
     if features is not None and (features not in FEATURES or landscape is not None):
@@ -192,7 +213,10 @@ def train(
         raise typer.BadParameter("a landscape samples its own records; give no DATA.", param_hint="--landscape")
     if landscape is not None and person is not None:
         raise typer.BadParameter("a landscape's records are nobody's; give no --person.", param_hint="--person")
-    spec.budget()  # a mistake in the promise is told before the data is read
+    with usage():
+        spec.check()
+    if explain:
+        _explain(spec)
     _check_folder(out, overwrite=overwrite)
     if not (quiet or as_json) and (words := reminder()) is not None:
         say(words, err=True)
@@ -209,9 +233,11 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     if spec.landscape is not None:
         return run_on_landscape(spec, out, quiet=quiet, resumed=resumed)
     data = spec.load_data()
-    facts = spec.describe_objective(data)
     with usage():
         people = spec.people_in(data)
+    if spec.uses_estimator:
+        return _fit_model(spec, out, data, quiet=quiet)
+    facts = spec.describe_objective(data)
     promise = spec.budget()
     with usage():
         loss = objective_from(facts)
@@ -231,7 +257,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
         "records_per_person": spec.records_per_person,
     }
     if not resumed:
-        spec.save(out)
+        _begin(spec, out, data)
     try:
         with usage(), progress_bar(quiet=quiet) as watched:
             if resumed:
@@ -245,6 +271,52 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
         say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
     return finish(spec, out, data, result, watched, loss)
+
+
+def _begin(spec: RunSpec, out: Path, data: Any) -> None:
+    """Write what a run is before it releases anything: its options, and keyed digests of who is trained on."""
+    spec.save(out)
+    if not hasattr(data, "table"):
+        remember_trained(out, data)
+
+
+def _fit_model(spec: RunSpec, out: Path, data: Dataset, *, quiet: bool) -> Result:
+    from quietgrad.cli import models
+
+    with usage():
+        models.estimator_of(spec, data, None)  # a mistake is told before anything is written
+    _begin(spec, out, data)
+    with usage(), working(f"fitting {spec.model or 'linear'}", quiet=quiet):
+        result = models.fit(spec, data, out)
+    result = replace(result, data={"name": data.name, "notes": list(data.notes)})
+    return _conclude(spec, out, data, result)
+
+
+def _conclude(spec: RunSpec, out: Path, data: Dataset, result: Result) -> Result:
+    """Score the held-out records privately if there is a share of ε for it; write the result and the report."""
+    from quietgrad.estimators.runs import from_run
+
+    declared = None if data.feature_bounds is None else [pair and list(pair) for pair in data.feature_bounds]
+    result = replace(result, details={**result.details, "repeat": spec.command(), "declared": declared})
+    result.save(out)
+    score = None
+    if spec.holdout is not None and not spec.non_private:
+        model = from_run(out)
+        model.__dict__.pop("feature_names_in_", None)
+        score = held_out_score(spec, out, data, model, result.n_public)
+        if isinstance(score, str):
+            result = replace(result, details={**result.details, "score": score})
+        else:
+            costs = {"model": result.privacy, "score": score.privacy}
+            cost = {name: [paid.epsilon, paid.delta] for name, paid in costs.items()}
+            details = {**result.details, "cost": cost}
+            result = replace(result, metrics={**result.metrics, **metrics_of(score)}, details=details)
+        result.save(out)
+        if not isinstance(score, str):
+            save_score(score, out, "held-out")
+    spec.link_ledger(out)
+    report_if_possible([out], out / "report.html")
+    return result
 
 
 def finish(
@@ -272,15 +344,12 @@ def finish(
         metrics=plain_scores(
             objective or objective_from(facts),
             result.params,
-            data,
+            data if spec.holdout is None or spec.non_private else replace(data, X_test=None, y_test=None),
             train=spec.evaluate_train,
             frame=Frame.told(details),
         ),
     )
-    result.save(out)
-    spec.link_ledger(out)
-    report_if_possible([out], out / "report.html")
-    return result
+    return _conclude(spec, out, data, result)
 
 
 def show(result: Result, out: Path, *, as_json: bool) -> None:
@@ -288,15 +357,72 @@ def show(result: Result, out: Path, *, as_json: bool) -> None:
     if as_json:
         show_json({"folder": str(out), **{k: v for k, v in result.to_json().items() if k != "history"}})
         return
-    scores = [
-        (name.replace("_", " "), f"{value:.4f}") for name, value in result.metrics.items() if type(value) is float
-    ]
     files = ", ".join(sorted(path.name for path in out.iterdir() if not path.name.startswith((".", "run.json"))))
-    rows = [("privacy", str(result.privacy)), *so_far(result, out), *scores]
-    if scores:
-        rows.append(("", "(scores look at records without noise: they are data, not private)"))
+    rows = [("privacy", str(result.privacy)), *_in_all(result), *so_far(result, out)]
+    rows += [*_score_rows(result), *_cautions(result)]
     rows += [("seconds", f"{result.seconds:.2f}"), ("written", files)]
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
+
+
+def _in_all(result: Result) -> list[tuple[str, str]]:
+    """What model and score cost together, by basic composition."""
+    cost = result.details.get("cost")
+    if cost is None:
+        return []
+    parts = f"model {cost['model'][0]:.3g} + score {cost['score'][0]:.3g}"
+    epsilon, delta = cost["model"][0] + cost["score"][0], cost["model"][1] + cost["score"][1]
+    return [("privacy in all", f"ε ≤ {epsilon:.4g} at δ = {delta:.3g} ({parts})")]
+
+
+def _score_rows(result: Result) -> list[tuple[str, str]]:
+    """The scores, each private one with its error and an accuracy with the majority's beside it."""
+    said, rows = dict(result.metrics), []
+    majority = said.pop("majority_accuracy", None)
+    for name, value in said.items():
+        if type(value) is not float or name.endswith("_error"):
+            continue
+        error = said.get(f"{name}_error")
+        text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+        if name == "test_accuracy" and majority is not None:
+            text += f"   (always the most frequent class: {majority:.4f})"
+        rows.append((name.replace("_", " "), text))
+    if rows and said.get("private") is not True:
+        rows.append(("", "(scores look at records without noise: they are data, not private)"))
+    if why := result.details.get("score"):
+        rows.append(("score", str(why)))
+    return rows
+
+
+def _cautions(result: Result) -> list[tuple[str, str]]:
+    """What a user should know before relying on the guarantee or the model."""
+    privacy, rows = result.privacy, []
+    n = result.n_public
+    if privacy.is_private and privacy.delta is not None and n and privacy.delta > 1.0 / n:
+        why = "it would allow one person's records to be published; choose a δ well below 1/n"
+        rows.append(("caution", f"δ = {privacy.delta:g} is above 1/n: {why}"))
+    rows += [("caution", note) for note in privacy.notes if "declare feature_bounds" in note]
+    if crowded := clipped_features(result.details):
+        rows.append(("caution", f"nearly every record lies at or beyond a declared bound of {', '.join(crowded)}: "
+                     "the noisy look that was paid for says so; declare wider bounds"))  # fmt: skip
+    return rows
+
+
+def _explain(spec: RunSpec) -> None:
+    if spec.non_private or spec.epsilon is None:
+        return
+    factor = math.exp(min(spec.epsilon, 700.0))
+    say(
+        f"ε = {spec.epsilon:g}: one person's records make any outcome at most e^ε = {factor:.3g} times as "
+        f"likely, up to a failure probability of δ = {spec.delta:g}; smaller is more private, and 1 is usual.",
+        err=True,
+    )
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The parameters that were given on the command line."""
+    return {
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
 
 
 def _place(data: str | None) -> str | None:
@@ -421,6 +547,11 @@ def resume_command(
     spec = RunSpec.load(folder)
     if (folder / "checkpoint.safetensors").exists():
         result = run(spec, folder, quiet=quiet or as_json, resumed=True)
+    elif not (folder / "result.json").exists() and spec.uses_estimator:
+        raise DataError(
+            f"{folder}: a fit of --model {spec.model or 'linear'} is not kept halfway; train again. What was "
+            "charged stays charged."
+        )
     elif not (folder / "result.json").exists():
         raise DataError(f"{folder}: the run released nothing before it stopped; train again with --out {folder}.")
     else:

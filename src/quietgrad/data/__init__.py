@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quietgrad.data.builtin import a9a_from_adult
+    from quietgrad.data.columns import Categorical, Date, Numeric, YesNo
     from quietgrad.data.dataset import (
         Dataset,
         clip_rows,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from quietgrad.data.loading import demo_dataset, load
     from quietgrad.data.registry import REGISTRY, fetch, find
     from quietgrad.data.scanning import Scan, scan
-    from quietgrad.data.schema import Categorical, Numeric, Schema, read_schema
+    from quietgrad.data.schema import Schema, read_schema
 _HOMES = {
     "load": "loading",
     "scan": "scanning",
@@ -33,8 +34,10 @@ _HOMES = {
     "find": "registry",
     "REGISTRY": "registry",
     "Schema": "schema",
-    "Numeric": "schema",
-    "Categorical": "schema",
+    "Numeric": "columns",
+    "Categorical": "columns",
+    "YesNo": "columns",
+    "Date": "columns",
     "read_schema": "schema",
     "clip_rows": "dataset",
     "normalized": "dataset",
@@ -47,7 +50,8 @@ _HOMES = {
 
 __all__ = [
     "load", "scan", "Scan", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric",
-    "Categorical", "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even", "split_uneven",
+    "YesNo", "Date", "Categorical", "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even",
+    "split_uneven",
     "uneven_sizes", "split_dirichlet",
 ]  # fmt: skip
 

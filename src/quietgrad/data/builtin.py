@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.data.columns import Categorical
 from quietgrad.data.dataset import Dataset, Matrix, check, encode_labels, hold_out, public_order
 from quietgrad.data.file_formats import open_npz, parse_idx, parse_libsvm
-from quietgrad.data.schema import Categorical
 from quietgrad.data.tables import parse_columns, parse_csv
 from quietgrad.errors import DataError
 
@@ -93,16 +93,17 @@ def a9a_from_adult(content: bytes, name: str = "adult") -> tuple[Matrix, npt.NDA
 def _libsvm(spec: DatasetSpec, contents: Contents) -> Dataset:
     """Training and published test file in LIBSVM text, or a9a from Adult's two files; labels ±1 become 0/1."""
     if spec.name in contents:
-        parts = [parse_libsvm(contents[file], spec.features, file) for file in (spec.name, f"{spec.name}.t")]
+        names = (spec.name, f"{spec.name}.t")
+        parts: list[tuple[Any, Any]] = [parse_libsvm(contents[file], spec.features, file) for file in names]
         note = "LIBSVM text"
     else:
         parts = [a9a_from_adult(contents[file], file) for file in ("adult.data", "adult.test.csv")]
         note = "rebuilt exactly from Adult"
     (X, raw), (X_test, raw_test) = parts
-    y, task, classes, names = encode_labels(spec.name, raw, classes=(-1, 1))
+    y, task, classes, labels = encode_labels(spec.name, raw, classes=(-1, 1))
     y_test = encode_labels(spec.name, raw_test, classes=(-1, 1))[0]
     notes = (note, "published test set")
-    return Dataset(spec.name, X, y, X_test, y_test, task, spec.row_bound, classes, notes, names)
+    return Dataset(spec.name, X, y, X_test, y_test, task, spec.row_bound, classes, notes, labels)
 
 
 def _adult(spec: DatasetSpec, contents: Contents) -> Dataset:

@@ -62,6 +62,12 @@ class Dataset:
     person: npt.NDArray[Any] | None = field(default=None, repr=False)
     pictures: dict[str, Any] | None = None
     """What says how the rows were made of pictures, if they were."""
+    person_test: npt.NDArray[Any] | None = field(default=None, repr=False)
+    """The id of the person each held-out row is about."""
+    ids: tuple[str, ...] | None = field(default=None, repr=False)
+    """One id per row to stand beside predictions; no feature, and as secret as the rows."""
+    feature_bounds: tuple[tuple[float, float] | None, ...] | None = None
+    """The public range of each feature by the schema; ``None`` where it is to be found privately."""
     leaves_out: bool = False
     """Whether rows were left out for what they hold: how many there are is then a secret of theirs."""
 

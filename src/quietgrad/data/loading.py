@@ -38,6 +38,11 @@ def load(
     dtype: Literal["float32", "float64"] | None = None,
     download: bool = True,
     person: str | None = None,
+    delimiter: str | None = None,
+    encoding: str | None = None,
+    drop: Sequence[str] = (),
+    keep: str | None = None,
+    labelled: bool = True,
 ) -> Dataset:
     """Load a registered data set by name, or a LIBSVM, CSV, npz or parquet file.
 
@@ -46,7 +51,10 @@ def load(
     `schema` (CSV, parquet), `classes` or `task`, `n_features` (LIBSVM), `label` (CSV, parquet; the last column
     otherwise), `test` (a second file of the same kind), `format` if the suffix does not tell. `normalize_rows`
     scales rows to norm ≤ 1.
-    `person` names the column (CSV, parquet) of the ids of the people that rows are about; it is no feature.
+    `person` names the column (CSV, parquet) of the ids of the people that rows are about; it is no feature. `keep`
+    names a column of ids that stand beside predictions, `drop` columns that are left out; `delimiter` and
+    `encoding` say how delimited text is written, if the schema does not.
+    `labelled=False` reads a file without labels (CSV, parquet); `y` then says nothing.
 
     >>> data = load("breast-cancer", normalize_rows=True)
     >>> data.X.shape, data.X_test.shape, data.row_bound
@@ -57,14 +65,18 @@ def load(
     if path.exists() and not path.is_dir():  # a folder may well be called like a registered set
         files.check_regular(path)
         public = read_schema(schema) if schema is not None else None
-        facts: dict[str, Any] = {"schema": public, "label": label, "task": task, "person": person}
+        facts: dict[str, Any] = {
+            "schema": public, "label": label, "task": task, "person": person, "drop": drop, "keep": keep,
+            "delimiter": delimiter, "encoding": encoding, "labelled": labelled,
+        }  # fmt: skip
         data = _read(path, format, classes=classes, n_features=n_features, **facts)
         if test is not None:
             data = _with_test(data, Path(test), format, classes, facts)
     elif path.parent != Path(".") or path.suffix:
         raise DataError(f"{source}: no such file.")
     else:
-        given = {"schema": schema, "label": label, "task": task, "classes": classes, "test": test, "person": person}
+        given = {"schema": schema, "label": label, "task": task, "classes": classes, "test": test, "person": person,
+                 "delimiter": delimiter, "encoding": encoding, "keep": keep, "drop": drop or None}  # fmt: skip
         if extra := [k for k, v in given.items() if v is not None]:
             raise DataError(f"{source} is a registered data set; {extra[0]}= applies to files only.")
         data = _registered(str(source), download)
@@ -100,18 +112,29 @@ def _read(
     classes: Sequence[object] | None,
     n_features: int | None,
     person: str | None,
+    drop: Sequence[str],
+    keep: str | None,
+    delimiter: str | None,
+    encoding: str | None,
+    labelled: bool,
 ) -> Dataset:
     name = path.name
     kind = format or _guess(path)
-    if person is not None and kind not in ("csv", "parquet"):
-        raise DataError(f"{name}: people's ids are read from a column of a CSV or parquet file.")
+    if (person is not None or keep is not None or drop) and kind not in ("csv", "parquet"):
+        raise DataError(
+            f"{name}: people's ids are read from a column of a CSV or parquet file; so are keep and drop."
+        )
+    said: dict[str, Any] = {
+        "label": label, "task": task, "classes": classes, "name": name, "person": person, "drop": drop,
+        "keep": keep, "labelled": labelled,
+    }  # fmt: skip
     if kind == "parquet":
-        return read_parquet(path, schema, label=label, task=task, classes=classes, name=name, person=person)
+        return read_parquet(path, schema, **said)
     content = read_content(path)
     if kind == "npz":
         return parse_npz(content, task=task, classes=classes, name=name)
     if kind == "csv":
-        return parse_csv(content, schema, label=label, task=task, classes=classes, name=name, person=person)
+        return parse_csv(content, schema, delimiter=delimiter, encoding=encoding, **said)
     X, raw = parse_libsvm(content, n_features, name=name)
     y, found, codes, names = encode_labels(name, raw, task, classes)
     notes = (

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.data.columns import Column, Date, Numeric
 from quietgrad.data.dataset import Task, encode_labels
-from quietgrad.data.schema import Categorical, Numeric, Schema
+from quietgrad.data.schema import Schema
 from quietgrad.data.tables import coded, line_blocks, read_block
 from quietgrad.errors import ChangedError, DataError, QuietgradError
 from quietgrad.sanitize import sanitize
@@ -83,7 +84,8 @@ class RowLayout:
                 raise DataError(
                     f"{where}: column {column!r} is {sanitize(kind, most=40)}; its declared bounds need a number."
                 )
-            if isinstance(wanted, Categorical) and not (plain or words):
+            days = isinstance(wanted, Date) and pa.types.is_temporal(kind)
+            if wanted is not None and not isinstance(wanted, Numeric) and not (plain or words or days):
                 raise DataError(
                     f"{where}: column {column!r} is {sanitize(kind, most=40)}; its categories need words or codes."
                 )
@@ -133,9 +135,9 @@ class RowLayout:
         number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
         classes = self.classes if self.schema is None else self.schema.classes
         if self.schema is not None and self.schema.label_bounds is not None:
-            return np.clip(_numbers(values, target), *self.schema.label_bounds)
+            return np.clip(_numbers(values, target, self.schema), *self.schema.label_bounds)
         if self.task == "regression":
-            return _numbers(values, target)
+            return _numbers(values, target, self.schema)
         if classes is None and (number or pa.types.is_boolean(values.type)):
             return np.asarray(values.to_numpy(zero_copy_only=False))
         words, codes = _words(values)
@@ -143,19 +145,21 @@ class RowLayout:
             if not all(isinstance(word, str) for word in words):
                 raise DataError(f"{self.name}: the target {target!r} is neither numbers nor words.")
             return np.asarray(words)[codes]
-        raw = np.array([str(word).strip() if isinstance(word, str) else str(word) for word in words], dtype=object)
+        told = self.schema.label_word if self.schema is not None else str
+        raw = np.array([told(str(word).strip()) for word in words], dtype=object)
         if all(isinstance(label, int | float) for label in classes):
             raw = np.array([float(word) if isinstance(word, bool) else word for word in words], dtype=object)
         numbers: Array = encode_labels(self.name, raw, None, classes)[0]
         return numbers[codes]
 
 
-def _numbers(values: Any, column: str) -> Array:
-    from quietgrad.data.schema import to_numbers
+def _numbers(values: Any, column: str, schema: Schema | None) -> Array:
+    from quietgrad.data.columns import to_numbers
 
     if hasattr(values.type, "value_type") or str(values.type) in ("string", "large_string"):
         words, codes = _words(values)
-        return to_numbers(column, words)[codes]
+        decimal, thousands = (".", "") if schema is None else schema.label_format
+        return to_numbers(column, words, decimal=decimal, thousands=thousands)[codes]
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
@@ -165,7 +169,7 @@ def _words(values: Any) -> tuple[list[Any], Array]:
     return found.words, found.codes
 
 
-def _encode(kind: Numeric | Categorical, column: str, values: Any, missing: Sequence[str]) -> Array:
+def _encode(kind: Column, column: str, values: Any, missing: Sequence[str]) -> Array:
     import pyarrow as pa
 
     plain = (

@@ -25,7 +25,7 @@ from quietgrad.data.scan_partitions import (
     parquet_facts,
     stamp_of,
 )
-from quietgrad.data.schema import Categorical, Schema
+from quietgrad.data.schema import Schema
 from quietgrad.errors import DataError, boundary
 from quietgrad.files import PACKED, table_kind
 from quietgrad.sanitize import sanitize
@@ -232,11 +232,12 @@ def _typed(kinds: Any, kind: str, layout: RowLayout) -> Any:
 
 def _csv_kinds(layout: RowLayout) -> tuple[tuple[str, str], ...]:
     schema = layout.schema
-    words = {} if schema is None else {c: "string" for c, k in schema.columns.items() if isinstance(k, Categorical)}
+    words = {} if schema is None else {c: "string" for c, k in schema.columns.items() if not k.plain}
     kinds = {column: words.get(column, "float64") for column in layout.columns}
     if layout.target is not None:
         classes = layout.classes if schema is None else schema.classes
         by_number = classes is None or all(isinstance(label, int | float) for label in classes)
+        by_number = by_number and (schema is None or schema.label_format == (".", ""))
         kinds[layout.target] = "float64" if by_number else "string"
     if layout.person is not None:
         kinds[layout.person] = "string"

@@ -21,7 +21,7 @@ from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.scan_partitions import LEAST_ROWS, Array, RowLayout
 from quietgrad.data.scan_people import IdRuns, RunsOf, UserAlignedPartition, cut_by_person
 from quietgrad.data.scan_reader import ScanParts, Threads, Verification, copied
-from quietgrad.data.schema import Categorical, Schema, read_schema
+from quietgrad.data.schema import Schema, read_schema
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter
 from quietgrad.objectives.privacy_units import Combine, ContributionBounds
@@ -265,9 +265,11 @@ class Scan:
         )
 
     @property
-    def bounds(self) -> tuple[tuple[float, float], ...] | None:
-        """The ranges that are public: a schema maps every column to [0, 1]."""
-        return None if self.layout.schema is None or self.names is not None else ((0.0, 1.0),) * self.features
+    def bounds(self) -> tuple[tuple[float, float] | None, ...] | None:
+        """The ranges that are public: a schema maps every column that it bounds to [0, 1]."""
+        if self.layout.schema is None or self.names is not None:
+            return None
+        return self.layout.schema.feature_bounds
 
     @property
     def indicators(self) -> frozenset[str]:
@@ -275,7 +277,7 @@ class Scan:
         schema = self.layout.schema
         if schema is None or self.names is not None:
             return frozenset()
-        kinds = [isinstance(kind, Categorical) for kind in schema.columns.values() for _ in range(kind.width)]
+        kinds = [kind.zero_one for kind in schema.columns.values() for _ in range(kind.width)]
         return frozenset(name for name, told in zip(self.feature_names, kinds, strict=True) if told)
 
     def named(self) -> Scan:

@@ -1,132 +1,72 @@
 """Public schemas: which columns of a table are used, and how each becomes numbers.
 
-A vocabulary or a range learnt from private rows is itself a release. So it is declared here, by the user
-(`schema.json`) or by the registry, and never inferred.
+A vocabulary or a range learnt from private rows is itself a release. So a schema declares it (`schema.toml`,
+`schema.json` or the registry) and nothing infers it. A number without declared bounds keeps its own scale, and a
+private fit finds its range and pays for it.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from quietgrad import files
+from quietgrad.data.columns import (
+    MISSING,
+    SINCE,
+    Categorical,
+    Column,
+    Date,
+    Numeric,
+    YesNo,
+    written_plainly,
+    yes_or_no,
+)
 from quietgrad.errors import DataError
-
-
-@dataclass(frozen=True)
-class Numeric:
-    """A numeric column with public bounds: clipped to [low, high], then mapped to [0, 1].
-
-    With `log` the map is log(1 + x − low) / log(1 + high − low), for heavy tails. `fill` replaces a missing entry.
-
-    >>> Numeric((0, 10)).encode("age", ["5", "20"])
-    array([[0.5],
-           [1. ]])
-    """
-
-    bounds: tuple[float, float]
-    log: bool = False
-    fill: float | None = None
-
-    def __post_init__(self) -> None:
-        low, high = self.bounds
-        if not (np.isfinite([low, high]).all() and low < high):
-            raise DataError(f"bounds={self.bounds}: must be two finite numbers, low < high.")
-
-    @property
-    def width(self) -> int:
-        """How many features the column becomes."""
-        return 1
-
-    def names(self, column: str) -> tuple[str, ...]:
-        """Feature names."""
-        return (column,)
-
-    def encode(
-        self, column: str, values: Sequence[Any] | npt.NDArray[Any], missing: Sequence[str] = ("",)
-    ) -> npt.NDArray[np.float64]:
-        """The column as numbers in [0, 1], one row each; missing entries without a `fill` stay NaN."""
-        low, high = self.bounds
-        x = to_numbers(column, values, missing)
-        if self.fill is not None:
-            x = np.where(np.isnan(x), self.fill, x)
-        x = np.where(np.isinf(x), np.nan, x)  # clipping would hide an infinity that is to be refused
-        x = np.clip(x, low, high) - low
-        scaled = np.log1p(x) / np.log1p(high - low) if self.log else x / (high - low)
-        return scaled[:, None]
-
-
-@dataclass(frozen=True)
-class Categorical:
-    """A categorical column with a public vocabulary, one-hot encoded in the order given.
-
-    `drop_first` leaves out the first category's bit. A value outside the vocabulary sets no
-    bit: a refusal would tell that somebody has one.
-
-    >>> Categorical(("no", "yes")).encode("loan", ["yes", "no"])
-    array([[0., 1.],
-           [1., 0.]])
-    """
-
-    categories: tuple[str, ...]
-    drop_first: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.categories) < 2 or len(set(self.categories)) != len(self.categories):
-            raise DataError(f"categories={list(self.categories)}: must be two or more different values.")
-
-    @property
-    def width(self) -> int:
-        """How many features the column becomes."""
-        return len(self.categories) - self.drop_first
-
-    def names(self, column: str) -> tuple[str, ...]:
-        """Feature names."""
-        return tuple(f"{column}={c}" for c in self.categories[int(self.drop_first) :])
-
-    def encode(
-        self, column: str, values: Sequence[Any] | npt.NDArray[Any], missing: Sequence[str] = ("",)
-    ) -> npt.NDArray[np.float64]:
-        """The column as 0/1 features, one row each."""
-        index = {c: i for i, c in enumerate(self.categories)}
-        codes = np.fromiter((index.get(str(v).strip(), -1) for v in values), np.int64, len(values))
-        bits = (codes[:, None] == np.arange(len(self.categories))).astype(np.float64)
-        kept: npt.NDArray[np.float64] = bits[:, int(self.drop_first) :]
-        return kept
+from quietgrad.sanitize import sanitize
 
 
 @dataclass(frozen=True)
 class Schema:
     """How a table becomes features and labels; columns that are not listed are left out.
 
-    `label` names the target; `classes` are its public values, or `label_bounds` its public range for regression.
-    `names` gives the columns of a file without a header. `drop_incomplete` removes rows with a missing entry.
+    `label` names the target; `classes` are its public values, or `label_bounds` its public range for regression
+    (found privately without). `label_kind` is "yes/no" where any spelling of the two counts. `names` gives the
+    columns of a file without a header. `ids` are columns that are kept beside predictions. `drop_incomplete`
+    removes rows with a missing entry.
 
     >>> schema = Schema({"age": Numeric((0, 100)), "sex": Categorical(("F", "M"))}, "rich", classes=("no", "yes"))
     >>> schema.width, round(schema.row_bound, 3)
     (3, 1.414)
     """
 
-    columns: Mapping[str, Numeric | Categorical]
+    columns: Mapping[str, Column]
     label: str
     classes: tuple[str, ...] | None = None
     label_bounds: tuple[float, float] | None = None
     delimiter: str = ","
     names: tuple[str, ...] | None = None
-    missing: tuple[str, ...] = field(default=("", "NA", "NaN", "nan"))
+    missing: tuple[str, ...] = field(default=MISSING)
     drop_incomplete: bool = False
+    encoding: str = "utf-8"
+    label_kind: Literal["yes/no", "category", "number"] = "category"
+    label_format: tuple[str, str] = (".", "")
+    """Decimal mark and thousands separator of a numeric label."""
+    ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.columns:
             raise DataError("schema: `columns` is empty; list the feature columns.")
         if self.label in self.columns:
             raise DataError(f"schema: the label {self.label!r} is also listed as a feature column.")
-        if (self.classes is None) == (self.label_bounds is None):
+        given = (self.classes is not None) + (self.label_bounds is not None)
+        if given == 2 or (given == 0 and self.label_kind != "number"):
             raise DataError("schema: give the label either `classes` (classification) or `bounds` (regression).")
 
     @property
@@ -135,18 +75,40 @@ class Schema:
         return sum(c.width for c in self.columns.values())
 
     @property
-    def row_bound(self) -> float:
-        """√(number of columns): each contributes at most 1 to ‖x‖²."""
-        return float(np.sqrt(len(self.columns)))
+    def row_bound(self) -> float | None:
+        """The largest possible ‖x‖, with at most 1 for most columns; ``None`` if a column has no bounds."""
+        reaches = [c.reach for c in self.columns.values()]
+        return None if None in reaches else float(np.sqrt(sum(r for r in reaches if r is not None)))
+
+    @property
+    def feature_bounds(self) -> tuple[tuple[float, float] | None, ...]:
+        """The public range of each feature; ``None`` where it is to be found privately."""
+        return tuple(pair for column in self.columns.values() for pair in column.ranges)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the d features."""
         return tuple(n for column, kind in self.columns.items() for n in kind.names(column))
 
+    def label_word(self, word: str) -> str:
+        """A label as a class name, or as a number that Python reads."""
+        if self.label_kind == "yes/no":
+            return yes_or_no(word)
+        return written_plainly(word, *self.label_format) if self.classes is None else word
+
+    def without(self, drop: Sequence[str]) -> Schema:
+        """The schema with some feature columns left out."""
+        from dataclasses import replace
+
+        if unknown := [name for name in drop if name not in (*self.columns, *self.ids)]:
+            raise DataError(f"drop: {', '.join(unknown)}: not among the columns of the schema.")
+        return replace(self, columns={name: kind for name, kind in self.columns.items() if name not in drop})
+
 
 def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
-    """A `Schema` from itself, a mapping, or a JSON file of the form below.
+    """A `Schema` from itself, a mapping, or a TOML or JSON file of the form below.
+
+    Every problem of every column is said at once.
 
     >>> read_schema({
     ...     "label": {"column": "rich", "classes": ["no", "yes"]},
@@ -159,28 +121,37 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
     where = "schema"
     if not isinstance(source, Mapping):
         where = str(source)
-        try:
-            source = files.read_json(source)
-        except DataError:
-            raise
-        except OSError as error:
-            raise DataError(f"schema {where}: cannot be read ({files.os_error_text(error)}).") from None
-        except ValueError as error:
-            raise DataError(f"schema {where}: not valid JSON ({error}).") from None
+        source = _file_content(Path(source))
         if not isinstance(source, Mapping):
             raise DataError(f"schema {where}: must be a JSON object with `label` and `columns`.")
     try:
-        label = source["label"]
-        bounds = label.get("bounds")
+        label, problems = source["label"], []
+        columns: dict[str, Column] = {}
+        ids: list[str] = []
+        for name, said in source["columns"].items():
+            if said.get("kind") in ("id", "text"):
+                ids += [str(name)] if said["kind"] == "id" else []
+                continue
+            try:
+                columns[str(name)] = _column(str(name), said)
+            except DataError as error:
+                problems.append(f"column {name!r}: {str(error).rstrip('.')}")
+        classes, bounds, kind = _label(label, problems)
+        if problems:
+            raise DataError(f"{where}: {'; '.join(problems)}.")
         return Schema(
-            columns={str(k): _column(str(k), v) for k, v in source["columns"].items()},
+            columns=columns,
             label=str(label["column"]),
-            classes=tuple(str(c) for c in label["classes"]) if "classes" in label else None,
-            label_bounds=None if bounds is None else (float(bounds[0]), float(bounds[1])),
+            classes=classes,
+            label_bounds=bounds,
             delimiter=source.get("delimiter", ","),
             names=tuple(source["names"]) if "names" in source else None,
-            missing=tuple(source.get("missing", ("", "NA", "NaN", "nan"))),
+            missing=tuple(source.get("missing", MISSING)),
             drop_incomplete=bool(source.get("drop_incomplete", False)),
+            encoding=str(source.get("encoding", "utf-8")),
+            label_kind=kind,
+            label_format=(str(label.get("decimal", ".")), str(label.get("thousands", ""))),
+            ids=tuple(ids),
         )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         if isinstance(error, DataError):
@@ -192,59 +163,72 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
         ) from None
 
 
+def _file_content(path: Path) -> Any:
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(files.read_bytes(path).decode("utf-8-sig"))
+        return files.read_json(path)
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"schema {path}: cannot be read ({files.os_error_text(error)}).") from None
+    except ValueError as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise DataError(f"schema {path}: not valid {kind} ({sanitize(error, most=120)}).") from None
+
+
 def _missed(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     return "a value is of another kind than it should be" if isinstance(error, AttributeError) else str(error)
 
 
-def _column(name: str, spec: Mapping[str, Any]) -> Numeric | Categorical:
-    if "categories" in spec:
-        categories = tuple(str(c) for c in spec["categories"])
-        return Categorical(categories, bool(spec.get("drop_first", False)))
-    if "bounds" in spec:
-        low, high = spec["bounds"]
-        return Numeric((float(low), float(high)), bool(spec.get("log", False)), spec.get("fill"))
-    raise DataError(f"schema: column {name!r} needs `bounds` (numeric) or `categories` (one-hot).")
+def _label(said: Mapping[str, Any], problems: list[str]) -> tuple[Any, Any, Any]:
+    """(classes, bounds, kind) of the label; what is wrong goes to ``problems``."""
+    kind, bounds, classes = said.get("kind"), said.get("bounds"), said.get("classes")
+    if kind == "yes/no":
+        return ("no", "yes"), None, kind
+    if classes:
+        return tuple(str(c) for c in classes), None, "category"
+    if bounds:
+        return None, (float(bounds[0]), float(bounds[1])), "number"
+    if kind in ("number", "whole number"):
+        return None, None, "number"
+    if kind == "category" or classes is not None:
+        problems.append('label: `classes` is empty; list the public class labels, or set kind = "number"')
+    return None, None, "category" if not problems else "number"
 
 
-def is_number(text: str) -> bool:
-    """Whether a text is a number, other than NaN.
-
-    >>> is_number("-999"), is_number("nan"), is_number("NA")
-    (True, False, False)
-    """
-    try:
-        return not np.isnan(float(text))
-    except ValueError:
-        return False
+_KINDS = ("number", "whole number", "category", "yes/no", "date", "id", "text")
 
 
-def to_numbers(
-    column: str, values: Sequence[Any] | npt.NDArray[Any], missing: Sequence[str] = ("",)
-) -> npt.NDArray[np.float64]:
-    """Convert a column of text to floats, missing entries to NaN; never quotes a value in its error.
-
-    >>> to_numbers("age", ["1", "", "2.5"])
-    array([1. , nan, 2.5])
-    """
-    absent = set(missing)
-    try:
-        numbers = np.asarray(values, dtype=np.float64)
-        if numbers.ndim != 1:
-            raise DataError(f"column {column!r} holds lists, not numbers.")
-        # A number that stands for a gap is one in every row, not only beside cells that are no numbers.
-        if not any(is_number(word) for word in absent) or not isinstance(next(iter(values), None), str):
-            return numbers
-    except DataError:
-        raise
-    except (ValueError, TypeError, OverflowError):
-        pass
-    try:
-        texts = (str(v).strip() for v in values)
-        return np.array([np.nan if t in absent or t == "None" else float(t) for t in texts], dtype=np.float64)
-    except (ValueError, OverflowError):
-        raise DataError(
-            f"column {column!r} is not numeric. If it is a category, declare its public vocabulary in a schema: "
-            f'--schema schema.json with "columns": {{"{column}": {{"categories": […]}}}}.'
-        ) from None
+def _column(name: str, said: Mapping[str, Any]) -> Column:
+    kind = said.get("kind")
+    gaps = said.get("missing")
+    if kind is not None and kind not in _KINDS:
+        raise DataError(f"kind = {kind!r} must be one of {', '.join(_KINDS)}")
+    if gaps not in (None, "", "indicator", "refuse"):
+        raise DataError('missing must be "indicator" or "refuse"')
+    flagged = gaps == "indicator"
+    if kind == "yes/no":
+        return YesNo(flagged)
+    if kind == "date":
+        ends = [date.fromisoformat(str(end)) for end in said.get("bounds", ()) if str(end)]
+        since = date.fromisoformat(str(said.get("since", SINCE)))
+        parts = tuple(said.get("parts", ("days", "month", "weekday")))
+        if len(ends) not in (0, 2):
+            raise DataError("bounds must be two dates such as 2000-01-01, or []")
+        return Date((ends[0], ends[1]) if ends else None, said.get("format", "%Y-%m-%d"), parts, flagged, since)
+    if kind == "category" or "categories" in said:
+        if not said.get("categories"):
+            raise DataError("`categories` is empty: list its public values, or leave the column out")
+        categories = tuple(str(c) for c in said["categories"])
+        return Categorical(categories, bool(said.get("drop_first", False)), flagged)
+    if "bounds" in said or kind is not None:
+        limits = list(said.get("bounds", ()))
+        if len(limits) not in (0, 2):
+            raise DataError("bounds must be [low, high], or [] to have the range found privately")
+        pair = (float(limits[0]), float(limits[1])) if limits else None
+        written = (str(said.get("decimal", ".")), str(said.get("thousands", "")))
+        return Numeric(pair, bool(said.get("log", False)), said.get("fill"), flagged, *written)
+    raise DataError("needs `bounds` (numeric) or `categories` (one-hot)")

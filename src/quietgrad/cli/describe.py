@@ -1,0 +1,146 @@
+"""`quietgrad describe`: private counts, means, quantiles and tables of a file's columns, as a page and as JSON."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quietgrad.cli.options import Delta, Json, RelationName, say, show_json, usage, working, writable
+from quietgrad.privacy.budget import DEFAULT_RELATION
+from quietgrad.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from quietgrad.data.schema import Schema
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Example: quietgrad describe people.csv --schema schema.toml --epsilon 0.5 -o people.html")
+def describe(
+    file: Annotated[Path, typer.Argument(help="A delimited or parquet file.", show_default=False)],
+    schema: Annotated[
+        Path, typer.Option(help="Its public schema; see `quietgrad data schema`.", show_default=False)
+    ],
+    epsilon: Annotated[float, typer.Option(help="ε of the whole description.")] = 0.5,
+    delta: Delta = 1e-6,
+    relation: RelationName = DEFAULT_RELATION,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page; JSON goes beside it.")] = Path(
+        "description.html"
+    ),
+    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
+    account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
+    cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
+    n_public: Annotated[int | None, typer.Option(help="Public number of records; else counted privately.")] = None,
+    person: Annotated[str | None, typer.Option(help="Column of the ids of the people rows are about.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error."""
+    from quietgrad.data.schema import read_schema
+    from quietgrad.data.tables import read_cells
+    from quietgrad.estimators import describe as describe_frame
+    from quietgrad.files import write_atomically
+    from quietgrad.privacy.budget import Budget, Relation
+
+    with usage():
+        promise = Budget(epsilon, delta, Relation.parse(relation))
+        cap = None if cap_epsilon is None else Budget(cap_epsilon, delta, promise.relation)
+    public = read_schema(schema)
+    cells = read_cells(file, public, () if person is None else (person,))
+    frame, declared = _columns(cells, public)
+    with usage(), working("describing", quiet=as_json):
+        found = describe_frame(
+            frame, schema=declared, epsilon=epsilon, delta=delta, relation=relation, ledger=ledger,
+            account=account, cap=cap, n_public=n_public, person=None if person is None else cells[person],
+        )  # fmt: skip
+    told = found.to_json()
+    write_atomically(writable(output), _page(file.name, public, found).encode())
+    write_atomically(output.with_suffix(".json"), (json.dumps(told, indent=1, default=str) + "\n").encode())
+    if as_json:
+        show_json(told)
+        return
+    width = max(len(str(row["column"])) for row in found.rows) + 2
+    for row in found.rows:
+        say(f"{sanitize(row['column']):<{width}}{_in_words(row)}")
+    say(f"privacy: {found.privacy}")
+    say(f"written: {output}, {output.with_suffix('.json')}")
+
+
+def _columns(cells: dict[str, list[Any]], schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The columns as numbers, words and dates, and what is public of each."""
+    import numpy as np
+
+    from quietgrad.data.columns import Categorical, Date, Numeric, YesNo, to_date, to_numbers, yes_or_no
+
+    frame: dict[str, Any] = {}
+    said: dict[str, Any] = {}
+    gaps = {*schema.missing, "None", "NaT"}
+    label = Numeric(schema.label_bounds, False, None, False, *schema.label_format)
+    target: Any = label if schema.classes is None else YesNo() if schema.label_kind == "yes/no" else (
+        Categorical(schema.classes)
+    )  # fmt: skip
+    for name, kind in {**schema.columns, schema.label: target}.items():
+        texts = [str(cell).strip() for cell in cells[name]]
+        flagged = {"missing": "indicator"} if kind.indicator else {}
+        if isinstance(kind, Numeric):
+            written = {"decimal": kind.decimal, "thousands": kind.thousands}
+            frame[name] = to_numbers(name, texts, schema.missing, **written)
+            bounds = {} if kind.bounds is None else {"bounds": list(kind.bounds)}
+            said[name] = {"kind": "number", **bounds, **flagged}
+        elif isinstance(kind, Date):
+            days = [None if text in gaps else to_date(text, kind.format) for text in texts]
+            frame[name] = np.array(days, dtype="datetime64[D]")
+            days_given = {} if kind.bounds is None else {"bounds": [str(end) for end in kind.bounds]}
+            said[name] = {"kind": "date", **days_given, **flagged}
+        elif isinstance(kind, YesNo):
+            frame[name] = np.array(["" if text in gaps else yes_or_no(text) for text in texts], dtype=object)
+            said[name] = {"kind": "category", "categories": ["no", "yes"]}
+        else:
+            frame[name] = np.array(texts, dtype=object)
+            said[name] = {"kind": "category", "categories": list(kind.categories)}
+    return frame, said
+
+
+def _in_words(row: Mapping[str, Any]) -> str:
+    """A column's main numbers on one line, each with its error."""
+    words = [f"{row['count']:.0f} ± {row['count_error']:.0f} records"]
+    if "mean" in row:
+        words.append(f"mean {row['mean']:.4g} ± {row['mean_error']:.2g}")
+        words.append(f"median {row['q50']:.4g} ± {row['q50_error']:.2g}")
+    else:
+        words.append(f"most frequent: {sanitize(row['most_frequent'])} ({row['most_frequent_count']:.0f})")
+    return ", ".join(words)
+
+
+def _page(name: str, schema: Schema, found: Any) -> str:
+    """One self-contained page: the statement, the pictures and the table."""
+    title = f"{sanitize(name)}, described privately"
+    plain = f"<pre>{html.escape(str(found.table))}</pre>"
+    table = found.table.to_html(border=0) if hasattr(found.table, "to_html") else plain
+    picture = io.BytesIO()
+    drawn = found.plot()
+    figure = getattr(drawn, "figure", drawn)
+    figure.savefig(picture, format="png", dpi=110, bbox_inches="tight")
+    image = base64.b64encode(picture.getvalue()).decode()
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
+            "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+            "table{border-collapse:collapse}td,th{padding:.2em .6em;text-align:right}img{max-width:100%}</style>",
+            "</head><body>",
+            f"<h1>{html.escape(title)}</h1>",
+            f"<p>{html.escape(str(found.privacy))}. Every number has noise; its error stands beside it. "
+            f"{len(schema.columns)} columns share one budget.</p>",
+            f'<img alt="Distributions of the columns, with errors" src="data:image/png;base64,{image}">',
+            table,
+            "</body></html>",
+            "",
+        ]
+    )

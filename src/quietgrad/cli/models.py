@@ -1,0 +1,145 @@
+"""`quietgrad train --model`: the estimators of tables, fitted and kept as runs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quietgrad.errors import DataError
+from quietgrad.sanitize import did_you_mean
+
+if TYPE_CHECKING:
+    from quietgrad.cli.run_spec import RunSpec
+    from quietgrad.data import Dataset
+    from quietgrad.training.result import Result
+
+MODELS: dict[str, tuple[str | None, str | None]] = {
+    "linear": ("PrivateLogisticRegression", "PrivateHuberRegressor"),
+    "additive": ("PrivateAdditiveClassifier", "PrivateAdditiveRegressor"),
+    "svc": ("PrivateSVC", None),
+    "least-squares": (None, "PrivateLinearRegression"),
+    "poisson": (None, "PrivatePoissonRegressor"),
+    "quantile": (None, "PrivateQuantileRegressor"),
+}
+"""A model's name and its estimators: of a classification, of a regression."""
+
+
+def estimator_of(spec: RunSpec, data: Dataset, ledger: Path | None) -> Any:
+    """The estimator that ``--model`` names, with the run's guarantee, account and public facts."""
+    from quietgrad import estimators
+
+    name, _, knob = (spec.model or "linear").partition(":")
+    if name not in MODELS:
+        raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
+    regression = data.task == "regression"
+    kind = MODELS[name][regression]
+    if kind is None:
+        wanted = "a regression: --task regression" if not regression else "classes: --classes no,yes"
+        raise DataError(f"--model {name} is of {wanted}, or say so in the schema's label.")
+    promise = spec.budget()
+    if promise is None:
+        raise DataError("--model: an estimator is private; leave --non-private out, or --model.")
+    given: dict[str, Any] = {
+        "epsilon": promise.epsilon, "delta": promise.delta, "relation": str(promise.relation), "ledger": ledger,
+        "account": spec.account, "cap": spec.cap(), "n_public": spec.n_public, "fit_intercept": spec.intercept,
+        "feature_bounds": None if data.feature_bounds is None else list(data.feature_bounds),
+        "row_bound": spec.row_bound if data.feature_bounds is None else None,
+    }  # fmt: skip
+    if data.feature_bounds is None and spec.row_bound is None:
+        given["row_bound"] = data.row_bound
+    if regression:
+        given["target_bounds"] = data.label_bounds
+    else:
+        given["classes"] = list(data.class_names or ())
+    if spec.inference:
+        given["inference"] = True
+    if spec.class_weight is not None:
+        given["class_weight"] = _weights(spec.class_weight)
+    if knob and name == "quantile":
+        given["quantile"] = float(knob)
+    factory = getattr(estimators, kind)
+    known = inspect.signature(factory).parameters
+    for option in ("inference", "class_weight", "fit_intercept"):
+        if option in given and option not in known and given[option] is not True:
+            raise DataError(f"--{option.replace('_', '-')}: {name} models do not have it.")
+    return factory(**{key: value for key, value in given.items() if key in known})
+
+
+def _weights(text: str) -> Any:
+    """
+    >>> _weights("no=1,yes=5"), _weights("balanced")
+    ({'no': 1.0, 'yes': 5.0}, 'balanced')
+    """
+    if "=" not in text:
+        return text
+    try:
+        return {
+            name.strip(): float(weight) for name, _, weight in (part.rpartition("=") for part in text.split(","))
+        }
+    except ValueError:
+        raise ValueError(f"class_weight={text!r}: must be CLASS=WEIGHT,… such as no=1,yes=5.") from None
+
+
+def fit(spec: RunSpec, data: Dataset, out: Path) -> Result:
+    """Fit the model and keep it as a run in ``out``."""
+    from quietgrad.estimators.runs import to_run
+    from quietgrad.training.result import load
+
+    model = estimator_of(spec, data, spec.ledger_in(out))
+    y = data.y if data.classes is None else np.array(data.class_names)[data.y]
+    people: dict[str, Any] = {}
+    if data.person is not None:
+        people = {
+            "person": data.person, "combine": spec.combine, "records_per_person": spec.records_per_person,
+            "records_public": spec.records_public,
+        }  # fmt: skip
+    model.fit(_named(data), y, **people)
+    to_run(model, out)
+    result = load(out)
+    details = dict(result.details)
+    if "model" not in details:
+        details["model"] = facts_of(spec, data)
+    if (names := data.feature_names) is not None and hasattr(model, "coef_") and not hasattr(model, "shapes_"):
+        details["coefficients"] = _coefficients(model, names)
+    return replace(result, details=details)
+
+
+def facts_of(spec: RunSpec, data: Dataset) -> dict[str, Any]:
+    """The public facts of an additive model that reading a file for it needs."""
+    return {**spec.describe_objective(data), "objective": "additive"}
+
+
+def _coefficients(model: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Coefficients by feature, with intervals where the fit bought standard errors."""
+    weights = np.atleast_2d(model.coef_)
+    told: dict[str, Any] = {
+        "features": list(names), "coef": weights.tolist(),
+        "intercept": np.atleast_1d(model.intercept_).astype(float).tolist(),
+    }  # fmt: skip
+    if model.inference:
+        from quietgrad.errors import TooNoisyError
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                table = model.summary()
+            told["summary"] = table.to_dict("list") if hasattr(table, "to_dict") else str(table)
+        except TooNoisyError as error:
+            told["no_intervals"] = str(error)
+    return told
+
+
+def _named(data: Dataset) -> Any:
+    """The features with their names, where a library for that is installed."""
+    if data.feature_names is None or not isinstance(data.X, np.ndarray):
+        return data.X
+    try:
+        import pandas as pd
+    except ImportError:
+        return data.X
+    return pd.DataFrame(data.X, columns=list(data.feature_names))
