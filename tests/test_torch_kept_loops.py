@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import quietgrad as qg
 import quietgrad.torch as qt
+from quietgrad.curators.transcript import plan_key
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.keys import KeyFile
@@ -93,9 +94,11 @@ def test_a_loop_goes_on_as_if_nothing_had_happened(
     """Adam's moments, a gradient that waits, the clip that was learnt: bit for bit, for one charge."""
     interrupted(4, form, **settings)
     (key,) = (file.read_bytes() for file in KeyFile.directory().glob("*.key"))
+    elsewhere = {**settings, "folder": None, "ledger": "other.jsonl"}
+    plan = loop_of(**elsewhere).plan
     with monkeypatch.context() as patch:
-        patch.setattr("quietgrad.torch.loops.key_for_all", lambda: key)
-        undisturbed = train(loop_of(**{**settings, "folder": None, "ledger": "other.jsonl"}), form)
+        patch.setattr("quietgrad.torch.loops.key_for_all", lambda: plan_key(key, plan.digest))
+        undisturbed = train(loop_of(**elsewhere), form)
     loop = loop_of(**settings)
     assert loop.handed_out == 3
     assert loop.cost.used == 4  # the last release was made, whatever the checkpoint knows

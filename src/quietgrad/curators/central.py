@@ -116,6 +116,8 @@ class CentralCurator:
         if plan.is_private and within is None:
             self.settle()
         run = self.run if transcript is not None or not self._opened else uuid.uuid4().hex
+        if transcript is not None:
+            transcript.bind(plan.digest)
         charges = (
             self._charges(plan, run, transcript, note, part)
             if within is None

@@ -264,6 +264,11 @@ _ATTEMPTS = 3
 _PROMPT, _NEAR = 12_000_000, 25_000_000  # ns: a tick of the kernel's clock is at most 10 ms
 
 
+def plan_key(key: bytes, plan: str) -> bytes:
+    """The key of one plan's samples and noise in a run whose key is ``key``; ``plan`` is the plan's digest."""
+    return SecureStream(key, f"plan/{plan}").bytes(0, len(key))
+
+
 def _boot() -> str:
     """Which start of the machine this is; unknown ones never agree."""
     try:
@@ -317,7 +322,8 @@ class Transcript:
     """
 
     def __init__(self, path: Path, run: str, key: bytes, *, resumed: bool = False, least: int = 0) -> None:
-        self.path, self._key, self.resumed = path, key, resumed
+        self.path, self.resumed = path, resumed
+        self._run_key = self._key = key
         self._mac_key = SecureStream(key, "transcript").bytes(0, 32)
         self._nonces: list[str] = []  # of the epochs after the first
         self._intended = ""  # the nonce of an epoch that is being charged
@@ -344,6 +350,14 @@ class Transcript:
     def epochs(self) -> tuple[str, ...]:
         """The nonces of the epochs after the first."""
         return tuple(self._nonces)
+
+    def bind(self, plan: str) -> None:
+        """Derive the keys of samples, noise and MACs from the digest of a plan's releases.
+
+        Two plans on one transcript draw independent noise, and what one released is no replay for the other.
+        """
+        self._key = plan_key(self._run_key, plan)
+        self._mac_key = SecureStream(self._key, "transcript").bytes(0, 32)
 
     def key(self, epoch: int) -> bytes:
         """The key of samples and noise of an epoch."""

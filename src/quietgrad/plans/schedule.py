@@ -10,6 +10,8 @@ plan. It proves the plan's own events before it returns the plan, so no cached n
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
@@ -255,6 +257,13 @@ class Plan:
         if self.counted is not None:
             return f"{_spaced(self.records_public)} records in all, {DECLARED}"
         return f"{self.counts}, both {DECLARED}"
+
+    @property
+    def digest(self) -> str:
+        """A digest of what decides samples and noise: the slots, how they compose, n and the noise multiplier."""
+        slots = [slot.to_json() for slot in self.schedule.slots]
+        decides = [slots, self.schedule.composition, self.n_public, self.noise_multiplier]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @property
     def is_private(self) -> bool:
