@@ -13,10 +13,14 @@ import pandas as pd
 import pytest
 import scipy.sparse as sparse
 from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
 
 import quietgrad as qg
 from quietgrad.errors import DataError, DeclaredWarning, LedgerWarning, TooNoisyError, TooNoisyWarning
@@ -607,3 +611,26 @@ def test_pairs_are_found_and_named_by_position() -> None:
     for wrong in ([(1, 6)], [(-1, 2)], [(1, 1)], "all"):
         with pytest.raises(ValueError, match="pairs"):
             PrivateAdditiveClassifier(classes=[0, 1], pairs=wrong).fit(X, y)
+
+
+def test_a_step_that_learns_without_privacy_is_told() -> None:
+    X, y = table(2000)
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], row_bound=6.0)
+    with pytest.warns(LedgerWarning, match="standardscaler.*PrivateScaler"):
+        pipe = make_pipeline(StandardScaler(), model).fit(X, y)
+    assert any("does not cover standardscaler" in note for note in pipe[-1].privacy_.notes)
+    words = np.array(["good film", "bad film"] * 1000)
+    with pytest.warns(LedgerWarning, match="tfidfvectorizer"):
+        make_pipeline(TfidfVectorizer(), clone(model)).fit(words, y)
+    frame = pd.DataFrame({"a": X[:, 0], "c": np.where(y, "yes", "no")})
+    mixed = ColumnTransformer([("fill", SimpleImputer(), ["a"]), ("hot", OneHotEncoder(), ["c"])])
+    with pytest.warns(LedgerWarning, match="fill, hot"):
+        make_pipeline(mixed, clone(model)).fit(frame, y)
+    public = ColumnTransformer(
+        [
+            ("fill", SimpleImputer(strategy="constant"), ["a"]),
+            ("hot", OneHotEncoder(categories=[["no", "yes"]]), ["c"]),
+        ]
+    )
+    pipe = make_pipeline(public, FunctionTransformer(), PrivateScaler(epsilon=0.1), clone(model)).fit(frame, y)
+    assert not any("does not cover" in note for note in pipe[-1].privacy_.notes)
