@@ -86,7 +86,7 @@ def for_table(
     if inference:
         full, look = True, replace(look, whole=True, refine=False)
     return WhitenedGD(
-        steps=64 if wanted > 128.0 * max(1.0, outputs / 8.0) and not inference else 32,
+        steps=64 if outputs >= 8 and wanted > 16.0 * outputs else 32,
         row_bound=ball,
         mean_share=mean_share,
         moment_share=moment_share,
