@@ -21,7 +21,7 @@ from sklearn.base import BaseEstimator, clone
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
-from quietgrad.curators.account import Account, Charge, sent_away
+from quietgrad.curators.account import Account, Charge, note_pickled
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
@@ -31,7 +31,7 @@ from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
 from quietgrad.estimators.whom import Whom, named, without
 from quietgrad.objectives.base import NoRegularizer
-from quietgrad.objectives.people import Combine
+from quietgrad.objectives.privacy_units import Combine
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.layout import refuse_text
@@ -39,11 +39,11 @@ from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.privacy.gaussian import gaussian_mu
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
+from quietgrad.training.minimizing import settle_failed_run
 from quietgrad.training.result import Privacy
-from quietgrad.training.running import refused
 
 _ROWS = Whom()
 
@@ -69,7 +69,7 @@ class SpendsPrivacy(BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> Any:
         if self.ledger is None and not hasattr(self, "privacy_"):
-            sent_away(self.account)  # to a worker of joblib, perhaps, whose fits this process does not see
+            note_pickled(self.account)  # to a worker of joblib, perhaps, whose fits this process does not see
         return super().__getstate__()
 
 
@@ -281,7 +281,7 @@ class PrivateModel(SpendsPrivacy):
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
         except Exception as error:
-            refused(session, error)
+            settle_failed_run(session, error)
             raise
         found, missed = what_was_missed(result.details, result.config.get("look") or {})
         self.result_ = result

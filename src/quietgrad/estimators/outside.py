@@ -16,7 +16,7 @@ from sklearn.pipeline import FeatureUnion, Pipeline
 from sklearn.utils import get_tags
 
 from quietgrad.errors import LedgerWarning, TooNoisyWarning
-from quietgrad.privacy.budget import Unit
+from quietgrad.privacy.budget import PrivacyUnit
 
 _SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
 _SEARCHED = (
@@ -27,7 +27,7 @@ _DECLARED = {"OneHotEncoder": "categories", "OrdinalEncoder": "categories", "Cou
 """Steps of scikit-learn that learn nothing if this setting is given."""
 
 
-def outside(unit: Unit) -> Iterator[tuple[type[Warning], str]]:
+def outside(unit: PrivacyUnit) -> Iterator[tuple[type[Warning], str]]:
     """What to say of the searches and pipelines that a fit is part of, whose promise is to ``unit``."""
     searched = False
     for frame, _ in traceback.walk_stack(None):
@@ -39,7 +39,7 @@ def outside(unit: Unit) -> Iterator[tuple[type[Warning], str]]:
         yield TooNoisyWarning, _SEARCHED
 
 
-def _of_pipeline(pipeline: Pipeline, unit: Unit) -> Iterator[tuple[type[Warning], str]]:
+def _of_pipeline(pipeline: Pipeline, unit: PrivacyUnit) -> Iterator[tuple[type[Warning], str]]:
     steps = list(_steps(pipeline.steps[:-1]))
     if learning := [name for name, step in steps if learns(step)]:
         yield (

@@ -27,8 +27,7 @@ from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
 from quietgrad.objectives.tables.shapes import usual_edges
-from quietgrad.plans.price import plan
-from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.plans.schedule import Plan, Schedule, Slot, plan
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector

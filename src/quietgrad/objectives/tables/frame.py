@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quietgrad.objectives.base import Batch, Query
-from quietgrad.objectives.people import PeopleRecords
+from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.objectives.tables.table import Floats, Table
 
 TARGET_REACH = 2.0
@@ -38,7 +38,7 @@ class View(ABC):
 
     def of(self, records: Any) -> Any:
         """The table, or the people's table, as it is shown, made once."""
-        if isinstance(records, PeopleRecords):
+        if isinstance(records, UserLevelRecords):
             return records.seen(self.of(records.rows))
         cached = records.views.get(id(self))
         if cached is None or cached.frame is not self:
