@@ -34,6 +34,7 @@ UNIT_WORDS = {
 _ACCOUNTANTS = {
     "gaussian-exact": "exact composition of Gaussian releases (nothing is lost)",
     "pld-poisson": "privacy-loss distributions, Poisson-sampled Gaussian releases",
+    "pld-random-allocation": "privacy-loss distributions, every record in one secret step of each epoch",
     "pld-fixed-size": "privacy-loss distributions, fixed-size batches without replacement",
     "pld": "privacy-loss distributions",
     "zcdp": "zero-concentrated differential privacy",
@@ -256,6 +257,8 @@ def _sampling(sampling: dict[str, Any]) -> str:
             return "every record"
         case "poisson":
             return f"Poisson, rate {sampling['rate']:.4g}"
+        case "random-allocation":
+            return f"one of {sampling['steps_per_epoch']} steps of each epoch, drawn in secret"
         case "fixed-size":
             return f"{sampling['batch_size']} of {sampling['n']}, without replacement"
         case "single-pass":
@@ -272,7 +275,7 @@ def _amplification(slot: dict[str, Any]) -> str:
     if mechanism_from(slot.get("mechanism", "gaussian")).whole_run or sampling.get("rate") == 1.0:
         return "no record is used twice" if sampling.get("sampling") == "single-pass" else "none"
     match sampling.get("sampling"):
-        case "poisson" | "fixed-size" | "poisson-turns":
+        case "poisson" | "random-allocation" | "fixed-size" | "poisson-turns":
             return "by secret sampling"
         case "single-pass":
             return "no record is used twice"
