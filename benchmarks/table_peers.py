@@ -33,12 +33,13 @@ def main(path: Path) -> None:
     for name, fit in (("dp-ebm", ebm), ("diffprivlib", linear)):
         if name == "dp-ebm" and facts["task"] == "multiclass":
             continue  # it refuses more than two classes
-        for epsilon in EPSILONS[name]:
+        for epsilon in facts.get("epsilons") or EPSILONS[name]:
             if f"{name} {epsilon:g}" in facts["done"] or (large and epsilon not in (0.2, 1.0, 4.0)) or huge:
                 continue
             start = time.process_time()
             setting = {} if name == "dp-ebm" else searched(train, y, facts, epsilon)
-            models = (fit(train, y, facts, epsilon, **setting) for _ in range(3 if large else FITS[name]))
+            fits = facts.get("fits") or (3 if large else FITS[name])
+            models = (fit(train, y, facts, epsilon, **setting) for _ in range(fits))
             scores = [scored(model(test), y_test, facts["task"]) for model in models]
             out[f"{name} {epsilon:g}"] = {
                 **summary(scores), **setting, "cpu seconds": round((time.process_time() - start) / len(scores), 3)

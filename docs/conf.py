@@ -25,13 +25,7 @@ html_title = "quietgrad"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
-html_theme_options = {
-    "source_repository": "",
-    "top_of_page_buttons": [],
-    "footer_icons": [
-        {"name": "Licences", "url": "licences.html", "html": "Licences", "class": ""},
-    ],
-}
+html_theme_options = {"source_repository": "", "top_of_page_buttons": []}
 nitpicky = False
 suppress_warnings = ["myst.xref_missing", "ref.python"]
 

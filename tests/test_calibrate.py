@@ -192,7 +192,10 @@ def test_batch_size_is_the_largest_that_fits(proofs: list[Event]) -> None:
         ({"steps": 0}, r"steps=0: must be a whole number from 1"),
         ({"steps": 2.5}, r"steps=2.5: must be a whole number from 1"),
         ({"relation": "bounded"}, r"relation='bounded': must be 'add-remove' or 'replace-one'"),
-        ({"sampling": "shuffled"}, r"sampling='shuffled': must be 'poisson', 'fixed-size' or 'full'"),
+        (
+            {"sampling": "shuffled"},
+            r"sampling='shuffled': must be 'poisson', 'random-allocation', 'fixed-size' or 'full'",
+        ),
         ({"n": None}, r"sampling='poisson': needs either rate, or both n and batch_size"),
         ({"rate": 0.1}, r"sampling='poisson': needs either rate, or both n and batch_size"),
         ({"n": None, "sampling": "fixed-size"}, r"sampling='fixed-size': needs n and batch_size"),

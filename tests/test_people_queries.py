@@ -68,6 +68,7 @@ TABLE: dict[type, Make] = {
     ranges.Magnitudes: lambda r: ranges.Magnitudes(np.arange(D), r),
     ranges.MeanOctaves: lambda _: ranges.MeanOctaves(np.arange(D), 1.0),
     ranges.Pieces: lambda r: ranges.Pieces(np.arange(D), np.full(D, -2.0), np.full(D, 2.0), r),
+    ranges.FeatureBins: lambda r: ranges.FeatureBins(np.arange(D), np.tile([-2.0, 0.0, 2.0], (D, 1)), r),
     ranges.TargetMagnitudes: ranges.TargetMagnitudes,
     ranges.TargetPieces: lambda r: ranges.TargetPieces(-2.0, 2.0, r),
     Framed: lambda r: Framed(whitening.SecondMomentMatrix(1.5, r), FRAME),

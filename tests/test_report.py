@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quietgrad as qg
-from quietgrad.charts import Series, line_chart, log_ticks, nice_ticks
+from quietgrad.charts import Lines, Series, log_ticks, nice_ticks
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.privacy.accounting import delta_of
@@ -194,7 +194,7 @@ def test_releases_of_a_filter_and_of_output_noise(tmp_path: Path) -> None:
     table = (X, (X[:, 0] > 0) * 1.0)
     adaptive = qg.minimize(qg.objectives.Logistic(), table, qg.DPAGD(), budget=qg.Budget(1.0, 1e-5))
     certificate = certify_run(adaptive, None)
-    assert {row.noise for row in certificate.releases} == {"chosen per release"}
+    assert {row.noise for row in certificate.releases if row.name != "count"} == {"chosen per release"}
     assert "zCDP filter" in certificate.composition
     objective = qg.objectives.Logistic(row_bound=1.0, rows="clip", regularizer=qg.objectives.L2(0.1))
     budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
@@ -330,11 +330,28 @@ def test_log_ticks_enclose_what_they_measure(low: float, ratio: float) -> None:
 def test_a_chart_draws_inside_its_frame() -> None:
     series = [Series("a & b", [(k, math.exp(-k / 10)) for k in range(100)]), Series("empty", ())]
     for log_y in (True, False):
-        svg = line_chart("T", series, x_label="steps", y_label="y", log_y=log_y)
+        svg = Lines("T", series, "steps", "y", log_y=log_y).svg()
         dots = svg.split('points="')[1].split('"')[0].split()
         assert len(dots) == 100
         for x, y in (map(float, dot.split(",")) for dot in dots):
             assert 0 <= x <= 460
             assert 0 <= y <= 270
         assert "a &amp; b" in svg
-    assert line_chart("T", [Series("empty", ())], x_label="x", y_label="y") == ""
+    assert Lines("T", [Series("empty", ())], "x", "y").svg() == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "law"), [(qg.DPGD(steps=4), "Gaussian, σ ="), (qg.DPSGD(steps=4, batch_size=50), "Laplace, scale")]
+)
+def test_the_private_count_is_shown_with_its_own_noise(
+    method: qg.DPGD | qg.DPSGD, law: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    X = np.random.default_rng(1).normal(size=(500, 3))
+    result = qg.minimize(qg.objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), method, budget=qg.Budget(1.0, 1e-5))
+    rows = {row.name: row for row in certify_run(result, None).releases}
+    scale = result.details["counted"]["noise_multiplier"]
+    assert rows["count"].noise.startswith(law)
+    assert f"{scale:.4g} C" in rows["count"].noise
+    assert rows["count"].sampling == "every record"
+    assert rows["gradient"].noise != rows["count"].noise

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.charts import Bars, Chart, Intervals, Lines, Series, in_a_file, in_a_notebook
+from quietgrad.charts import Bars, Chart, Intervals, Lines, Series, Steps, in_a_file, in_a_notebook
 from quietgrad.cli import main
 from quietgrad.errors import QuietgradError
 from quietgrad.report.figures import save_chart
@@ -20,6 +20,8 @@ CHARTS: list[Chart] = [
     Lines("ε", (Series("a", [(0.1, 0.8), (1, 0.9)], (0.01, 0.02)), Series("b", [(1, 0.95)], level=True)), "ε", "y",
           log_x=True),
     Bars("Budget", (("people", 1.5, 2.0), (EVIL, 3.0, 2.0), ("free", 0.5, None)), "ε"),
+    Steps("age", (0.0, 40.0, 90.0), (-0.2, 0.3), (0.1, 0.2), "effect"),
+    Steps("job", ("nurse", EVIL), (0.2, -0.3), (0.0, 0.1), "effect"),
     Intervals("Coefficients", (("age", 1.0, 0.5, 1.5), (EVIL, -2.0, -3.0, -1.0)), "coefficient"),
 ]  # fmt: skip
 

@@ -13,9 +13,14 @@ import pandas as pd
 import pytest
 import scipy.sparse as sparse
 from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
 
 import quietgrad as qg
 from quietgrad.errors import DataError, DeclaredWarning, LedgerWarning, TooNoisyError, TooNoisyWarning
@@ -564,3 +569,68 @@ def test_counts_and_quantiles_are_saved_as_runs_and_back(tmp_path: Path) -> None
         again = from_run(folder)
         assert type(again) is type(model)
         assert again.predict(X) == pytest.approx(model.predict(X))
+
+
+def auc(model: Any, X: Any, y: Any) -> float:
+    return float(roc_auc_score(y, model.decision_function(X)))
+
+
+def test_declared_bounds_only_limit() -> None:
+    rng = np.random.default_rng(9)
+    X = np.column_stack([np.exp(rng.normal(9.0, 1.2, 20_000)), rng.standard_normal((20_000, 2))])
+    y = (rng.random(20_000) < 1.0 / (1.0 + np.exp(-2.0 * (np.log(X[:, 0]) - 9.0)))).astype(int)
+    settings: dict[str, Any] = {"epsilon": 1.0, "classes": [0, 1]}
+    wide = PrivateAdditiveClassifier(**settings, feature_bounds=[(0, 1e6), (-10, 10), (-10, 10)]).fit(X, y)
+    best = roc_auc_score(y, X[:, 0])
+    assert auc(wide, X, y) > best - 0.015
+    assert auc(PrivateAdditiveClassifier(**settings).fit(X, y), X, y) > best - 0.015
+
+
+def test_an_additive_model_of_a_linear_truth_is_not_worse_than_a_linear_one() -> None:
+    rng = np.random.default_rng(10)
+    X = rng.standard_normal((6000, 40))
+    y = X @ rng.standard_normal(40) + rng.standard_normal(6000)
+    for epsilon in (1.0, 4.0):
+        linear = PrivateLinearRegression(epsilon=epsilon).fit(X[:3000], y[:3000])
+        shaped = PrivateAdditiveRegressor(epsilon=epsilon).fit(X[:3000], y[:3000])
+        assert shaped.score(X[3000:], y[3000:]) > linear.score(X[3000:], y[3000:]) - 0.03
+
+
+def test_pairs_are_found_and_named_by_position() -> None:
+    rng = np.random.default_rng(11)
+    X = rng.uniform(-1, 1, (10_000, 6))
+    y = ((X[:, 1] * X[:, 4] > 0) ^ (rng.random(10_000) < 0.05)).astype(int)
+    found = PrivateAdditiveClassifier(epsilon=1.0, classes=[0, 1], pairs="auto").fit(X, y)
+    assert ("x1", "x4") in found.pairs_
+    assert len(found.pairs_) <= 4
+    assert any("x1 × x4" in note for note in found.privacy_.notes)
+    assert auc(found, X, y) > 0.9
+    named = PrivateAdditiveClassifier(epsilon=1.0, classes=[0, 1], pairs=[(1, 4)]).fit(X, y)
+    assert named.pairs_ == [("x1", "x4")]
+    assert auc(named, X, y) > 0.9
+    for wrong in ([(1, 6)], [(-1, 2)], [(1, 1)], "all"):
+        with pytest.raises(ValueError, match="pairs"):
+            PrivateAdditiveClassifier(classes=[0, 1], pairs=wrong).fit(X, y)
+
+
+def test_a_step_that_learns_without_privacy_is_told() -> None:
+    X, y = table(2000)
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], row_bound=6.0)
+    with pytest.warns(LedgerWarning, match="standardscaler.*PrivateScaler"):
+        pipe = make_pipeline(StandardScaler(), model).fit(X, y)
+    assert any("does not cover standardscaler" in note for note in pipe[-1].privacy_.notes)
+    words = np.array(["good film", "bad film"] * 1000)
+    with pytest.warns(LedgerWarning, match="tfidfvectorizer"):
+        make_pipeline(TfidfVectorizer(), clone(model)).fit(words, y)
+    frame = pd.DataFrame({"a": X[:, 0], "c": np.where(y, "yes", "no")})
+    mixed = ColumnTransformer([("fill", SimpleImputer(), ["a"]), ("hot", OneHotEncoder(), ["c"])])
+    with pytest.warns(LedgerWarning, match="fill, hot"):
+        make_pipeline(mixed, clone(model)).fit(frame, y)
+    public = ColumnTransformer(
+        [
+            ("fill", SimpleImputer(strategy="constant"), ["a"]),
+            ("hot", OneHotEncoder(categories=[["no", "yes"]]), ["c"]),
+        ]
+    )
+    pipe = make_pipeline(public, FunctionTransformer(), PrivateScaler(epsilon=0.1), clone(model)).fit(frame, y)
+    assert not any("does not cover" in note for note in pipe[-1].privacy_.notes)

@@ -14,12 +14,14 @@ import pytest
 import scipy.sparse as sparse
 
 import quietgrad as qg
+from quietgrad.algorithms.additive_gd import for_shapes
 from quietgrad.algorithms.whitened_design import for_table
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.glm import Logistic, Multinomial, Pinball, Poisson, Squared
 from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.objectives.tables.shapes import Feature
 from quietgrad.privacy.budget import Relation
 
 D = 5
@@ -34,6 +36,8 @@ CASES: list[tuple[str, LinearObjective, dict[str, Any]]] = [
     ("standard errors", Logistic(intercept=True), {"inference": True}),
     ("errors of squares", Squared(intercept=True), {"inference": True, "regression": True}),
     ("targets declared", Squared(intercept=True), {"regression": True, "target_bounds": (-3.0, 9.0)}),
+    ("counts", Poisson(1e4, intercept=True), {"regression": True, "counts": True}),
+    ("quantile", Pinball(0.9, intercept=True), {"regression": True}),
 ]
 
 
@@ -91,13 +95,50 @@ def test_no_record_moves_a_release_further_than_planned(
         assert "gradient" in {slot for slot, _ in asked}
 
 
+@pytest.mark.parametrize("relation", list(Relation))
+@pytest.mark.parametrize("rows", ["few", "many"])
+@pytest.mark.parametrize(
+    "objective", [Logistic(intercept=True), Multinomial(3, intercept=True), Squared(intercept=True)]
+)
+def test_no_record_moves_an_additive_release_further_than_planned(
+    objective: LinearObjective, rows: str, relation: Relation
+) -> None:
+    rng = np.random.default_rng(1)
+    n = 3000 if rows == "many" else 60
+    budget = qg.Budget(6.0, 1e-5, relation)
+    regression = isinstance(objective, Squared)
+    features = (*(Feature(f"x{j}") for j in range(D - 1)), Feature("c", values=("a", "b")))
+    asked: list[tuple[str, Any]] = []
+    X = table(n, rng)
+    X[:, -1] = rng.integers(-1, 2, n)
+    y = rng.uniform(-3.0, 9.0, n) if regression else rng.integers(0, max(objective.outputs, 2), n)
+    algorithm = for_shapes(
+        n, features, budget=budget, bins=8, bounds=(*[None] * (D - 2), (0.0, 1e6), (0.0, 1.0)), pairs=None,
+        outputs=objective.outputs, regression=regression, target_bounds=(-3.0, 9.0) if regression else None,
+    )  # fmt: skip
+    curator = CentralCurator(objective, (X, y))
+    session = curator.open(qg.plan(algorithm, n=n, budget=budget))
+    release = session.release
+
+    def kept(slot: str, query: Any, **more: Any) -> Any:
+        asked.append((slot, query))
+        return release(slot, query, **more)
+
+    session.release = kept  # type: ignore[method-assign]
+    algorithm.step(algorithm.init(curator.initial()), session)
+    check_all(objective, asked, relation, rng, False)
+    slots = {slot for slot, _ in asked}
+    assert slots == {slot.name for slot in session.plan.schedule.slots}
+    assert ({"cells", "shapes", "pairs"} <= slots) == (rows == "many")
+
+
 def check_all(
     objective: LinearObjective, asked: list[tuple[str, Any]], relation: Relation, rng: Any, is_sparse: bool
 ) -> None:
     count = 12
     X = adversarial(rng, count)
     highest = objective.outputs if objective.outputs > 1 else 2
-    y = rng.choice([-1e300, -5.0, 0.0, 299.0, 1e300], count) if isinstance(objective, Squared) else (
+    y = rng.choice([-1e300, -5.0, 0.0, 299.0, 1e300], count) if objective.task == "regression" else (
         rng.integers(0, highest, count)
     )  # fmt: skip
     picked = dict(asked)  # the last of each slot: the gradient far from the start

@@ -165,7 +165,7 @@ def test_an_edited_loop_is_refused(change: Callable[[dict[str, Any]], None]) -> 
 
 @pytest.mark.parametrize(("given", "what"), [
     ({"steps": 7}, "stretches"), ({"batch_size": 10}, "stretches"), ({"max_grad_norm": 0.6}, "clip"),
-    ({"clipping": "per_layer"}, "clip"), ({"poisson_sampling": False}, "poisson"),
+    ({"clipping": "per_layer"}, "clip"), ({"poisson_sampling": False}, "sampling"),
     ({"budget": qg.Budget(9.0, 1e-5)}, "budget"), ({"noise_multiplier": 20.0}, "noise_multiplier"),
     ({"n_public": 6000}, "n_public"), ({"account": "others"}, "account"), ({"cap": BUDGET}, "cap"),
     ({"optimizer": None}, "optimizer"), ({"person": list(range(60))}, "people"),

@@ -17,6 +17,7 @@ from quietgrad.sanitize import sanitize
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
 _ROW, _NAMES = 26, 150  # of charts with a row per name
+_MOST_NAMED = 12  # categories with room for their names
 _DASHES = ("", "9 5", "2 5", "12 4 2 4", "", "5 3", "1 3")
 _LIGHT = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66", "#0f7f8f")
 _DARK = ("#8dbbe8", "#eda46b", "#7cc9a0", "#c9a0e0", "#dcc462", "#b3bac4", "#6fd0dd")
@@ -30,11 +31,12 @@ def _style(scope: str) -> str:
             f"{scope} .s{k}{{stroke:{c};stroke-dasharray:{_DASHES[k] or 'none'}}}{scope} .f{k}{{fill:{c}}}"
             for k, c in enumerate(palette)
         )
-        return f"{lines}{scope} .grid{{stroke:{rule}}}{scope} text{{fill:{ink}}}{scope} .track{{fill:{rule}}}"
+        rules = f"{scope} .grid{{stroke:{rule}}}{scope} text{{fill:{ink}}}{scope} .track{{fill:{rule}}}"
+        return f"{lines}{rules}{scope} .band{{fill:{palette[0]}}}"
 
     base = (
         f"{scope} text{{font:12.5px system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}"
-        f"{scope} .line{{fill:none;stroke-width:2;stroke-linejoin:round}}"
+        f"{scope} .line{{fill:none;stroke-width:2;stroke-linejoin:round}}{scope} .band{{fill-opacity:.16}}"
     )
     dark = colours(_DARK, "#a2a9b3", "#343a42")
     return f"{base}{colours(_LIGHT, '#5b636d', '#ddd9d0')}@media (prefers-color-scheme:dark){{{dark}}}"
@@ -188,14 +190,59 @@ class Intervals:
         return _svg(f"{self.title}. {'; '.join(told)}.", bottom + 40, parts)
 
 
-Chart = Lines | Bars | Intervals
+@dataclass(frozen=True)
+class Steps:
+    """A function that is constant on bins or categories, with a band of two standard errors.
+
+    ``where`` holds the edges of the bins, or the names of the categories.
+
+    >>> Steps("age", (0.0, 50.0, 100.0), (-0.5, 0.5), (0.1, 0.1), "effect").svg().count("<rect")
+    2
+    """
+
+    title: str
+    where: Sequence[float] | Sequence[str]
+    values: Sequence[float]
+    errors: Sequence[float]
+    label: str
+
+    def svg(self) -> str:
+        """The drawing; empty if there is nothing to draw."""
+        if not self.values:
+            return ""
+        named = isinstance(self.where[0], str)
+        edges = [float(k) for k in range(len(self.values) + 1)] if named else [float(x) for x in self.where]
+        ends = [v + side * 2.0 * e for v, e in zip(self.values, self.errors, strict=True) for side in (-1, 1)]
+        y_ticks = nice_ticks(min(0.0, *ends), max(0.0, *ends))
+        x_at = _scale(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT)
+        y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
+        parts = [_text("axis-label", 0, 13, "start", self.label)]
+        for tick in y_ticks:
+            y = y_at(tick)
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
+        for k, (value, error) in enumerate(zip(self.values, self.errors, strict=True)):
+            left, right = x_at(edges[k]), x_at(edges[k + 1])
+            top, bottom = y_at(value + 2.0 * error), y_at(value - 2.0 * error)
+            parts.append(
+                f'<rect class="band" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
+                f'height="{bottom - top:.1f}"/>'
+            )
+            y = y_at(value)
+            parts.append(f'<line class="line s0" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            if named and len(self.values) <= _MOST_NAMED:
+                name = sanitize(str(self.where[k]), most=max(3, 60 // len(self.values)))
+                parts.append(_text("tick", (left + right) / 2.0, _HEIGHT - _BOTTOM + 18, "middle", name))
+        if not named:
+            for tick in [t for t in nice_ticks(edges[0], edges[-1]) if edges[0] <= t <= edges[-1]]:
+                x = x_at(tick)
+                anchor = "end" if x > _WIDTH - 40 else "middle"
+                parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 18, anchor, _number(tick)))
+        span = f"from {min(self.values):.3g} to {max(self.values):.3g}"
+        return _svg(f"{self.title}: {self.label} {span}, bands of two standard errors.", _HEIGHT, parts)
 
 
-def line_chart(
-    title: str, series: Sequence[Series], *, x_label: str, y_label: str, log_y: bool = False, zero: bool = False
-) -> str:
-    """An SVG of the given lines; ``zero`` starts the y axis at 0, ``log_y`` makes it logarithmic."""
-    return Lines(title, tuple(series), x_label, y_label, log_y=log_y, zero=zero).svg()
+Chart = Lines | Bars | Intervals | Steps
 
 
 def in_a_file(chart: Chart) -> str:

@@ -28,7 +28,8 @@ class DPSGD(FirstOrder):
         batch_size: expected records per step.
         learning_rate: a number or a schedule of :mod:`quietgrad.algorithms.learning_rates`.
         clip: C, the L2 bound on one record's gradient.
-        sampling: ``"poisson"`` (default), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once),
+        sampling: ``"poisson"`` (default), ``"random-allocation"`` (every record in one secret step of each epoch of
+            ⌈n ÷ batch_size⌉ steps), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once),
             ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts), or
             ``"poisson-turns"`` (a Poisson sample of ``batch_size`` of the cohort whose turn it is).
         noise: ``"independent"``, or ``"correlated"`` with a single pass or turns of either kind: noise that later

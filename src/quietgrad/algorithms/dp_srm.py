@@ -15,7 +15,7 @@ from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, ch
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Noise, Oracle, SamplingName
-from quietgrad.oracles.gradient_estimators import RecursiveMomentum
+from quietgrad.oracles.gradient_estimators import RecursiveMomentum, first_apart
 from quietgrad.privacy.budget import Budget
 from quietgrad.vectors import Vector, norm
 
@@ -136,7 +136,7 @@ class DPSRM(FirstOrder):
             smoothness=self.smoothness,
             sampling=self.sampling,
             first_noise=self.first_noise,
-            law=self.law(after=1),
+            law=self.law(after=int(first_apart(self))),
             cohorts=self.cohorts,
             noise=self.noise,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from quietgrad.algorithms.base import HasSchedule
 from quietgrad.plans.schedule import Schedule, Slot
-from quietgrad.sampling import CyclicCohorts, FullBatch, Poisson, Sampling
+from quietgrad.sampling import CyclicCohorts, FullBatch, Poisson, RandomAllocation, Sampling
+
+LoopSampling = Literal["poisson", "random-allocation", "turns"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,17 @@ class OwnLoop(HasSchedule):
 
     stretches: tuple[tuple[int, int, float], ...]
     clip: float | Mapping[str, Any]
-    poisson: bool = True
-    """Whether batches are Poisson samples; else everybody is in one batch of each epoch, without amplification."""
+    sampling: LoopSampling = "poisson"
+    """How batches are drawn. Under ``"turns"`` everybody is in one batch of each epoch, without amplification."""
     condition: str | None = None
 
     name: ClassVar[str] = "own-loop"
     private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.sampling not in get_args(LoopSampling):
+            names = ", ".join(map(repr, get_args(LoopSampling)))
+            raise ValueError(f"sampling={self.sampling!r}: a loop's batches are drawn by one of {names}.")
 
     def schedule(self, n_public: int) -> Schedule:
         """One slot per stretch."""
@@ -42,15 +49,17 @@ class OwnLoop(HasSchedule):
         )
 
     def _sampling(self, batch_size: int, n_public: int) -> Sampling:
-        if self.poisson:
+        if self.sampling == "poisson":
             return Poisson(batch_size / n_public)
-        cohorts = -(-n_public // batch_size)
-        return CyclicCohorts(cohorts) if cohorts > 1 else FullBatch()
+        batches = -(-n_public // batch_size)
+        if self.sampling == "random-allocation":
+            return RandomAllocation(batches)
+        return CyclicCohorts(batches) if batches > 1 else FullBatch()
 
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""
         clip = {"clip": self.clip} if isinstance(self.clip, float | int) else dict(self.clip)
-        own = {"stretches": [list(stretch) for stretch in self.stretches], "poisson": self.poisson}
+        own = {"stretches": [list(stretch) for stretch in self.stretches], "sampling": self.sampling}
         return {**own, **({} if self.condition is None else {"condition": self.condition}), **clip}
 
     @classmethod
@@ -61,6 +70,6 @@ class OwnLoop(HasSchedule):
         >>> OwnLoop.from_config(loop.config()).condition == loop.condition
         True
         """
-        clip = {key: value for key, value in config.items() if key not in ("stretches", "poisson", "condition")}
+        clip = {key: value for key, value in config.items() if key not in ("stretches", "sampling", "condition")}
         stretches = tuple((int(count), int(batch), float(noise)) for count, batch, noise in config["stretches"])
-        return cls(stretches, clip, bool(config["poisson"]), config.get("condition"))
+        return cls(stretches, clip, config["sampling"], config.get("condition"))

@@ -102,6 +102,11 @@ class Look:
         return {name: share for name, share in named.items() if share}
 
     @property
+    def regression(self) -> bool:
+        """Whether targets are numbers."""
+        return self.target is not None or self.target_share > 0.0
+
+    @property
     def offset_slots(self) -> tuple[str, ...]:
         """The slots of the looks at offsets, in turn."""
         return tuple("offsets" if k == 0 else f"offsets-{k + 1}" for k in range(self.closer))
@@ -156,14 +161,15 @@ def found_frame(look: Look, door: Session, features: int, relation: Relation) ->
     high = np.array([1.0 if pair is None else pair[1] for pair in declared])
     looked_at = look.looked_at(features)
     hidden = 0
+    out: dict[str, Any] = {}
     if len(looked_at) and look.range_share:
-        new_low, new_high, hidden = _found_ranges(look, door, relation, looked_at, low.copy(), high.copy())
+        new_low, new_high, hidden = _found_ranges(look, door, relation, looked_at, low.copy(), high.copy(), out)
         known = np.array([pair is not None for pair in declared])
         low = np.where(known, np.maximum(low, new_low), new_low)
         high = np.where(known, np.minimum(high, new_high), new_high)
     if look.sparse:
         low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
-    out: dict[str, Any] = {"low": low, "high": high, "hidden_features": hidden}
+    out |= {"low": low, "high": high, "hidden_features": hidden}
     if look.counts:
         found = _found_counts(look, door, relation)
         most = found.most if look.target is None else min(found.most, look.target[1])
@@ -174,17 +180,22 @@ def found_frame(look: Look, door: Session, features: int, relation: Relation) ->
 
 
 def _found_ranges(
-    look: Look, door: Session, relation: Relation, unknown: Any, low: Any, high: Any
+    look: Look, door: Session, relation: Relation, unknown: Any, low: Any, high: Any, out: dict[str, Any]
 ) -> tuple[Any, Any, int]:
-    """Fill in the limits of the ``unknown`` features; also how many could not be told from noise."""
+    """Fill in the limits of the ``unknown`` features; also how many could not be told from noise.
+
+    ``out`` gets the histogram itself, where each feature has its own: a first idea of where values lie.
+    """
     query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
     counts = query.counts(door.release("ranges", query))
     noise = noise_of(door, "ranges", query.bound)
     # A regression is seldom whitened by a whole matrix: what is scaled too small in it stays so.
-    regression = look.target is not None or look.target_share > 0.0
+    regression = look.regression
     n = None if look.ranges != "each" else door.expected_batch("ranges")
     found = read_magnitudes(counts, noise, n=n, whole=look.whole, sparse=look.sparse, tight=regression)
     reach, hidden = found.reach, int((~found.seen).sum())
+    if look.ranges == "each":
+        out |= {"pilot_at": unknown, "pilot": counts, "pilot_noise": noise}
     if look.refine:  # what does not stand out keeps its declared range
         reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
     if look.ranges == "means":

@@ -75,12 +75,7 @@ def for_table(
         counts=counts,
         sparse=sparse,
     )
-    crowding = features**1.5 / (n * mu)
-    # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
-    # Columns of one feature lean on each other, and steps that do not know it overshoot: half of ``crowded``.
-    plain = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
-    limit = plain if crowded is None else 0.5 * crowded if regression else crowded if n >= 10_000 else plain
-    full = features <= _WIDEST and crowding < limit
+    full = not is_crowded(n, features, budget, regression, crowded)
     norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
     # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
     ball = None if row_bound is None or feature_bounds is not None else 1.0
@@ -91,7 +86,7 @@ def for_table(
     if inference:
         full, look = True, replace(look, whole=True, refine=False)
     return WhitenedGD(
-        steps=64 if wanted > 128.0 * max(1.0, outputs / 8.0) and not inference else 32,
+        steps=64 if outputs >= 8 and wanted > 16.0 * outputs else 32,
         row_bound=ball,
         mean_share=mean_share,
         moment_share=moment_share,
@@ -103,6 +98,20 @@ def for_table(
         inference_share=0.5 if inference else 0.0,
         clip=0.8 if inference else 0.4 * several,  # a Newton step needs a start that clipping did not push away
     )
+
+
+def is_crowded(
+    n: float, features: int, budget: Budget | None, regression: bool, crowded: float | None = None
+) -> bool:
+    """Whether a matrix of second moments could not be told from its noise: d^1.5/(nμ) beyond a limit.
+
+    ``crowded`` is the limit for large tables; for a regression half of it.
+    """
+    # A regression's noise is that of its targets' whole range: its matrix must be the clearer for it.
+    # Columns of one feature lean on each other, and steps that do not know it overshoot: half of ``crowded``.
+    plain = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
+    limit = plain if crowded is None else 0.5 * crowded if regression else crowded if n >= 10_000 else plain
+    return features > _WIDEST or (budget is not None and features**1.5 / (n * strength(budget)) >= limit)
 
 
 def _check_inference(n: int, features: int, outputs: int, tightness: float) -> None:
@@ -144,11 +153,11 @@ def look_for(
     wide = len(known.looked_at(features)) if row_bound is None else 0
     known = replace(known, refine=False)
     unknown = len(known.looked_at(features))
-    if not unknown and (not wide or _asked(n, wide, mu) > _CHEAP):
+    if not unknown and (not wide or looked_share(n, wide, mu) > _CHEAP):
         return known
-    if _asked(n, max(wide, unknown), mu) <= _CHEAP:
+    if looked_share(n, max(wide, unknown), mu) <= _CHEAP:
         known, unknown = replace(known, refine=wide > unknown), max(wide, unknown)
-    needed = _asked(n, unknown, mu)
+    needed = looked_share(n, unknown, mu)
     if needed <= 0.3:
         share = min(max(needed, 0.02), 0.15)
         closer = 3 if needed <= 0.005 else 1  # where they cost next to nothing
@@ -162,7 +171,7 @@ def look_for(
     return replace(known, ranges="means", range_share=share, octave_share=min(max(asked, 0.01), 0.12))
 
 
-def _asked(n: int, features: int, mu: float) -> float:
+def looked_share(n: int, features: int, mu: float) -> float:
     """The share with which a bin with four tenths of the records stands eight deviations out of its noise."""
     return (8.0 * math.sqrt(2.0 * features) / (0.4 * n * mu)) ** 2
 

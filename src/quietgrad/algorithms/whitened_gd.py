@@ -116,7 +116,7 @@ class WhitenedGD(Algorithm):
         if self.row_bound is None:
             shares["norms"] = self.norm_share
         shares.update({"mean": self.mean_share, "second-moments": self.moment_share})
-        regression = self.look is not None and (self.look.target is not None or self.look.target_share > 0.0)
+        regression = self.look is not None and self.look.regression
         shares.update(one_step.shares(self.inference_share, regression))
         return {name: share for name, share in shares.items() if share}
 

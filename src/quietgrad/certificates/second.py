@@ -1,10 +1,11 @@
 """The second opinion: ε from the same events by dp-accounting, whose code is not ours.
 
-Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or Poisson-sampled, and pure
-ones; its Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own
-accountants is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled
-Gaussians, which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no
-rule for is refused.
+Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or Poisson-sampled, and pure ones; its
+Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own accountants
+is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled Gaussians,
+which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no rule for is
+refused, but for epochs of random allocation: their losses are found here in another way than ours, by one power of
+one transform on an even grid, and dp-accounting composes them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from quietgrad.privacy.events import (
     Laplace,
     PoissonSampled,
     Pure,
+    RandomAllocation,
     RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
@@ -52,6 +54,7 @@ _MOST_ROUNDS = 24  # each is a composition of its own
 _MOST_CHOICES = 16
 _MOST_ADDED = 10**8  # numbers of a matrix of correlated noise
 _MOST_KINDS = 64
+_ALLOCATION_POINTS = 1 << 21
 _FINEST, _COARSEST = 1e-7, 1e-4  # steps of a grid
 _ORDERS = tuple(1.0 + 10 ** (k / 40.0) for k in range(-80, 161))
 _WHOLE_ORDERS = (*range(2, 65), *range(72, 129, 8), *range(160, 513, 32))  # fractions take seconds each
@@ -201,7 +204,7 @@ def _rawest(event: Event, factor: float) -> float:
             | Repeated(inner=inner)
         ):
             return _rawest(inner, factor)
-        case RepeatAndSelect(inner=inner):
+        case RepeatAndSelect(inner=inner) | RandomAllocation(inner=inner):
             return _rawest(inner, factor)
         case Composed(parts=parts):
             return max(_rawest(part, factor) for part in parts)
@@ -263,7 +266,54 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
             if proved is not relation:
                 raise _NoRule(f"a release was proved under {proved}, and {relation} is claimed")
             return pld.from_privacy_parameters(common.DifferentialPrivacyParameters(epsilon, 0.0), **grid)
+        case RandomAllocation(steps_per_epoch=steps, inner=Gaussian(noise_multiplier=z)):
+            if relation is not Relation.ADD_REMOVE:
+                raise _NoRule("random allocation is understood under add-remove alone")
+            return _allocation(1.0 / z, steps, step, delta)
     raise _NoRule(f"it has no rule for a {part.kind} release here")
+
+
+def _allocation(mu: float, steps: int, step: float, delta: float) -> Any:
+    """The losses of one epoch: the law of S = (Y₁ + … + Y_T)/T, Y = e^{μG − μ²/2}, under Q; log S is the loss.
+
+    Y is rounded to an even grid so that each cell keeps its mass and its mean, and its spectrum raised to the power
+    T. What P has above the grid counts as infinite.
+    """
+    from dp_accounting.pld import pld_pmf
+    from dp_accounting.pld import privacy_loss_distribution as pld
+    from scipy.special import ndtr, ndtri
+
+    far = math.exp(mu * (mu / 2.0 - float(ndtri(delta * 1e-7))))
+    reach = steps + 10.0 * math.sqrt(steps * math.expm1(mu * mu)) + 1.2 * far
+    h = reach / _ALLOCATION_POINTS
+    x = h * np.arange(math.ceil(far / h) + 2)
+    with np.errstate(divide="ignore"):
+        g = np.log(x) / mu + mu / 2.0
+
+    def between(g: Any) -> Any:
+        return np.where(g[:-1] > 0.0, ndtr(-g[:-1]) - ndtr(-g[1:]), ndtr(g[1:]) - ndtr(g[:-1]))
+
+    q, p = between(g), between(g - mu)
+    right = np.clip((p - x[:-1] * q) / h, 0.0, q)
+    mass = np.zeros(_ALLOCATION_POINTS)
+    mass[: q.size] += q - right
+    mass[1 : q.size + 1] += right
+    mass[q.size] += ndtr(-g[-1])
+    spectrum = np.fft.rfft(mass)
+    law = np.maximum(np.fft.irfft(np.exp(steps * np.log(spectrum)), _ALLOCATION_POINTS), 0.0)
+    loss = np.log(h / steps * np.arange(1, law.size))
+
+    def rounded(loss: Any, mass: Any, infinite: float) -> Any:
+        left = np.floor(loss / step).astype(np.int64)
+        share = np.expm1(left * step - loss) / math.expm1(-step)
+        first = int(left.min())
+        size = int(left.max()) - first + 2
+        probabilities = np.bincount(left - first, mass * (1.0 - share), size)
+        probabilities += np.bincount(left - first + 1, mass * share, size)
+        return pld_pmf.DensePLDPmf(step, first, probabilities, infinite, True)
+
+    present = rounded(loss, law[1:] * np.exp(loss), float(ndtr(mu - g[-1])))
+    return pld.PrivacyLossDistribution(present, rounded(-loss, law[1:], float(law[0])))
 
 
 def _averaged(

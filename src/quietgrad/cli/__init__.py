@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "ledger": "what was spent, by account; check the file; set caps",
     "keys": "secret keys: those that wait for their runs, and new ones to sign with",
     "report": "one self-contained page: curves, comparison, privacy certificate",
+    "card": "a model card: data as declared, guarantee, private scores, intended use",
     "frontier": "accuracy against ε, with what the search itself costs",
     "certificate": "a run's claim as a file that others can check, signed if you like",
     "verify": "prove a certificate again, by two accountants",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 account_app = typer.Typer(add_completion=False)
 
 SamplingKind = Annotated[
-    str, typer.Option("--sampling", help="How records enter a step: poisson, fixed-size, full.")
+    str, typer.Option("--sampling", help="How records enter a step: poisson, random-allocation, fixed-size, full.")
 ]
 Records = Annotated[int | None, typer.Option("--n", help="Number of records (public).", show_default=False)]
 Batch = Annotated[int | None, typer.Option("--batch-size", help="(Expected) records per step.", show_default=False)]
@@ -95,8 +95,17 @@ def described_run(
         if n is None or batch_size is None:
             raise ValueError("sampling='fixed-size': needs --n and --batch-size.")
         return events.fixed_size_gaussian(n, batch_size, noise_multiplier, steps)
+    if sampling == "random-allocation":
+        if n is None or batch_size is None or rate is not None:
+            raise ValueError("sampling='random-allocation': needs --n and --batch-size, and no --rate.")
+        if not 1 <= batch_size <= n:
+            raise ValueError(f"batch_size={batch_size}: must be between 1 and n={n}.")
+        epoch = -(-n // batch_size)
+        return events.random_allocation(
+            steps_per_epoch=epoch, noise_multiplier=noise_multiplier, epochs=-(-steps // epoch)
+        )
     if sampling != "poisson":
-        raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'fixed-size' or 'full'.")
+        raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.")
     if rate is None:
         if n is None or batch_size is None:
             raise ValueError("sampling='poisson': needs --rate, or --n and --batch-size.")
@@ -113,6 +122,9 @@ def described_sampling(event: Event) -> str:
     inner = event.inner if isinstance(event, events.Repeated) else event
     if isinstance(inner, events.PoissonSampled):
         return f"Poisson sampling at rate {inner.rate:g}"
+    if isinstance(inner, events.RandomAllocation):
+        epochs = event.count if isinstance(event, events.Repeated) else 1
+        return f"each record in one secret step of every epoch: {epochs} × {inner.steps_per_epoch} steps"
     if isinstance(inner, events.FixedSizeSampled):
         return f"{inner.batch_size} of {inner.n} records without replacement"
     return "every record in every release"

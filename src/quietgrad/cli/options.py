@@ -56,7 +56,10 @@ Clip = Annotated[float | None, typer.Option(help="L2 bound on one record's gradi
 Gamma = Annotated[float | None, typer.Option(help="DP-SRM: weight of the fresh gradient.", show_default=False)]
 Sampling = Annotated[
     str | None,
-    typer.Option(help="poisson, fixed-size, full, single-pass, turns or poisson-turns.", show_default=False),
+    typer.Option(
+        help="poisson, random-allocation, fixed-size, full, single-pass, turns or poisson-turns.",
+        show_default=False,
+    ),
 ]
 Settings = Annotated[
     list[str] | None,

@@ -165,6 +165,8 @@ def brief(sampling: dict[str, Any]) -> str:
     kind = str(sampling["sampling"])
     if kind == "poisson":
         return f"poisson, rate {sampling['rate']:.4g}"
+    if kind == "random-allocation":
+        return f"once an epoch of {sampling['steps_per_epoch']} steps"
     if kind == "fixed-size":
         return f"{sampling['batch_size']} of {sampling['n']}"
     if kind == "turns":

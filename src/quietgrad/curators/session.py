@@ -28,7 +28,7 @@ from quietgrad.objectives.tables.scanned import Scanned
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.sampling import Sampler, SinglePass
+from quietgrad.sampling import RandomAllocation, Sampler, SinglePass
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 Answer = TypeVar("Answer")
@@ -379,11 +379,12 @@ class CentralSession:
 
     @property
     def _by_place(self) -> bool:
-        """Whether how often a record takes part in the whole run goes by its place."""
-        return any(slot.sampling.participation(1) is not None for slot in self._slots.values())
+        """Whether how often a record takes part, in the whole run or in an epoch, goes by its place."""
+        samplings = [slot.sampling for slot in self._slots.values()]
+        return any(isinstance(s, RandomAllocation) or s.participation(1) is not None for s in samplings)
 
     def _pin(self, log: Transcript) -> None:
-        """Records that take part once, or in turn, lie where they lay when the run began.
+        """Records that take part once, once an epoch, or in turn, lie where they lay when the run began.
 
         In another order somebody who was used would have the place of one who was not yet, and no replayed sum need
         tell. What was promised then holds of each part: the rest is a new epoch, with its charge.

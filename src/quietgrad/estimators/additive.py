@@ -1,32 +1,29 @@
 """Private additive models: one smooth function per feature, each with its error band, trained by the same releases.
 
-A score is a constant plus one function of each feature (and of each named pair). Ranges that are not declared are
-found privately first; then the rows are expanded by a public map (:mod:`quietgrad.objectives.tables.shapes`) and
-the default method for tables fits the expanded columns, all within one plan.
+A score is a constant plus one function of each feature, and of pairs that were named or found. Ranges and bins are
+found privately first; then lines, shapes and pairs are fitted in turn, all within one plan
+(:mod:`quietgrad.algorithms.additive_gd`).
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
-from quietgrad.algorithms.table_looks import Bounds, checked_bounds, found_frame, frame_of
-from quietgrad.algorithms.whitened_design import for_table, look_for
+from quietgrad.algorithms.additive_gd import for_shapes
+from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.curators.central import CentralSession
-from quietgrad.errors import DataError, TooNoisyWarning
+from quietgrad.errors import DataError
 from quietgrad.estimators.base import (
     PrivateModel,
-    look_noise,
     noted,
     refuse_no_pairs,
-    what_was_missed,
 )
 from quietgrad.estimators.classifiers import (
     PrivateLogisticRegression,
@@ -47,7 +44,6 @@ from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.objectives.tables.shapes import Feature, Shapes
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Slot
-from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
 from quietgrad.training.minimizing import settle_failed_run
 
@@ -60,7 +56,7 @@ class _Additive(PrivateModel):
 
     categories: Mapping[Any, Sequence[Any]] | None = field(default=None, kw_only=True)
     bins: int | None = field(default=None, kw_only=True)
-    pairs: Sequence[tuple[Any, Any]] | None = field(default=None, kw_only=True)
+    pairs: Sequence[tuple[Any, Any]] | str | None = field(default=None, kw_only=True)
 
     _columns: Columns = field(init=False)
     _public: tuple[Bounds, ...] | None = field(init=False)
@@ -107,11 +103,16 @@ class _Additive(PrivateModel):
                 pairs.append(None if pair is None else checked_bounds("feature_bounds", pair))
         return tuple(pairs)
 
-    def _pairs(self) -> tuple[tuple[int, int], ...]:
+    def _pairs(self) -> tuple[tuple[int, int], ...] | None:
+        """Positions of the pairs; ``None`` to look for them."""
+        if self.pairs is None or isinstance(self.pairs, str):
+            if self.pairs not in (None, "auto"):
+                raise ValueError(f"pairs={self.pairs!r}: must be 'auto', pairs of columns, or None.")
+            return () if self.pairs is None else None
         names, found = self._columns.names, []
-        for pair in self.pairs or ():
+        for pair in self.pairs:
             try:
-                first, second = (names.index(str(name)) for name in pair)
+                first, second = (self._position(names, name) for name in pair)
             except (TypeError, ValueError):
                 raise ValueError("pairs: each must name two columns of X.") from None
             if first == second:
@@ -119,16 +120,19 @@ class _Additive(PrivateModel):
             found.append((first, second))
         return tuple(found)
 
-    def _shapes(self, frame: Frame, bins: int) -> Shapes:
-        features = []
-        for j, name in enumerate(self._columns.names):
-            values = self._columns.vocabularies.get(name)
-            if values is not None:
-                features.append(Feature(name, values=tuple(values)))
-            else:
-                cut = 2 if name in self._indicators else bins
-                features.append(Feature(name, float(frame.low[j]), float(frame.high[j]), cut))
-        return Shapes(tuple(features), self._pairs())
+    def _position(self, names: list[str], name: Any) -> int:
+        """A column by its name, or of an array by its position."""
+        if not self._columns.named and isinstance(name, int | np.integer) and not isinstance(name, bool):
+            return range(len(names))[int(name)] if 0 <= name < len(names) else names.index(str(name))
+        return names.index(str(name))
+
+    def _drafts(self) -> tuple[Feature, ...]:
+        """The features before their ranges are known; an indicator has a line alone."""
+        vocabularies = self._columns.vocabularies
+        return tuple(
+            Feature(name, values=tuple(vocabularies.get(name, ())), weight=0.0 if name in self._indicators else 1.0)
+            for name in self._columns.names
+        )
 
     def _fit_shapes(
         self,
@@ -140,66 +144,47 @@ class _Additive(PrivateModel):
         classes: int,
         start: Any,
     ) -> None:
-        """Count, plan everything, look, expand, fit.
+        """Count, plan everything, look at the labels, fit.
 
         ``find(n)`` is the look at the labels, if they are not known; ``start(session)`` gives the loss and the
         targets after it.
         """
-        budget, given = self._budget(), self._given()
-        self._bins(NOMINAL), self._pairs()  # settings are checked before anything is reserved
+        budget, given, pairs = self._budget(), self._given(), self._pairs()
+        self._bins(NOMINAL)  # settings are checked before anything is reserved
         data = with_labels(Z, y, None) if find is not None or not is_scan(Z) else Z.labelled(y)
         curator = self._curator(whom.asks(Squared() if find is None else LabelSet()), whom.of_data(data))
         size = self._count(curator, Z.shape[1], whom)
         n = size.n
         labels = () if find is None else find(n)
         self._check_signal(n)
-        bins = self._bins(n)
-        look = look_for(n, Z.shape[1], budget=budget, feature_bounds=given, **self._look_shape())
-        # The bins need the whole of a range: what is rare and far away is often what matters.
-        look = replace(look, whole=False, refine=False)
-        draft = self._shapes(Frame(np.zeros(Z.shape[1]), np.ones(Z.shape[1])), bins)
-        method = for_table(
-            n,
-            draft.columns,
-            budget=budget,
-            feature_bounds=[(-1.0, 1.0)] * draft.columns,
-            outputs=classes if classes > 2 else 1,
-            inference=False,
-            crowded=2.0,
-            **self._method_shape(),
-        )
-        method = replace(method, bands=True)
-        looks = tuple(
-            Slot(name, FullBatch(), fixed=look_noise(budget, share)) for name, share in look.shares().items()
-        )
-        plan = make_plan(method, n=size, budget=budget, looks=(*labels, *looks), unit=whom.unit)
+        method = for_shapes(
+            n, self._drafts(), budget=budget, bins=self._bins(n), bounds=given, pairs=pairs,
+            outputs=classes if classes > 2 else 1, **self._look_shape(),
+        )  # fmt: skip
+        plan = make_plan(method, n=size, budget=budget, looks=labels, unit=whom.unit)
         session = self._open(curator, plan)
         try:
             loss, targets, notes = start(session)
             data = Z.known().labelled(targets) if is_scan(Z) else (Z, np.asarray(targets, dtype=np.float64))
-            session.reread(whom.asks(Squared()), whom.of_data(data))
-            found = found_frame(look, session, Z.shape[1], budget.relation)
-            frame = frame_of(found)
-            assert frame is not None
-            self.shapes_ = self._shapes(frame, bins)
-            if is_scan(Z):
-                names = [f"{j}" for j in range(self.shapes_.columns)]
-                data = Z.known().mapped(self.shapes_.expand, names).labelled(targets).labelled(frame.targets)
-            else:
-                data = (self.shapes_.expand(Z), frame.targets(targets))
             session.reread(whom.asks(loss), whom.of_data(data))
         except Exception as error:
             settle_failed_run(session, error)
             raise
         if any(pair is None for pair in given):
             notes = (*notes, "ranges of undeclared features were found privately")
-        notes = (*notes, *self._columns.notes)
-        weights, bias = self._train(session, method, (*whom.notes, *notes))
-        hidden, advice = what_was_missed(found, look.config())
-        self.privacy_ = noted(self.privacy_, hidden)
-        if advice:
-            warnings.warn(advice, TooNoisyWarning, stacklevel=5)
-        self._keep(weights, bias, frame)
+        weights, bias = self._train(session, method, (*whom.notes, *notes, *self._columns.notes))
+        details = self.result_.details
+        self.shapes_ = Shapes.from_json(details["shape_map"])
+        if pairs is None:
+            found = ", ".join(f"{a} × {b}" for a, b in self.pairs_) or "none"
+            self.privacy_ = noted(self.privacy_, (f"pairs that act together were looked for privately: {found}",))
+        self._keep(weights, bias)
+
+    @property
+    def pairs_(self) -> list[tuple[str, str]]:
+        """The pairs of columns in the model, by name."""
+        names = self._columns.names
+        return [(names[a], names[b]) for a, b in self.shapes_.pairs]
 
     def _check_signal(self, n: int) -> None:
         """Raise if ``n`` records are too few to find what is not declared."""
@@ -208,15 +193,8 @@ class _Additive(PrivateModel):
     def _look_shape(self) -> dict[str, Any]:
         return {}
 
-    def _method_shape(self) -> dict[str, Any]:
-        return {}
-
-    def _keep(self, weights: Any, bias: Any, frame: Frame) -> None:
-        self.coef_, self.intercept_ = (
-            weights.T * frame.target_scale,
-            bias * frame.target_scale + frame.target_centre,
-        )
-        self._frame = frame
+    def _keep(self, weights: Any, bias: Any) -> None:
+        self.coef_, self.intercept_ = np.ascontiguousarray(weights.T), bias
 
     def _check_inputs(self, X: Any, y: Any, *, numeric: bool) -> tuple[Any, Any]:
         """Numbers and codes of the rows, and the targets; nothing is planned before they are right."""
@@ -261,7 +239,8 @@ class _Additive(PrivateModel):
 
     def _deviations(self) -> Any:
         """Covariance of the expanded coefficients by privacy noise and sampling."""
-        return np.asarray(self.result_.details["noise_covariance"]) * self._frame.target_scale**2
+        scale = Frame(np.zeros(1), np.ones(1), getattr(self, "target_range_", None)).target_scale
+        return np.asarray(self.result_.details["noise_covariance"]) * scale**2
 
     def plot(self, features: Sequence[Any] | None = None, axes: Any = None) -> Any:
         """Draw the shape functions with bands of two standard errors; returns the matplotlib figure."""
@@ -319,13 +298,16 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
         categories: the public vocabulary of each category column, by name or position. Columns of pandas' category
             or boolean type declare theirs, and a warning says so of the former: ``astype("category")`` reads them
             from the records. A value outside its vocabulary counts for nothing.
-        bins: of each numeric feature; ``None`` chooses 4, 8, 16 or 32 by n and ε.
-        pairs: columns whose joint effect is modelled too, such as ``[("age", "hours")]``.
+        bins: of each numeric feature, at most; ``None`` chooses 4, 8, 16 or 32 by n and ε. A private look at where
+            values lie cuts them, inside declared bounds too. Features that show no bend keep a line alone.
+        pairs: columns whose joint effect is modelled too, such as ``[("age", "hours")]``, or positions of an array;
+            ``"auto"`` looks for up to four pairs of numbers privately.
         ledger, account, cap, n_public, random_state: as in
             :class:`~quietgrad.estimators.PrivateLogisticRegression`.
 
     Attributes:
         shape_functions_: {feature: (bin edges or categories, values, error)}.
+        pairs_: pairs of columns in the model.
         privacy_: what is proved about this fit.
 
     >>> X = np.random.default_rng(0).uniform(-2, 2, (6000, 2))
@@ -418,12 +400,10 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
     def _look_shape(self) -> dict[str, Any]:
         return {"regression": True, "target_bounds": self._bounds_of_targets}
 
-    def _method_shape(self) -> dict[str, Any]:
-        return {"regression": True, "target_bounds": (-2.0, 2.0)}
-
-    def _keep(self, weights: Any, bias: Any, frame: Frame) -> None:
-        super()._keep(weights, bias, frame)
-        assert frame.target is not None
+    def _keep(self, weights: Any, bias: Any) -> None:
+        low, high = self.result_.details["target_range"]
+        frame = Frame(np.zeros(1), np.ones(1), (float(low), float(high)))
+        super()._keep(weights * frame.target_scale, bias * frame.target_scale + frame.target_centre)
         self.target_range_ = frame.target
 
     def predict(self, X: Any) -> Any:

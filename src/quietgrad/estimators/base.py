@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -24,8 +23,9 @@ from quietgrad.algorithms.table_looks import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.curators.account import Account, Charge, note_pickled
 from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import DataError, LedgerWarning, TooNoisyWarning
+from quietgrad.errors import DataError, TooNoisyWarning
 from quietgrad.estimators.columns import checked_rows
+from quietgrad.estimators.outside import outside
 from quietgrad.estimators.parts import Parts, joined, newcomers
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
@@ -38,7 +38,7 @@ from quietgrad.objectives.tables.layout import refuse_text
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.training import plan as make_plan
 from quietgrad.training import run
@@ -46,7 +46,6 @@ from quietgrad.training.minimizing import settle_failed_run
 from quietgrad.training.result import Privacy
 
 _ROWS = Whom()
-_SEARCHES = ("sklearn.model_selection._search", "sklearn.model_selection._validation")
 
 
 def look_noise(budget: Budget, share: float) -> float:
@@ -276,12 +275,9 @@ class PrivateModel(SpendsPrivacy):
 
     def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
-        if _inside_a_search():
-            notes = (*notes, _SEARCHED)
-            warnings.warn(_SEARCHED, TooNoisyWarning, stacklevel=4)
-        if others := _steps_about_others(session.plan.unit):
-            notes = (*notes, others)
-            warnings.warn(others, LedgerWarning, stacklevel=4)
+        for kind, told in outside(session.plan.unit):
+            notes = (*notes, told)
+            warnings.warn(told, kind, stacklevel=4)
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
         except Exception as error:
@@ -412,43 +408,6 @@ class PrivateLinearModel(PrivateModel):
     regularization: float = 0.0  # type: ignore[misc]
     inference: bool | None = None  # type: ignore[misc]
     algorithm: Algorithm | str | None = None  # type: ignore[misc]
-
-
-_SEARCHED = (
-    "this fit is part of a cross-validation or search over exact scores: the fits are charged, but choosing by "
-    "such scores is a release that nothing pays for; use PrivateSearch, or private_score"
-)
-
-
-def _callers() -> Iterator[Any]:
-    """The frames of the call stack."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _inside_a_search() -> bool:
-    """Whether scikit-learn's search or cross-validation is on the call stack (workers of other processes too)."""
-    return any(frame.f_globals.get("__name__") in _SEARCHES for frame in _callers())
-
-
-def _steps_about_others(unit: PrivacyUnit) -> str:
-    """What to say if a step of the pipeline that is fitted around this fit promised to another unit than it does.
-
-    ``pipe.fit(X, y, model__person=ids)`` tells one step alone whose the records are.
-    """
-    for frame in _callers():
-        if frame.f_globals.get("__name__") != "sklearn.pipeline":
-            continue
-        for name, step in getattr(frame.f_locals.get("self"), "steps", ()):
-            stated = getattr(step, "privacy_", None)
-            if stated is not None and stated.unit is not unit:
-                return (
-                    f"the step {name} of this pipeline promises per {stated.unit}, this one per {unit}: together "
-                    "they promise nothing per person; give every step that pays person=, or declare its bounds"
-                )
-    return ""
 
 
 def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

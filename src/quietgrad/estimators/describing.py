@@ -29,7 +29,7 @@ from quietgrad.estimators.columns import taken_as_public
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
 from quietgrad.objectives.tables.glm import Squared
-from quietgrad.objectives.tables.shapes import Feature
+from quietgrad.objectives.tables.shapes import usual_edges
 from quietgrad.objectives.tables.table import Floats
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Schedule, Slot
@@ -255,7 +255,7 @@ def _bins(signal: float, columns: int) -> int:
 def _edges(column: _Column, low: float, high: float, bins: int) -> Floats:
     if column.kind == "integer" and round(high) - round(low) < 2 * bins:
         return np.arange(math.floor(low) - 0.5, math.ceil(high) + 1.0)
-    return Feature(column.name, low, high, bins).edges()
+    return usual_edges(low, high, bins)
 
 
 class _Tables:
@@ -354,7 +354,7 @@ def _row(
 def _quantiles(counts: Floats, edges: Floats) -> Floats:
     """Quantiles of a histogram, evenly spread inside its bins."""
     sums = np.concatenate([[0.0], np.cumsum(np.maximum(counts, 0.0))])
-    return np.interp(np.array(_QUANTILES) * sums[-1], sums + 1e-9 * np.arange(len(sums)), edges)
+    return np.asarray(np.interp(np.array(_QUANTILES) * sums[-1], sums + 1e-9 * np.arange(len(sums)), edges))
 
 
 def _crossed(columns: list[_Column], pairs: Sequence[tuple[str, str]] | None) -> list[tuple[int, int]]:
@@ -411,7 +411,7 @@ def _declared(schema: Any) -> dict[str, Mapping[str, Any]] | None:
 
 
 def _by_type(name: str, cells: Any, typed: list[str]) -> dict[str, Any]:
-    kind = getattr(cells, "dtype", np.asarray(cells).dtype)
+    kind: Any = getattr(cells, "dtype", np.asarray(cells).dtype)
     if str(kind) in ("bool", "boolean"):
         return {"kind": "bool"}
     if getattr(kind, "categories", None) is not None:

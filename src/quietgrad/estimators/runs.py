@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import LOSSES
 from quietgrad.training.result import Result, load
 
@@ -129,18 +128,12 @@ def to_run(model: Any, folder: str | Path) -> Path:
 
 
 def _save_additive(model: Any, folder: Path) -> Path:
-    """The public map, the coefficients and the functions with their errors, as JSON values."""
+    """The coefficients and the functions with their errors, as JSON values; the public map is in the result."""
     facts = {
         "columns": [model._columns.names, model._columns.named],
-        "features": [
-            [f.name, f.low, f.high, f.bins, [_plain(v) for v in f.values]] for f in model.shapes_.features
-        ],
-        "pairs": [list(pair) for pair in model.shapes_.pairs],
         "coef": model.coef_.tolist(),
         "intercept": np.asarray(model.intercept_).tolist(),
         "classes": None if not hasattr(model, "classes_") else _values(model.classes_),
-        "target": None if not hasattr(model, "target_range_") else list(model.target_range_),
-        "limits": [model._frame.low.tolist(), model._frame.high.tolist()],
     }
     shapes = [
         {"name": name, "named": isinstance(where, list), "where": [_plain(x) for x in where],
@@ -155,29 +148,23 @@ def _save_additive(model: Any, folder: Path) -> Path:
 def _additive_from(result: Result) -> Any:
     from quietgrad.estimators import additive
     from quietgrad.estimators.columns import Columns
-    from quietgrad.objectives.tables.shapes import Feature, Shapes
+    from quietgrad.objectives.tables.shapes import Shapes
 
-    facts = result.details["additive"]
-    regression = facts["target"] is not None
-    model: Any = additive.PrivateAdditiveRegressor() if regression else additive.PrivateAdditiveClassifier()
-    features = [
-        Feature(name, low, high, bins, tuple(values)) for name, low, high, bins, values in facts["features"]
-    ]
-    model.shapes_ = Shapes(tuple(features), tuple((int(a), int(b)) for a, b in facts["pairs"]))
-    vocabularies = {f.name: list(f.values) for f in features if not f.bins}
+    facts, target = result.details["additive"], result.details.get("target_range")
+    classifies = facts["classes"] is not None
+    model: Any = additive.PrivateAdditiveClassifier() if classifies else additive.PrivateAdditiveRegressor()
+    model.shapes_ = Shapes.from_json(result.details["shape_map"])
+    vocabularies = {f.name: list(f.values) for f in model.shapes_.features if f.values}
     names, named = facts["columns"]
     model._columns = Columns(names, named, vocabularies)
     model.n_features_in_ = len(names)
     if named:
         model.feature_names_in_ = np.array(names, dtype=object)
     model.coef_, model.intercept_ = np.array(facts["coef"]), np.array(facts["intercept"])
-    low, high = facts["limits"]
-    target = None if facts["target"] is None else (float(facts["target"][0]), float(facts["target"][1]))
-    model._frame = Frame(np.array(low), np.array(high), target)
-    if target is not None:
-        model.target_range_ = target
-    if facts["classes"] is not None:
+    if classifies:
         model.classes_ = np.array(facts["classes"])
+    else:
+        model.target_range_ = (float(target[0]), float(target[1]))
     model.result_, model.privacy_ = result, result.privacy
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
     return model

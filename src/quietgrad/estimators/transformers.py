@@ -26,7 +26,7 @@ from quietgrad.estimators.scans import is_scan, nameless, with_labels
 from quietgrad.estimators.whom import Whom, named
 from quietgrad.objectives.tables.frame import Frame
 from quietgrad.objectives.tables.glm import Squared
-from quietgrad.objectives.tables.shapes import Feature
+from quietgrad.objectives.tables.shapes import usual_edges
 from quietgrad.plans.schedule import Plan, Schedule, Slot, plan
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.sampling import FullBatch
@@ -176,13 +176,8 @@ class PrivateBinner(PrivateScaler):
         check_is_fitted(self)
         if isinstance(self.bins, bool) or int(self.bins) != self.bins or not 2 <= self.bins <= 4096:
             raise ValueError(f"bins={self.bins!r}: must be a whole number from 2 to 4096.")
-        return self._turned(partial(_binned, self._cut(), int(self.bins)), X)
-
-    def _cut(self) -> list[Feature]:
-        low, high = self.feature_range_
-        return [
-            Feature(f"x{j}", float(a), float(b), self.bins) for j, (a, b) in enumerate(zip(low, high, strict=True))
-        ]
+        edges = [usual_edges(float(a), float(b), int(self.bins)) for a, b in zip(*self.feature_range_, strict=True)]
+        return self._turned(partial(_binned, edges), X)
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:
         """``name[k]`` for each feature and bin."""
@@ -190,8 +185,9 @@ class PrivateBinner(PrivateScaler):
         return np.array([f"{name}[{k}]" for name in names for k in range(self.bins)], dtype=object)
 
 
-def _binned(features: list[Feature], bins: int, rows: Any) -> Any:
-    return np.hstack([np.eye(bins)[f.level_of(c)] for f, c in zip(features, rows.T, strict=True)])
+def _binned(edges: list[Any], rows: Any) -> Any:
+    places = [np.searchsorted(e[1:-1], c, side="right") for e, c in zip(edges, rows.T, strict=True)]
+    return np.hstack([np.eye(len(e) - 1)[place] for e, place in zip(edges, places, strict=True)])
 
 
 def _no_labels(y: Any) -> Any:

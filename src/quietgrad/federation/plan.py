@@ -32,7 +32,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.sampling import CyclicPoisson, FixedSize, Poisson, SinglePass
+from quietgrad.sampling import CyclicPoisson, FixedSize, Poisson, RandomAllocation, SinglePass
 from quietgrad.secure.terms import Mode, SecureSumConfig
 
 Trust = Literal["curator", "secure", "local"]
@@ -125,6 +125,11 @@ class FederatedPlan(Plan):
         if any(isinstance(slot.sampling, CyclicPoisson) for slot in self.schedule.slots):
             raise ValueError(
                 "sampling='poisson-turns': is for one curator; parties take turns by sampling='turns'."
+            )
+        if any(isinstance(slot.sampling, RandomAllocation) for slot in self.schedule.slots):
+            raise ValueError(
+                "sampling='random-allocation': is for one curator, who draws every record's step of an epoch; "
+                "parties draw Poisson samples, by sampling='poisson'."
             )
         if any(isinstance(slot.mechanism, BandedToeplitzNoise) for slot in self.schedule.slots):
             raise ValueError("noise in bands is for one curator; parties' turns have noise='correlated'.")

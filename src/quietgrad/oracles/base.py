@@ -15,10 +15,21 @@ from quietgrad.plans.schedule import Law, Plan, Slot
 from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.correlated import BufferedToeplitzNoise, CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, FullBatch, Poisson, Sampling, SinglePass
+from quietgrad.sampling import (
+    CyclicCohorts,
+    CyclicPoisson,
+    FixedSize,
+    FullBatch,
+    Poisson,
+    RandomAllocation,
+    Sampling,
+    SinglePass,
+)
 from quietgrad.vectors import Vector
 
-SamplingName = Literal["poisson", "fixed-size", "full", "single-pass", "turns", "poisson-turns"]
+SamplingName = Literal[
+    "poisson", "random-allocation", "fixed-size", "full", "single-pass", "turns", "poisson-turns"
+]
 Noise = Literal["independent", "correlated"] | CorrelatedNoise
 """Whether releases have noise of their own, or noise that the next ones take back (by name, or made already)."""
 
@@ -80,7 +91,8 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohor
     """The sampling a name stands for at a public n.
 
     ``"turns"`` asks one of ``cohorts`` after the other; the batch is then n ÷ cohorts, whatever is given for it.
-    ``"poisson-turns"`` asks a secret sample of the cohort.
+    ``"poisson-turns"`` asks a secret sample of the cohort. An epoch of ``"random-allocation"`` has as many steps as
+    a loader of batches of that size, ⌈n ÷ batch_size⌉; the batch is n ÷ steps on average.
 
     >>> sampling_of("poisson", n_public=1000, batch_size=10)
     Poisson(rate=0.01)
@@ -105,6 +117,8 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohor
         raise ValueError(f"batch_size={batch_size}: must be between 1 and n={n_public}.")
     if name == "poisson":
         return Poisson(batch_size / n_public)
+    if name == "random-allocation":
+        return RandomAllocation(-(-n_public // batch_size))
     if name == "fixed-size":
         return FixedSize(n_public, batch_size)
     if name == "single-pass":
@@ -124,6 +138,13 @@ def slot_of(
         raise ValueError(
             f"{steps} steps of {sampling.batch_size} fresh records are more than n={sampling.n}: in a single pass "
             f"every record is used once. Plan {sampling.n // sampling.batch_size} steps, or smaller batches."
+        )
+    if isinstance(sampling, RandomAllocation) and law is None and steps % sampling.steps_per_epoch:
+        epoch, whole = sampling.steps_per_epoch, steps // sampling.steps_per_epoch
+        nearest = " or ".join(str(epochs * epoch) for epochs in (whole, whole + 1) if epochs)
+        raise ValueError(
+            f"{steps} steps: random allocation runs whole epochs, here of {epoch} steps (n ÷ batch_size). Plan "
+            f"{nearest} steps."
         )
     mechanism: Mechanism = GaussianNoise()
     if isinstance(noise, CorrelatedNoise):

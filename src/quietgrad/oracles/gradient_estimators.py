@@ -91,6 +91,12 @@ class MiniBatch(Oracle):
         return {"name": type(self).__name__, **settings_of(self)}
 
 
+def first_apart(settings: Any) -> bool:
+    """Whether the first release of recursive momentum has a slot of its own; else it is one of ``next``."""
+    alone = settings.noise == "independent" and settings.cohorts is None
+    return bool(alone and settings.sampling != "random-allocation")
+
+
 @dataclass(frozen=True)
 class RecursiveMomentum(Oracle):
     """The oracle of DP-SRM.
@@ -126,8 +132,9 @@ class RecursiveMomentum(Oracle):
         if self._first == "next":
             if self.first_batch_size not in (None, self.batch_size) or self.first_noise != 1.0:
                 raise ValueError(
-                    "first_batch_size, first_noise: in turns, or under correlated noise, the first release is like "
-                    "all others; leave both out."
+                    "first_batch_size, first_noise: in turns, under random allocation or correlated noise, the "
+                    "first "
+                    "release is like all others; leave both out."
                 )
             return (slot_of("next", then, steps, self.noise, self.law),)
         first = sampling_of(self.sampling, n_public, self.first_batch_size or self.batch_size)
@@ -139,7 +146,7 @@ class RecursiveMomentum(Oracle):
     @property
     def _first(self) -> str:
         """The slot of the first release: its own, unless all releases together are one thing."""
-        return "first" if self.noise == "independent" and self.cohorts is None else "next"
+        return "first" if first_apart(self) else "next"
 
     def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
         if state.value is None:

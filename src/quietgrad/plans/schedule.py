@@ -87,13 +87,18 @@ class Slot:
         """The event of ``count`` releases (default: all) at the plan's noise multiplier."""
         z = self.multiplier(noise_multiplier)
         if count is None and self.law is not None:
+            law: dict[int, float] = {}
+            for rounds, chance in self.law:
+                times = self.sampling.times(rounds)
+                law[times] = law.get(times, 0.0) + chance
             return events.RandomNumberOfReleases(
-                self.mechanism.event(self.sampling.event, z, relation, 1), self.law
+                self.mechanism.event(self.sampling.event, z, relation, 1), tuple(law.items())
             )
         count = count or self.count
         held = None if self.mechanism.whole_run else self.sampling.participation(count)
         # Where a record is certainly not in every release, it pays for those that it is in.
-        return self.mechanism.event(self.sampling.event, z, relation, count if held is None else held[0])
+        times = self.sampling.times(count) if held is None else held[0]
+        return self.mechanism.event(self.sampling.event, z, relation, times)
 
     def to_json(self) -> dict[str, Any]:
         """The slot as plain JSON values."""

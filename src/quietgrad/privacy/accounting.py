@@ -7,7 +7,8 @@ other coordinate. Every value is an upper bound with a proof behind it; no centr
 ``gaussian-exact``    un-sampled Gaussian releases, also with random rounds: nothing lost
 ``pure``              pure-DP and Laplace releases: ε adds up, and the claim holds with δ = 0
 ``pld``               Gaussian, Laplace and pure releases, un-sampled, Poisson-sampled or on fixed-size
-                      batches, random rounds (reported as ``pld-poisson``, ``pld-fixed-size`` or ``pld``)
+                      batches, epochs of random allocation, random rounds (reported as ``pld-poisson``,
+                      ``pld-fixed-size``, ``pld-random-allocation`` or ``pld``)
 ``zcdp``              Gaussian, pure and zCDP releases
 ``rdp``               sampled Gaussians, zCDP, and the private search ``RepeatAndSelect``
 ====================  ==============================================================================

@@ -27,7 +27,7 @@ from quietgrad.privacy.accounting import prove_or_infinite, sensitivity_factor
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.privacy.composition import approximate_mu, root_search
-from quietgrad.privacy.events import Event, FixedSizeSampled, Gaussian, PoissonSampled, repeated
+from quietgrad.privacy.events import Event, FixedSizeSampled, Gaussian, PoissonSampled, RandomAllocation, repeated
 
 # Raise when any accountant's or calibration's numbers change.
 _REVISION = 1
@@ -85,7 +85,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-Sampling = Literal["poisson", "fixed-size", "full"]
+Sampling = Literal["poisson", "random-allocation", "fixed-size", "full"]
 
 _TOLERANCE = 1e-3  # of ε
 _MOST_NOISE = 1e9
@@ -113,7 +113,8 @@ def calibrate(
         n: number of records; with ``batch_size`` it gives the sampling rate (fixed-size needs both).
         batch_size: expected (Poisson) or exact (fixed-size) number of records per release.
         rate: sampling rate, instead of ``n`` and ``batch_size``, for Poisson sampling.
-        sampling: ``"poisson"``, ``"fixed-size"`` or ``"full"``.
+        sampling: ``"poisson"``, ``"random-allocation"`` (epochs of ⌈n ÷ batch_size⌉ steps, every record in one of
+            each; one that was begun is paid for whole), ``"fixed-size"`` or ``"full"``.
         relation: ``"add-remove"`` or ``"replace-one"``.
         cache: whether to look the answer up on disk, and keep it there.
 
@@ -123,8 +124,8 @@ def calibrate(
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
     sample = _sampler(sampling, n, batch_size, rate)
-    repeated(sample(Gaussian(1.0)), steps)  # complains about bad numbers before anything is searched
-    return calibrate_event(lambda z: repeated(sample(Gaussian(z)), steps), budget=budget, cache=cache)
+    sample(Gaussian(1.0), steps)  # complains about bad numbers before anything is searched
+    return calibrate_event(lambda z: sample(Gaussian(z), steps), budget=budget, cache=cache)
 
 
 def calibrate_event(
@@ -183,8 +184,8 @@ def calibrate_steps(
     100
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    event = _sampler(sampling, n, batch_size, rate)(Gaussian(noise_multiplier))
-    return _most(lambda count: repeated(event, count), "steps", budget, _MOST_STEPS, 0.5, cache)
+    sample = _sampler(sampling, n, batch_size, rate)
+    return _most(lambda count: sample(Gaussian(noise_multiplier), count), "steps", budget, _MOST_STEPS, 0.5, cache)
 
 
 def calibrate_batch_size(
@@ -210,30 +211,37 @@ def calibrate_batch_size(
         raise ValueError(f"sampling={sampling!r}: must be 'poisson' or 'fixed-size' to have a batch size.")
 
     def make(batch_size: int) -> Event:
-        return repeated(_sampler(sampling, n, batch_size, None)(Gaussian(noise_multiplier)), steps)
+        return _sampler(sampling, n, batch_size, None)(Gaussian(noise_multiplier), steps)
 
     return _most(make, "batch_size", budget, n, 1.0, cache)
 
 
-def _sampler(sampling: str, n: int | None, batch_size: int | None, rate: float | None) -> Callable[[Event], Event]:
-    """How each release is sampled, from whichever of n, batch size and rate describe it."""
+def _sampler(
+    sampling: str, n: int | None, batch_size: int | None, rate: float | None
+) -> Callable[[Event, int], Event]:
+    """The event of so many releases, sampled by whichever of n, batch size and rate describe it."""
     if n is not None and batch_size is not None and not 1 <= batch_size <= n:
         raise ValueError(f"batch_size={batch_size!r}: must be between 1 and n={n}.")
     match sampling:
         case "full":
             if batch_size not in (None, n) or rate not in (None, 1.0):
                 raise ValueError("sampling='full': takes neither batch_size nor rate; every record takes part.")
-            return lambda inner: inner
+            return repeated
         case "fixed-size":
             if n is None or batch_size is None or rate is not None:
                 raise ValueError("sampling='fixed-size': needs n and batch_size, and no rate.")
-            return lambda inner: FixedSizeSampled(n, batch_size, inner)
+            return lambda inner, steps: repeated(FixedSizeSampled(n, batch_size, inner), steps)
         case "poisson":
             if (rate is None) == (n is None or batch_size is None):
                 raise ValueError("sampling='poisson': needs either rate, or both n and batch_size.")
             chance = rate if rate is not None else (batch_size or 0) / (n or 1)
-            return lambda inner: PoissonSampled(chance, inner)
-    raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'fixed-size' or 'full'.")
+            return lambda inner, steps: repeated(PoissonSampled(chance, inner), steps)
+        case "random-allocation":
+            if n is None or batch_size is None or rate is not None:
+                raise ValueError("sampling='random-allocation': needs n and batch_size, and no rate.")
+            epoch = -(-n // batch_size)
+            return lambda inner, steps: repeated(RandomAllocation(epoch, inner), -(-steps // epoch))
+    raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.")
 
 
 def _keeps(make: Callable[[Any], Event], number: float, budget: Budget) -> bool:

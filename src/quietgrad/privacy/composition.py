@@ -29,6 +29,7 @@ from quietgrad.privacy.events import (
     Parallel,
     PoissonSampled,
     Pure,
+    RandomAllocation,
     RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
@@ -91,7 +92,13 @@ def total_upfront(event: Event, relation: Relation) -> float:
                 return all(map(outside, parts))
             case Repeated(inner=inner):
                 return outside(inner)
-            case PoissonSampled() | FixedSizeSampled() | RandomNumberOfReleases() | RepeatAndSelect():
+            case (
+                PoissonSampled()
+                | FixedSizeSampled()
+                | RandomAllocation()
+                | RandomNumberOfReleases()
+                | RepeatAndSelect()
+            ):
                 return _total(part.inner, added) == 0.0
         return True
 
@@ -116,6 +123,8 @@ def _total(event: Event, measure: Callable[[Event], float]) -> float:
             return mean * _total(inner, measure)
         case PoissonSampled(inner=inner) | FixedSizeSampled(inner=inner):
             return _total(inner, measure)
+        case RandomAllocation(steps_per_epoch=steps, inner=inner):
+            return steps * _total(inner, measure)
     return measure(event)
 
 
@@ -154,6 +163,11 @@ def parallel_branches(event: Event) -> list[Event]:
         case FixedSizeSampled(n=n, batch_size=batch_size, inner=inner):
             choices = parallel_branches(inner)
             return choices if n == batch_size else [FixedSizeSampled(n, batch_size, choice) for choice in choices]
+        case RandomAllocation(steps_per_epoch=steps, inner=inner):
+            choices = parallel_branches(inner)
+            if len(choices) > 1:
+                raise AccountantRefusal(event, "parallel parts on one sample of an epoch are not understood")
+            return choices if steps == 1 else [RandomAllocation(steps, choice) for choice in choices]
         case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
             choices = parallel_branches(inner)
             if len(choices) > 1:
@@ -198,6 +212,9 @@ def _strength(event: Event) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
     if isinstance(event, (PoissonSampled, FixedSizeSampled)):
         kinds.append(event.kind)
         rate, event = event.rate, event.inner
+    elif isinstance(event, RandomAllocation):  # an average of more terms is smaller in convex order
+        kinds.append(event.kind)
+        rate, event = 1.0 / event.steps_per_epoch, event.inner
     match event:
         case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
             return (*kinds, event.kind), (count, rate, 1 / z)
@@ -251,6 +268,9 @@ def approximate_mu(event: Event, factor: float) -> float:
         case PoissonSampled(rate=rate, inner=inner) | FixedSizeSampled(rate=rate, inner=inner):
             mu = approximate_mu(inner, factor)
             return min(mu, rate * math.sqrt(math.expm1(min(mu**2, 600.0))))
+        case RandomAllocation(steps_per_epoch=steps, inner=inner):
+            mu = approximate_mu(inner, factor)
+            return min(mu, math.sqrt(math.expm1(min(mu**2, 600.0)) / steps))
         case Repeated(inner=inner, count=count):
             return math.sqrt(count) * approximate_mu(inner, factor)
         case Composed(parts=parts):

@@ -74,6 +74,7 @@ def _from_json(value: Any) -> Any:
 LEAST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18  # ε and noise multipliers; of ρ, their squares
 _LEAST_RATE = 1e-15
 _LARGEST_COUNT = 10**15
+_LARGEST_EPOCH = 10**9
 
 
 def _positive(name: str, value: Any, low: float = LEAST_NUMBER, high: float = LARGEST_NUMBER) -> float:
@@ -83,10 +84,10 @@ def _positive(name: str, value: Any, low: float = LEAST_NUMBER, high: float = LA
     return float(value)
 
 
-def _count(name: str, value: Any, least: int = 1) -> int:
+def _count(name: str, value: Any, least: int = 1, most: int = _LARGEST_COUNT) -> int:
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not least <= value <= _LARGEST_COUNT or int(value) != value:
-        raise ValueError(f"{name}={value!r}: must be a whole number from {least} to 10¹⁵.")
+    if not number or not least <= value <= most or int(value) != value:
+        raise ValueError(f"{name}={value!r}: must be a whole number from {least} to {most:.0e}.")
     return int(value)
 
 
@@ -173,6 +174,21 @@ class FixedSizeSampled(Event, kind="fixed-size"):
     def rate(self) -> float:
         """batch_size / n."""
         return self.batch_size / self.n
+
+
+@dataclass(frozen=True)
+class RandomAllocation(Event, kind="random-allocation"):
+    """One epoch of ``steps_per_epoch`` releases of ``inner``: every record draws one and is in that one alone.
+
+    The draws are secret, uniform, and independent of each other and of all other epochs.
+    """
+
+    steps_per_epoch: int
+    inner: Event
+
+    def __post_init__(self) -> None:
+        steps = _count("steps_per_epoch", self.steps_per_epoch, most=_LARGEST_EPOCH)
+        object.__setattr__(self, "steps_per_epoch", steps)
 
 
 @dataclass(frozen=True)
@@ -327,6 +343,15 @@ def poisson_gaussian(rate: float, noise_multiplier: float, steps: int = 1) -> Ev
 def fixed_size_gaussian(n: int, batch_size: int, noise_multiplier: float, steps: int = 1) -> Event:
     """``steps`` Gaussian releases, each on ``batch_size`` of ``n`` records without replacement."""
     return repeated(FixedSizeSampled(n, batch_size, Gaussian(noise_multiplier)), steps)
+
+
+def random_allocation(*, steps_per_epoch: int, noise_multiplier: float, epochs: int = 1) -> Event:
+    """``epochs`` of Gaussian releases, every record in one secretly drawn release of each epoch.
+
+    >>> random_allocation(steps_per_epoch=100, noise_multiplier=1.0)
+    RandomAllocation(steps_per_epoch=100, inner=Gaussian(noise_multiplier=1.0))
+    """
+    return repeated(RandomAllocation(steps_per_epoch, Gaussian(noise_multiplier)), epochs)
 
 
 def repeated(inner: Event, count: int) -> Event:

@@ -31,6 +31,7 @@ that pair is dominated by its product (Zhu, Dong, Wang 2022). In tails: the posi
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +65,27 @@ class DominatingPair(Protocol):
     def reach_below(self, tail: float) -> float:
         """A loss with Q{L < −loss} ≤ tail."""
         ...
+
+
+class DiscretePair(ABC):
+    """A pair that puts its losses on a grid itself; its two orders differ."""
+
+    @property
+    def symmetric(self) -> bool:
+        """They differ."""
+        return False
+
+    @abstractmethod
+    def on_grid(self, step: float, tail: float) -> DiscretizedPLD:
+        """The losses of a pair that dominates, tails of at most ``tail`` cut."""
+
+    @abstractmethod
+    def reach_above(self, tail: float) -> float:
+        """A loss with P{L > loss} ≤ tail."""
+
+    @abstractmethod
+    def reach_below(self, tail: float) -> float:
+        """A loss with Q{L < −loss} ≤ tail."""
 
 
 class _Symmetric:
@@ -306,7 +328,7 @@ class DiscretizedPLD:
         return self.step * (self.first + zero + high) + math.log((float(above[high]) - delta) / seen)
 
 
-def discretize_pair(pair: DominatingPair, step: float, tail: float) -> DiscretizedPLD:
+def discretize_pair(pair: DominatingPair | DiscretePair, step: float, tail: float) -> DiscretizedPLD:
     """Round ``pair`` to the grid by connecting the dots, cutting tails of at most ``tail``.
 
     >>> from quietgrad.privacy.loss_distribution import GaussianPair
@@ -314,6 +336,8 @@ def discretize_pair(pair: DominatingPair, step: float, tail: float) -> Discretiz
     >>> abs(float(grid.mass.sum()) + grid.infinite - 1.0) < 1e-14
     True
     """
+    if isinstance(pair, DiscretePair):
+        return pair.on_grid(step, tail)
     up, infinite, p_up = _half(*pair.above(_points(pair.reach_above(tail), step)), step)
     if pair.symmetric:
         down, infinite_reversed = up, infinite

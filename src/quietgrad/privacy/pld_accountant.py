@@ -50,11 +50,13 @@ from quietgrad.privacy.events import (
     Laplace,
     PoissonSampled,
     Pure,
+    RandomAllocation,
     RandomNumberOfReleases,
 )
 from quietgrad.privacy.loss_distribution import (
     LARGEST_LOSS,
     Array,
+    DiscretePair,
     DiscretizedPLD,
     DominatingPair,
     FixedSizePair,
@@ -482,11 +484,11 @@ def _uses(releases: Mapping[Event, int]) -> dict[Event, int]:
 
 
 def _name(leaves: Mapping[Event, int]) -> str:
-    kinds = {leaf.kind for leaf in leaves} & {"poisson", "fixed-size"}
+    kinds = {leaf.kind for leaf in leaves} & {"poisson", "fixed-size", "random-allocation"}
     return f"pld-{kinds.pop()}" if len(kinds) == 1 else "pld"
 
 
-def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair:
+def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair | DiscretePair:
     """Return the dominating pair of one release, or refuse with ``AccountantRefusal``; ``factor`` is Δ/C."""
     match event:
         case PoissonSampled(rate=rate, inner=inner) if relation is Relation.ADD_REMOVE:
@@ -507,6 +509,17 @@ def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair:
                 "fixed-size batches hide a record only among data sets of the same size; "
                 "use the relation replace-one, or Poisson sampling",
             )
+        case RandomAllocation(steps_per_epoch=steps, inner=inner):
+            base = _sampled_base(event, inner, relation, factor)
+            if relation is not Relation.ADD_REMOVE or not isinstance(base, GaussianPair):
+                raise AccountantRefusal(
+                    event,
+                    "random allocation is understood for Gaussian releases under add-remove; "
+                    "use that relation, or Poisson sampling",
+                )
+            from quietgrad.privacy.random_allocation import AllocationPair  # imports numba
+
+            return AllocationPair.of(base.mu, steps)
     return _base(event, relation, factor)
 
 

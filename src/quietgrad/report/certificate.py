@@ -34,6 +34,7 @@ UNIT_WORDS = {
 _ACCOUNTANTS = {
     "gaussian-exact": "exact composition of Gaussian releases (nothing is lost)",
     "pld-poisson": "privacy-loss distributions, Poisson-sampled Gaussian releases",
+    "pld-random-allocation": "privacy-loss distributions, every record in one secret step of each epoch",
     "pld-fixed-size": "privacy-loss distributions, fixed-size batches without replacement",
     "pld": "privacy-loss distributions",
     "zcdp": "zero-concentrated differential privacy",
@@ -49,15 +50,18 @@ _WHOM = {
     ),
 }
 _ASSUMPTIONS = (
-    "Whoever is called trusted above kept what they hold to themselves; the promise is about what was released.",
+    "The roles called trusted above kept their data to themselves; the guarantee is about what was released.",
     "Noise and samples came from a cryptographic generator with a fresh secret key, which was destroyed.",
     "Everything in the configuration (bounds, classes, vocabularies, step sizes) was chosen without these records.",
+)
+SCORES = (
+    "Scores marked “private records” or “held out”: they were computed without noise, and held-out people are "
+    "people. What stands under “On held-out people, privately” has a statement of its own."
 )
 NOT_COVERED = (
     "Hyper-parameter search: runs tried on the same people before this one spend privacy too; "
     "they count only if they are in the ledger under the same account.",
-    "Scores marked “private records” or “held out”: they were computed without noise, and held-out people are "
-    "people. What stands under “On held-out people, privately” has a statement of its own.",
+    SCORES,
     "Side channels: running time, memory, crash messages and log files of the training machine.",
     "What the model reveals about groups or the population: learning that is its purpose.",
 )
@@ -122,10 +126,8 @@ class RunCertificate:
         if self.privacy.unit is PrivacyUnit.RECORD:
             return words
         if any(str(note).endswith(DECLARED) for note in self.privacy.notes):
-            return f"{words} A person is somebody with all the records about them, however many."
-        return (
-            f"{words} A person is somebody with all the records about them, however many; how many is not public."
-        )
+            return f"{words} A person includes all the records about them, however many."
+        return f"{words} A person includes all the records about them, however many; how many is not public."
 
     @property
     def whom(self) -> str:
@@ -235,6 +237,11 @@ def _releases(result: Result) -> tuple[Release, ...]:
             noise = "chosen per release" if filtered else mechanism.stated(scale)
             multiplier = "varies" if filtered else f"{scale:.4g}"
         sampling = slot.get("sampling", {})
+        counted = result.details.get("counted")
+        if name == "count" and counted is not None:  # made before the plan, with noise of its own
+            sampling, scale = {"sampling": "full"}, float(counted["noise_multiplier"])
+            noise = f"Gaussian, σ = {scale:.4g} C" if counted["gaussian"] else f"Laplace, scale {scale:.4g} C"
+            multiplier = f"{scale:.4g}"
         rows.append(
             Release(
                 name=name,
@@ -256,6 +263,8 @@ def _sampling(sampling: dict[str, Any]) -> str:
             return "every record"
         case "poisson":
             return f"Poisson, rate {sampling['rate']:.4g}"
+        case "random-allocation":
+            return f"one of {sampling['steps_per_epoch']} steps of each epoch, drawn in secret"
         case "fixed-size":
             return f"{sampling['batch_size']} of {sampling['n']}, without replacement"
         case "single-pass":
@@ -272,7 +281,7 @@ def _amplification(slot: dict[str, Any]) -> str:
     if mechanism_from(slot.get("mechanism", "gaussian")).whole_run or sampling.get("rate") == 1.0:
         return "no record is used twice" if sampling.get("sampling") == "single-pass" else "none"
     match sampling.get("sampling"):
-        case "poisson" | "fixed-size" | "poisson-turns":
+        case "poisson" | "random-allocation" | "fixed-size" | "poisson-turns":
             return "by secret sampling"
         case "single-pass":
             return "no record is used twice"
@@ -305,7 +314,7 @@ def _account(result: Result, file: Path | None) -> AccountTotal | None:
     return AccountTotal(
         file=file.name,
         account=privacy.account,
-        runs=book.runs(privacy.account),
+        runs=book.runs(name),
         epsilon=epsilon,
         accountant=accountant,
         cap=None if cap is None else cap.epsilon,

@@ -1,17 +1,18 @@
-"""Charts as files: SVG by our own hand, PNG and PDF by matplotlib, which is imported when one is asked for."""
+"""Charts as files: SVG as it is, PNG and PDF with matplotlib as the printer of the same drawing."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-from quietgrad.charts import Bars, Chart, Intervals, Lines, in_a_file
+from quietgrad.charts import Chart, in_a_file
 from quietgrad.errors import QuietgradError
 from quietgrad.files import write_atomically
-from quietgrad.sanitize import sanitize
 
-_COLOURS = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66")
-_STYLES = ("-", "--", ":", "-.", "-", "--")
+_INK, _SVG = "#5b636d", "{http://www.w3.org/2000/svg}"
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 def save_chart(path: Path, chart: Chart) -> Path:
@@ -29,56 +30,59 @@ def save_chart(path: Path, chart: Chart) -> Path:
         raise QuietgradError(
             f"{path.suffix} needs matplotlib: `pip install 'quietgrad[report]'`, or ask for a .svg file."
         ) from None
-    with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        rows = 0 if isinstance(chart, Lines) else len(chart.rows)
-        figure = Figure(figsize=(6.4, max(4.0, 0.35 * rows + 1.2)), layout="constrained")
-        axes: Any = figure.add_subplot()
-        axes.set_title(sanitize(chart.title), loc="left", fontsize=12)
-        match chart:
-            case Lines():
-                _lines(axes, chart)
-            case Bars():
-                _bars(axes, chart)
-            case Intervals():
-                _intervals(axes, chart)
-        figure.savefig(path, dpi=160)
+    root = ElementTree.fromstring(in_a_file(chart))
+    left, top, width, height = (float(number) for number in root.attrib["viewBox"].split())
+    with mpl.rc_context({"lines.solid_capstyle": "butt", "lines.scale_dashes": False}):
+        figure = Figure(figsize=(width / 72, height / 72))
+        axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        axes.set(xlim=(left, left + width), ylim=(top + height, top))
+        axes.axis("off")
+        _draw(axes, root, _rules(root.findtext(f"{_SVG}style") or ""), 0.0)
+        figure.savefig(path, dpi=200)
     return path
 
 
-def _lines(axes: Any, chart: Lines) -> None:
-    for k, line in enumerate(chart.drawn):
-        colour, style = _COLOURS[k % 6], _STYLES[k % 6]
-        if line.level:
-            axes.axhline(line.points[-1][1], color=colour, linestyle=style, linewidth=2, label=sanitize(line.name))
-            continue
-        xs, ys = zip(*line.points, strict=True)
-        bars = list(line.bars) if len(line.bars) == len(xs) else None
-        axes.errorbar(xs, ys, yerr=bars, color=colour, linestyle=style, linewidth=2, label=sanitize(line.name))
-    axes.set(xlabel=sanitize(chart.x_label), ylabel=sanitize(chart.y_label))
-    if chart.log_x:
-        axes.set_xscale("log")
-    if chart.log_y:
-        axes.set_yscale("log")
-    if chart.zero:
-        axes.set_ylim(0, None)
-    if len(chart.drawn) > 1:
-        axes.legend(frameon=False)
-    axes.grid(axis="y", color="#d9d9d9", linewidth=0.6)
+def _rules(style: str) -> dict[str, dict[str, str]]:
+    """What the light part of a drawing's style says of each class."""
+    rules: dict[str, dict[str, str]] = {}
+    for name, body in re.findall(r"svg\.chart \.(\w+)\{([^}]*)\}", style.partition("@media")[0]):
+        rules.setdefault(name, {}).update(part.split(":", 1) for part in body.split(";"))
+    return rules
 
 
-def _bars(axes: Any, chart: Bars) -> None:
-    names = [sanitize(name, most=30) for name, _, _ in chart.rows]
-    axes.barh(names, [bound or 0.0 for _, _, bound in chart.rows], color="#ddd9d0")
-    axes.barh(names, [value for _, value, _ in chart.rows], color=_COLOURS[0], height=0.5)
-    axes.set_xlabel(sanitize(chart.label))
-    axes.invert_yaxis()
+def _draw(axes: Any, parent: Any, rules: dict[str, dict[str, str]], down: float) -> None:
+    """The elements of a drawing, one by one; ``down`` is how far a group was moved."""
+    for element in parent:
+        look: dict[str, str] = {}
+        for name in element.get("class", "").split():
+            look |= rules.get(name, {})
+        look |= dict(part.split(":", 1) for part in element.get("style", "").split(";") if part)
+        line = {"color": look.get("stroke", _INK), "linewidth": float(look.get("stroke-width", "1"))}
+        if (dashes := look.get("stroke-dasharray", "none")) != "none":
+            line["linestyle"] = (0, [float(dash) / 2 for dash in dashes.split()])
 
+        def at(name: str, element: Any = element) -> float:
+            return float(element.get(name, "0"))
 
-def _intervals(axes: Any, chart: Intervals) -> None:
-    for k, (_, value, low, high) in enumerate(chart.rows):
-        axes.plot([low, high], [k, k], color=_COLOURS[0], linewidth=2)
-        axes.plot([value], [k], "o", color=_COLOURS[0])
-    axes.axvline(0.0, color="#bbbbbb", linewidth=0.8)
-    axes.set_yticks(range(len(chart.rows)), [sanitize(name, most=30) for name, *_ in chart.rows])
-    axes.set_xlabel(sanitize(chart.label))
-    axes.invert_yaxis()
+        match element.tag.removeprefix(_SVG):
+            case "g":
+                _draw(axes, element, rules, down + float(element.get("transform").split()[-1].rstrip(")")))
+            case "line":
+                axes.plot([at("x1"), at("x2")], [at("y1") + down, at("y2") + down], **line)
+            case "polyline":
+                places = [place.split(",") for place in element.get("points").split()]
+                axes.plot([float(x) for x, _ in places], [float(y) + down for _, y in places], **line)
+            case "rect":
+                alpha = float(look.get("fill-opacity", "1"))
+                box = ([at("x"), at("x") + at("width")], at("y") + down, at("y") + at("height") + down)
+                axes.fill_between(*box, color=look.get("fill", _INK), alpha=alpha, linewidth=0)
+            case "circle":
+                axes.plot([at("cx")], [at("cy") + down], "o", color=look.get("fill", _INK), markersize=2 * at("r"))
+            case "text":
+                anchor = _ANCHORS[element.get("text-anchor", "start")]
+                size = float(look.get("font-size", "12.5px").removesuffix("px"))
+                weight = "bold" if look.get("font-weight") == "600" else "normal"
+                axes.text(
+                    at("x"), at("y") + down, element.text or "", ha=anchor, va="baseline", color=_INK,
+                    fontsize=0.9 * size, fontweight=weight, parse_math=False,
+                )  # fmt: skip

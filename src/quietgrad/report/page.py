@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quietgrad import __version__
 from quietgrad.charts import Bars, Chart, Intervals, Lines, Series
@@ -28,6 +28,9 @@ from quietgrad.report.repeating import command_of
 from quietgrad.report.tables import table_section
 from quietgrad.sanitize import sanitize
 from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -135,11 +138,10 @@ def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Run]:
     return runs
 
 
-def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
-    """The page about the runs in ``folders`` as text."""
+def page_environment() -> Environment:
+    """Templates of pages: everything is escaped, and marks that turn a line around are spelt out."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    runs = read_runs(folders) if runs is None else runs
     environment = Environment(
         loader=PackageLoader("quietgrad.report", "."),
         autoescape=True,
@@ -155,17 +157,27 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
         "samplers": _samplers,
     }
     environment.filters |= shows
+    return environment
+
+
+def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
+    """The page about the runs in ``folders`` as text."""
+    runs = read_runs(folders) if runs is None else runs
     with _shown_or_refused(", ".join(str(folder) for folder in folders)):
-        return environment.get_template("page.html.j2").render(
-            runs=runs,
-            metrics=_compared(runs),
-            charts=[(chart.title, chart.svg(), caption) for chart, caption in charts_of(runs)],
-            promises=_promises(runs),
-            assumptions=assumptions(run.result.privacy for run in runs),
-            not_covered=NOT_COVERED,
-            tables=[table_section(run.result, Path(folder)) for run, folder in zip(runs, folders, strict=True)],
-            version=__version__,
-            date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
+        return (
+            page_environment()
+            .get_template("page.html.j2")
+            .render(
+                runs=runs,
+                metrics=_compared(runs),
+                charts=[(chart.title, chart.svg(), caption) for chart, caption in charts_of(runs)],
+                promises=_promises(runs),
+                assumptions=assumptions(run.result.privacy for run in runs),
+                not_covered=NOT_COVERED,
+                tables=[table_section(run.result, Path(folder)) for run, folder in zip(runs, folders, strict=True)],
+                version=__version__,
+                date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
+            )
         )
 
 
@@ -232,7 +244,7 @@ def charts_of(runs: Sequence[Run]) -> list[tuple[Chart, str]]:
         ),
         *_second_order_charts(runs),
         (_accounts_chart(runs), "ε that all runs of an account have spent, and its cap if it has one."),
-        (_coefficients_chart(runs), "95 % intervals that cover sampling and privacy noise; the largest of them."),
+        _coefficients(runs),
     ]
     return [(chart, caption) for chart, caption in candidates if chart.svg()]
 
@@ -258,26 +270,35 @@ def _accounts_chart(runs: Sequence[Run]) -> Bars:
     return Bars("Budget of the account", rows, "ε")
 
 
-def _coefficients_chart(runs: Sequence[Run]) -> Intervals:
-    """The coefficients of one run that bought standard errors, those farthest from zero for their error first."""
-    nothing = Intervals("Coefficients", (), "coefficient")
+def _coefficients(runs: Sequence[Run]) -> tuple[Intervals, str]:
+    """The coefficients of one linear model; with intervals, those farthest from zero for their error first."""
+    title, label = "Coefficients", "coefficient"
+    nothing = Intervals(title, (), label), ""
     result = runs[0].result
-    covariance = result.details.get("coefficient_covariance")
-    if len(runs) != 1 or covariance is None or result.details.get("target_range") is not None:
-        return nothing
-    variances = [float(row[k]) for k, row in enumerate(covariance)]
-    if len(variances) != len(result.params) or any(not variance > 0.0 for variance in variances):
-        return nothing
     facts = result.details.get("model", {})
-    names = list(facts.get("feature_names") or [f"x{k}" for k in range(len(variances))])
-    names = [*names, "(intercept)"][: len(variances)]
-    errors = [math.sqrt(variance) for variance in variances]
-    rows = [
-        (str(name), float(value), float(value) - 1.96 * error, float(value) + 1.96 * error, abs(value) / error)
-        for name, value, error in zip(names, result.params, errors, strict=True)
-    ]
-    rows.sort(key=lambda row: -row[4])
-    return Intervals("Coefficients", [row[:4] for row in rows[:_MOST_COEFFICIENTS]], "coefficient")
+    covariance = result.details.get("coefficient_covariance")
+    features = facts.get("features") or (None if covariance is None else len(result.params))
+    if len(runs) != 1 or features is None or len(result.params) not in (features, features + 1):
+        return nothing
+    if result.details.get("target_range") is not None:
+        return nothing  # they are of scaled targets
+    names = [*(facts.get("feature_names") or [f"x{k}" for k in range(features)]), "(intercept)"]
+    values = [(str(name), float(value)) for name, value in zip(names, result.params, strict=False)]
+    if covariance is None:
+        largest = sorted(values, key=lambda row: -abs(row[1]))[:_MOST_COEFFICIENTS]
+        rows = [(name, value, value, value) for name, value in largest]
+        return Intervals(
+            title, rows, label
+        ), "The largest, each per unit of its feature; no standard errors were bought."
+    variances = [float(row[k]) for k, row in enumerate(covariance)]
+    if len(variances) != len(values) or any(not variance > 0.0 for variance in variances):
+        return nothing
+    errors = {name: math.sqrt(variance) for (name, _), variance in zip(values, variances, strict=True)}
+    values.sort(key=lambda row: -abs(row[1]) / errors[row[0]])
+    rows = [(n, v, v - 1.96 * errors[n], v + 1.96 * errors[n]) for n, v in values[:_MOST_COEFFICIENTS]]
+    return Intervals(
+        title, rows, label
+    ), "95 % intervals that cover sampling and privacy noise; the largest of them."
 
 
 def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:

@@ -1,7 +1,8 @@
 """Which records take part in a release: public value objects that know what their secrecy is worth.
 
-``FullBatch`` · ``Poisson`` · ``FixedSize`` (without replacement) · ``SinglePass`` (disjoint, every
-record once) · ``CyclicCohorts`` (cohorts, one after the other) · ``CyclicPoisson`` (secret samples of them).
+``FullBatch`` · ``Poisson`` · ``RandomAllocation`` (every record in one secret step of each epoch) · ``FixedSize``
+(without replacement) · ``SinglePass`` (disjoint, every record once) · ``CyclicCohorts`` (cohorts, one after the
+other) · ``CyclicPoisson`` (secret samples of them).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
@@ -30,6 +31,7 @@ __all__ = [
     "FullBatch",
     "Poisson",
     "CyclicPoisson",
+    "RandomAllocation",
     "Sampler",
     "Sampling",
     "SinglePass",
@@ -85,6 +87,10 @@ class Sampling(ABC):
         ``None`` if that is drawn, and so never certain.
         """
         return None
+
+    def times(self, count: int) -> int:
+        """Return how many of :meth:`event`'s samples ``count`` releases are: as many, unless several share one."""
+        return count
 
     def under(self, relation: Relation) -> Sampling:
         """Return the scheme that gives the same event when neighbours are those of ``relation``."""
@@ -198,6 +204,55 @@ class Poisson(Sampling, kind="poisson"):
     def describe(self) -> str:
         """Return one line for people."""
         return f"Poisson sampling: each record enters a batch with probability {self.rate:g}"
+
+
+@dataclass(frozen=True)
+class RandomAllocation(Sampling, kind="random-allocation"):
+    """An epoch as people write it: every record draws one of ``steps_per_epoch`` releases, anew for each epoch.
+
+    Draws are secret, uniform and each record's own, so that batches have random sizes. Batches of a fixed size, or
+    a known order, have no such proof (:mod:`quietgrad.privacy.random_allocation`).
+    An epoch that was begun is paid for whole. Under replace-one no price is known.
+
+    >>> RandomAllocation(100).event(events.Gaussian(1.1), steps=200)
+    Repeated(inner=RandomAllocation(steps_per_epoch=100, inner=Gaussian(noise_multiplier=1.1)), count=2)
+    """
+
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        _check_count("steps_per_epoch", self.steps_per_epoch)
+
+    def times(self, count: int) -> int:
+        """Return the number of epochs, one that was begun among them."""
+        return -(-count // self.steps_per_epoch)
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return the epochs of ``steps`` releases; an epoch of one release samples nothing."""
+        one = inner if self.steps_per_epoch == 1 else events.RandomAllocation(self.steps_per_epoch, inner)
+        return events.repeated(one, self.times(steps))
+
+    def expected_batch(self, n_public: int) -> float:
+        """Return ``n_public`` ÷ steps_per_epoch."""
+        return n_public / self.steps_per_epoch
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler that draws all records' releases of an epoch at once."""
+        from quietgrad.sampling.samplers import AllocationSampler
+
+        return (
+            _Everyone() if self.steps_per_epoch == 1 else AllocationSampler(n_records, self.steps_per_epoch, stream)
+        )
+
+    def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return a sampler that looks a row's release up by a keyed function of the epoch and the row's number."""
+        from quietgrad.sampling.samplers import AllocationScan
+
+        return _Everyone() if self.steps_per_epoch == 1 else AllocationScan(n_records, self.steps_per_epoch, stream)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return f"random allocation: each record in one secret step of every epoch of {self.steps_per_epoch} steps"
 
 
 @dataclass(frozen=True)

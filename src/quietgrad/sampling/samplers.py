@@ -171,14 +171,18 @@ def permuted_slots(n: int, stream: SecureStream) -> Indices:
     return slots
 
 
-def hashed_slots(record_ids: npt.ArrayLike, n: int, stream: SecureStream) -> Indices:
-    """Return for each record a slot of n, drawn on its own by a keyed hash of its id.
+def hashed_slots(record_ids: npt.ArrayLike, n: int, stream: SecureStream, block: int = 0) -> Indices:
+    """Return for each record a slot of n, drawn on its own by a keyed hash of its id, anew for each ``block``.
 
     Removing a record leaves the law of all other slots as it was, which a permutation would not. (That is so
     for any distinct ids, positions included, because the slots are independent of each other.)
     """
+    return _scaled(stream.at(block, record_ids), n)
+
+
+def _scaled(word: npt.NDArray[np.uint64], n: int) -> Indices:
+    """⌊word·n / 2⁶⁴⌋: uniform words become uniform slots, each with a probability of 1/n to a factor 1 ± n·2⁻⁶⁴."""
     _check_records(n)
-    word = stream.at(0, record_ids)
     high, low, m = word >> np.uint64(32), word & np.uint64(0xFFFFFFFF), np.uint64(n)
     return ((high * m + ((low * m) >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
 
@@ -199,6 +203,34 @@ class CohortSampler:
     def batch(self, i: int) -> Indices:
         """Return the records of release ``i`` (possibly none)."""
         return self._members[i % len(self._members)]
+
+
+class AllocationSampler:
+    """Epochs of random allocation: batch i is everybody who drew step i mod T in epoch ⌊i/T⌋.
+
+    Epoch e has block e of the stream, one word for each record, whatever its content. Removing a record leaves the
+    law of all others' draws as it was.
+
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> sampler = AllocationSampler(1000, 4, SecureStream(seed_key(0), "batches"))
+    >>> epoch = [sampler.batch(i) for i in range(4, 8)]
+    >>> sorted(np.concatenate(epoch).tolist()) == list(range(1000))
+    True
+    """
+
+    def __init__(self, n_records: int, steps: int, stream: SecureStream) -> None:
+        _check_records(n_records)
+        self._n, self._steps, self._stream = n_records, steps, stream
+        self._epoch = -1
+        self._turns: CohortSampler
+
+    def batch(self, i: int) -> Indices:
+        """Return the records of release ``i``, in increasing order (possibly none)."""
+        epoch = i // self._steps
+        if epoch != self._epoch:
+            self._turns = CohortSampler(_scaled(self._stream.uint64(epoch, self._n), self._steps), self._steps)
+            self._epoch = epoch
+        return self._turns.batch(i)
 
 
 class BernoulliSubsampler:
@@ -337,6 +369,24 @@ class CohortScan:
         """Return the rows of release ``i`` (possibly none)."""
         turn = i % self._cohorts
         return _chosen(self._n, lambda rows: hashed_slots(rows, self._cohorts, self._stream) == turn)
+
+
+class AllocationScan:
+    """Random allocation of rows that are not listed: a row's step of an epoch is a keyed hash of both.
+
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> sampler = AllocationScan(100, 3, SecureStream(seed_key(0), "batches"))
+    >>> sorted(np.concatenate([sampler.batch(i) for i in range(3)]).tolist()) == list(range(100))
+    True
+    """
+
+    def __init__(self, n_records: int, steps: int, stream: SecureStream) -> None:
+        self._n, self._steps, self._stream = n_records, steps, stream
+
+    def batch(self, i: int) -> Indices:
+        """Return the rows of release ``i``, in increasing order (possibly none)."""
+        epoch, step = divmod(i, self._steps)
+        return _chosen(self._n, lambda rows: hashed_slots(rows, self._steps, self._stream, epoch) == step)
 
 
 class SinglePassScan(SinglePassOrder):

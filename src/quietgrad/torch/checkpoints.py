@@ -92,7 +92,7 @@ class LoopCost:
             count, held = self.counts[slot.name], slot.sampling.participation(self.counts[slot.name])
             if count:
                 rate = slot.sampling.rate if isinstance(slot.sampling, Poisson) else 1.0
-                steps = count if held is None else held[0]
+                steps = slot.sampling.times(count) if held is None else held[0]
                 rows.append((slot.multiplier(self.plan.noise_multiplier), rate, steps))
         return rows
 

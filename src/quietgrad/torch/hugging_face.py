@@ -27,6 +27,7 @@ from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.objectives.networks.records import Padding, as_padding
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.events import composed
+from quietgrad.sampling import RandomAllocation
 from quietgrad.torch.checkpoints import LoopCost, epsilon_of, seal, unsealed
 from quietgrad.torch.private_loop import PrivateBatch, PrivateLoop
 from quietgrad.torch.processes import several
@@ -93,13 +94,14 @@ class _EndOfPlan(TrainerCallback):  # type: ignore[misc]
 
 
 class DPTrainer(Trainer):  # type: ignore[misc]
-    """Trains as a ``Trainer`` does, with Poisson samples, clipped gradients of single records, and noise.
+    """Trains as a ``Trainer`` does, with secret samples, clipped gradients of single records, and noise.
 
     Args:
         privacy: ``target_epsilon`` and ``target_delta``, or ``budget``: the noise follows from it and from the
             steps of the training arguments; or ``noise_multiplier`` (and ``target_delta``). ``max_grad_norm`` is C,
             the bound of one record's gradient; without it the training arguments' is. All other arguments of
-            :class:`~quietgrad.torch.PrivateLoop` may stand here: ``ledger``, ``account``, ``person``, ``clipping``.
+            :class:`~quietgrad.torch.PrivateLoop` may stand here: ``ledger``, ``account``, ``person``, ``clipping``,
+            ``sampling``.
         pad: pads each record by its own length (:class:`~quietgrad.torch.Padding`); with a tokenizer by its padding
             token. Records without an attention mask get one. Without ``pad`` records are grouped by their length.
         public_stop: training that ends before its last step (an early stop, a callback) costs its whole plan,
@@ -232,6 +234,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 stacklevel=3,
             )
             reached = replace(last, used=planned)
+        # The rest draws its samples anew. Where some belong together, what was begun of them is paid for whole.
+        (held,) = {slot.sampling for slot in last.plan.schedule.slots}
+        if isinstance(held, RandomAllocation):
+            whole = held.times(reached.used) * held.steps_per_epoch
+            reached = replace(reached, used=min(whole, planned))
         self._costs |= costs | {last.name: reached}
         more: dict[str, Any] = {"noise_multiplier": noise, "epochs": None}
         if budget is None:

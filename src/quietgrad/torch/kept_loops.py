@@ -66,8 +66,8 @@ def agreed(
     kept.agree_on_account(None if account == DEFAULT else account, cap)
     for what in ("parameters", "optimizer", "people"):
         kept.agree(what, asked[what] or "none", kept.header.settings[what] or "none")
-    stretches, lengths = pace.stretches(plan.n_public, size)
-    said = OwnLoop(stretches, rule.config(), promise.poisson).config()
+    stretches, lengths = promise.paced(pace).stretches(plan.n_public, size)
+    said = OwnLoop(stretches, rule.config(), promise.sampling).config()
     for what in sorted({*said, *plan.config}):
         kept.agree(what, [said.get(what)], [plan.config.get(what)])
     assert plan.budget is not None

@@ -1,4 +1,4 @@
-"""The loader of a private loop: Poisson samples in place of an epoch's batches, as handles."""
+"""The loader of a private loop: secret samples in place of an epoch's batches, as handles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BatchMemoryManager", "PrivateLoader", "checked_loader"]
 
 
 class PrivateLoader:
-    """Poisson samples of a loader's data set, an epoch being as many as the loader had batches.
+    """Secret samples of a loader's data set, an epoch being as many as the loader had batches.
 
     Records are read here, one by one: ``collate_fn`` is called with one record, and workers are not used. Every
     sample is handed out once: a new iterator goes on where the last one stopped, and ends it.
@@ -69,7 +69,7 @@ class BatchMemoryManager:
 
     The loop calls the model, ``backward()``, ``optimizer.step()`` and ``zero_grad()`` for every piece. A
     piece's clipped sum is kept and its memory let go; the step comes with the last piece of a sample, which
-    stays one true Poisson sample and one release. Into how many pieces a sample is cut is public: one that is
+    stays one secret sample and one release. Into how many pieces a sample is cut is public: one that is
     much larger than expected has larger pieces. People are cut so if ``records_per_person`` is given; else by
     how many records they have, and ε is conditional.
     """
@@ -127,7 +127,7 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
     if not plain:
         raise DataError(
             f"{type(sampler).__name__}: samples drawn by it cannot be accounted for, and it is not replaced behind "
-            "your back. Give the loader shuffle=True or nothing; its batches become Poisson samples."
+            "your back. Give the loader shuffle=True or nothing; its batches become secret samples."
         )
     known: DataLoader[Any] = loader
     return known

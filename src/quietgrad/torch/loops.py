@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad import training
-from quietgrad.algorithms.own_loop import OwnLoop
+from quietgrad.algorithms.own_loop import LoopSampling, OwnLoop
 from quietgrad.curators.account import Account
 from quietgrad.curators.base import SessionCost
 from quietgrad.curators.central import CentralCurator
@@ -115,7 +115,7 @@ class Promise:
     delta: float
     relation: str | Relation = Relation.ADD_REMOVE
     noise_multiplier: float | None = None
-    poisson: bool = True
+    sampling: LoopSampling = "poisson"
 
     @property
     def budget(self) -> Budget:
@@ -124,6 +124,20 @@ class Promise:
             raise ValueError("a private loop needs a budget, or a noise_multiplier; give one of them.")
         limit = _NO_LIMIT if self.epsilon is None else self.epsilon
         return Budget(limit, self.delta, Relation.parse(self.relation))
+
+    @classmethod
+    def of(
+        cls, epsilon: float | None, delta: float, relation: str | Relation, noise_multiplier: float | None,
+        sampling: LoopSampling, poisson_sampling: bool,
+    ) -> Promise:  # fmt: skip
+        """The promise of a loop whose sampling has two names: Opacus' ``poisson_sampling=False`` is ``"turns"``."""
+        if not poisson_sampling and sampling != "poisson":
+            raise ValueError(f"poisson_sampling=False, sampling={sampling!r}: give one of them.")
+        return cls(epsilon, delta, relation, noise_multiplier, sampling if poisson_sampling else "turns")
+
+    def paced(self, pace: Pace) -> Pace:
+        """The pace of such samples: where every record is in one batch of an epoch, none is dropped."""
+        return pace._replace(drop_last=False) if self.sampling == "random-allocation" else pace
 
     def count(self, curator: CentralCurator, declared: int | None, least: int) -> PublicCount:
         """How many records to plan for: the declared number; else counted privately, with about 1 % of ε.
@@ -147,15 +161,15 @@ class Promise:
             if own is None:
                 raise ValueError("a loop whose noise follows from its budget needs epochs= or steps= beforehand.")
             if self.epsilon is not None:
-                if not self.poisson:
-                    raise ValueError("without Poisson samples a target ε needs the number of epochs; give epochs.")
+                if self.sampling == "turns":
+                    raise ValueError("without secret samples a target ε needs the number of epochs; give epochs.")
                 steps = calibrate_steps(
                     epsilon=self.epsilon, delta=self.delta, noise_multiplier=own, n=n, batch_size=size,
-                    relation=budget.relation,
+                    sampling=self.sampling, relation=budget.relation,
                 )  # fmt: skip
                 pace = pace._replace(steps=steps)
-        stretches, lengths = pace.stretches(n, size)
-        releases: Any = OwnLoop(stretches, rule.config(), self.poisson)
+        stretches, lengths = self.paced(pace).stretches(n, size)
+        releases: Any = OwnLoop(stretches, rule.config(), self.sampling)
         plan = training.plan(releases, n=count, budget=budget, noise_multiplier=own, unit=unit)
         if own is not None and self.epsilon is not None:
             plan = affordable(plan)

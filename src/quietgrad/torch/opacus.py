@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from quietgrad.algorithms.own_loop import LoopSampling
 from quietgrad.errors import DataError, UnprovableError
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.records import as_padding
@@ -103,6 +104,7 @@ def make_private(
     relation: str | Relation = Relation.ADD_REMOVE,
     noise_schedule: Callable[[int], float] | None = None,
     batch_schedule: Callable[[int], int] | None = None,
+    sampling: LoopSampling = "poisson",
     poisson_sampling: bool = True,
     loss_reduction: str | None = None,
     person: Any = None,
@@ -128,7 +130,7 @@ def make_private(
         module: any torch module.
         optimizer: any torch optimizer of the module's parameters; the same object is returned.
         data_loader: of a map-style data set; its batch_size is the expected size of a sample. Shuffled or not, an
-            epoch becomes ⌈n / batch_size⌉ Poisson samples (⌊…⌋ with drop_last); any other sampler is refused. Its
+            epoch becomes ⌈n / batch_size⌉ secret samples (⌊…⌋ with drop_last); any other sampler is refused. Its
             ``collate_fn`` is called with one record.
         noise_multiplier: noise ÷ C. ``loader.privacy`` says what the steps so far cost. With ``target_epsilon`` the
             loop stops with a :class:`~quietgrad.errors.BudgetError` before the step that would exceed it.
@@ -145,8 +147,10 @@ def make_private(
         epochs: needed for a schedule or a ledger, because what is spent is reserved beforehand.
         noise_schedule, batch_schedule: noise relative to ``noise_multiplier``, and expected sample size, of
         epoch e.
-        poisson_sampling: ``False`` puts every record into exactly one batch of each epoch, as shuffling does. That
-            has no amplification that is proved: it is accounted without, and costs much more.
+        sampling: ``"poisson"``; ``"random-allocation"``: every record draws one secret batch of each epoch, at
+        about
+            the same price; ``"turns"``: one batch of each epoch, accounted as if it were known.
+        poisson_sampling: ``False`` is ``sampling="turns"``, which costs much more.
         loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls
         it is
             made of, which is undone here, or ``"sum"``.
@@ -164,7 +168,7 @@ def make_private(
     engine = PerExampleEngine(module, memory_budget=memory_budget)
     rule = clip_rule(clipping, max_grad_norm, len(engine.names), **settings)
     check_person(person is not None, rule)
-    promise = Promise(target_epsilon, target_delta, relation, noise_multiplier, poisson_sampling)
+    promise = Promise.of(target_epsilon, target_delta, relation, noise_multiplier, sampling, poisson_sampling)
     pace = Pace(epochs, None, noise_schedule, batch_schedule, bool(given.drop_last))
     collate = given.collate_fn if transform is None else _then(given.collate_fn, transform)
     reading: Any = RecordReading(engine, collate, as_padding(pad))

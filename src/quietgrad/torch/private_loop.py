@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quietgrad.algorithms.own_loop import LoopSampling
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError
 from quietgrad.objectives.base import Batch, Gradient, Query
@@ -77,8 +78,9 @@ class PrivateLoop(Loop):
         clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``, with the settings of
             :func:`quietgrad.torch.make_private_with_epsilon`.
         noise_schedule, batch_schedule: noise (relative) and expected size of a sample in epoch e.
-        poisson_sampling: ``False`` puts everybody into one sample of each epoch; it is accounted without
-            amplification.
+        sampling: ``"poisson"``; ``"random-allocation"``: everybody is in one secret sample of each epoch, drawn by
+            themselves; ``"turns"``: likewise, accounted without amplification.
+        poisson_sampling: ``False`` is ``sampling="turns"``.
         person, combine, records_per_person, views, collate_fn, pad: as in :func:`quietgrad.torch.fit`.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
         folder: keep the loop here. The same call goes on with it after an interruption, from the parameters and the
@@ -118,6 +120,7 @@ class PrivateLoop(Loop):
         clipping: str = "flat",
         noise_schedule: Callable[[int], float] | None = None,
         batch_schedule: Callable[[int], int] | None = None,
+        sampling: LoopSampling = "poisson",
         poisson_sampling: bool = True,
         person: Any = None,
         combine: Combine = "mean",
@@ -153,9 +156,10 @@ class PrivateLoop(Loop):
         if optimizer is not None:
             check_optimizer(optimizer, given.parameters())
         if budget is None:
-            promise = Promise(None, delta, relation, noise_multiplier, poisson_sampling)
+            promise = Promise.of(None, delta, relation, noise_multiplier, sampling, poisson_sampling)
         else:
-            promise = Promise(budget.epsilon, budget.delta, budget.relation, noise_multiplier, poisson_sampling)
+            promised = budget.epsilon, budget.delta, budget.relation, noise_multiplier
+            promise = Promise.of(*promised, sampling, poisson_sampling)
         pace = Pace(epochs, steps, noise_schedule, batch_schedule)
         asked = with_privacy_unit(objective, data, person, combine, records_per_person)
         unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON

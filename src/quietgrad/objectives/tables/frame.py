@@ -6,9 +6,10 @@ it predicts, so it depends on no record and a record's contribution depends on t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,39 @@ TARGET_REACH = 2.0
 """Scaled targets are within ± this."""
 
 
+class View(ABC):
+    """A public map of rows and targets: a query may be asked of the records as it shows them."""
+
+    @abstractmethod
+    def apply(self, X: Any) -> Any:
+        """Rows as they are shown."""
+
+    @abstractmethod
+    def targets(self, y: Any) -> Any:
+        """Targets as they are shown."""
+
+    def features_of(self, records: Any) -> int:
+        """Columns of the rows that are shown."""
+        return int(records.features)
+
+    def of(self, records: Any) -> Any:
+        """The table, or the people's table, as it is shown, made once."""
+        if isinstance(records, UserLevelRecords):
+            return records.seen(self.of(records.rows))
+        cached = records.views.get(id(self))
+        if cached is None or cached.frame is not self:
+            moved = self.apply(records.X)
+            if isinstance(moved, np.ndarray) and records.X.dtype == np.float32:
+                moved = moved.astype(np.float32)
+            cached = Table(moved, self.targets(records.y), outputs=records.outputs, intercept=records.intercept)
+            cached.frame = self
+            records.views.clear()
+            records.views[id(self)] = cached
+        return cached
+
+
 @dataclass(frozen=True, eq=False)
-class Frame:
+class Frame(View):
     """x ↦ (clip(x, low, high) − c)/h per feature; zero stays zero (c = 0) wherever it is in the box.
 
     Args:
@@ -99,27 +131,19 @@ class Frame:
             return y
         return (np.clip(y, *self.target) - self.target_centre) / self.target_scale
 
-    def of(self, records: Any) -> Any:
-        """The table, or the people's table, in the frame's units, made once."""
-        if isinstance(records, UserLevelRecords):
-            return records.seen(self.of(records.rows))
-        cached = records.views.get(id(self))
-        if cached is None or cached.frame is not self:
-            moved = self.apply(records.X)
-            if isinstance(moved, np.ndarray) and records.X.dtype == np.float32:
-                moved = moved.astype(np.float32)
-            cached = Table(moved, self.targets(records.y), outputs=records.outputs, intercept=records.intercept)
-            cached.frame = self
-            records.views[id(self)] = cached
-        return cached
+
+class _Shown(NamedTuple):
+    """What a query may ask of records before they are shown."""
+
+    features: int
 
 
 @dataclass(frozen=True, eq=False)
 class Framed:
-    """A query asked of the records as a frame shows them; its bound holds for any rows, so for these."""
+    """A query asked of the records as a view shows them; its bound holds for any rows, so for these."""
 
     query: Query
-    frame: Frame
+    frame: View
 
     @property
     def bound(self) -> float:
@@ -128,7 +152,7 @@ class Framed:
 
     def dim(self, records: Any) -> int:
         """That of the query."""
-        return self.query.dim(records)
+        return self.query.dim(_Shown(self.frame.features_of(records)))
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the query's sum."""

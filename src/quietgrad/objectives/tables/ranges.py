@@ -193,6 +193,47 @@ class Pieces:
             out += np.bincount((bins + starts).ravel(), weights=weights.ravel(), minlength=len(out))
 
 
+@dataclass(frozen=True, eq=False)
+class FeatureBins:
+    """Σ of counts by feature and bin: a row has one bin of each chosen feature, the last ones reaching on for ever.
+
+    Args:
+        chosen: positions of the features.
+        edges: of the bins, one row per feature.
+
+    >>> from quietgrad.objectives.tables.layout import lay_out
+    >>> query, out = FeatureBins(np.array([0]), np.array([[0.0, 1.0, 2.0]])), np.zeros(2)
+    >>> query.sum_into(None, Batch(Table(lay_out([[0.5], [7.0]]), None), None), out)
+    >>> out.round(6).tolist(), query.bound
+    ([1.0, 1.0], 1.0)
+    """
+
+    chosen: npt.NDArray[np.int64]
+    edges: Floats
+    relation: Relation = Relation.ADD_REMOVE
+
+    @property
+    def bound(self) -> float:
+        """√features, or less where only the distance of two records counts."""
+        return pair_bound(math.sqrt(len(self.chosen)), self.relation)
+
+    def dim(self, records: Any) -> int:
+        """Features × bins."""
+        return len(self.chosen) * (self.edges.shape[1] - 1)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+        """out += the counts."""
+        shared = _everyone(batch, self.relation)
+        parts = out.reshape(len(self.chosen), -1)
+        for which, block in shared.records.blocks(shared.indices):
+            counts = shared.of(which) * _SHRINK
+            for position, edges, part in zip(self.chosen, self.edges, parts, strict=True):
+                column = block[:, position]
+                column = column if isinstance(column, np.ndarray) else np.asarray(column.todense()).ravel()
+                bins = np.searchsorted(edges[1:-1], column, side="right")
+                part += np.bincount(bins, np.broadcast_to(counts, bins.shape), len(part))
+
+
 def _pieces(
     values: Any, low: Any, high: Any, pieces: int = PIECES
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

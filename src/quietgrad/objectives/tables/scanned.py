@@ -40,7 +40,14 @@ from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
 from quietgrad.objectives.tables.frame import Framed
 from quietgrad.objectives.tables.information import WhitenedInformation
-from quietgrad.objectives.tables.ranges import Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces
+from quietgrad.objectives.tables.ranges import (
+    FeatureBins,
+    Magnitudes,
+    MeanOctaves,
+    Pieces,
+    TargetMagnitudes,
+    TargetPieces,
+)
 from quietgrad.objectives.tables.whitening import (
     MeanSquares,
     RowNormHistogram,
@@ -175,7 +182,7 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
 _ADDITIVE = frozenset({
     Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, PackedHessian, CellSums, FeatureMean,
     SecondMoments, FeatureMoments, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
-    WhitenedInformation, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
+    WhitenedInformation, FeatureBins, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
 })  # fmt: skip
 
 

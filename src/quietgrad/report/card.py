@@ -1,0 +1,244 @@
+"""Model cards: what a model is for, what it was trained on, and what it guarantees, as Markdown or HTML.
+
+A card states declared facts and paid releases only. Scores that were computed without noise are left out. The
+Markdown begins with the metadata block that model hubs read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quietgrad import __version__
+from quietgrad.errors import DataError
+from quietgrad.files import write_atomically
+from quietgrad.report.certificate import NOT_COVERED, SCORES
+from quietgrad.report.page import Run, page_environment, read_runs
+from quietgrad.report.tables import Evaluation, table_section
+from quietgrad.sanitize import sanitize
+
+MARKDOWN, HTML = "MODEL_CARD.md", "model_card.html"
+FILL_IN = "To fill in: "
+_MOST_NAMES = 40
+_TASKS = {
+    "binary": "tabular-classification",
+    "multiclass": "tabular-classification",
+    "regression": "tabular-regression",
+}
+_HUB_METRICS = {"accuracy": "accuracy", "AUC": "roc_auc", "log loss": "log_loss", "R²": "r_squared", "RMSE": "rmse",
+                "mean error": "mae"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a card: paragraphs, facts and a command."""
+
+    title: str
+    text: tuple[str, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    code: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model card: metadata for hubs, and sections for readers."""
+
+    name: str
+    metadata: dict[str, Any]
+    sections: tuple[Section, ...]
+
+    def markdown(self) -> str:
+        """The card as Markdown, with its metadata block first."""
+        parts = [f"---\n{_yaml(self.metadata)}---", f"# {_plain(self.name)}"]
+        for section in self.sections:
+            parts.append(f"## {section.title}")
+            parts += [_plain(text) for text in section.text]
+            if section.facts:
+                rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in section.facts]
+                parts.append("\n".join(["| | |", "|---|---|", *rows]))
+            if section.code:
+                parts.append("\n".join(["```", *map(sanitize, section.code), "```"]))
+        return "\n\n".join(parts) + "\n"
+
+    def html(self) -> str:
+        """The card as one page that loads nothing from elsewhere."""
+        return page_environment().get_template("card.html.j2").render(card=self, version=__version__)
+
+
+def card_of(folder: Path, ledger: Path | None = None) -> Card:
+    """The card of a finished run; a statement that does not hold is refused."""
+    run = read_runs([folder], ledger)[0]
+    privacy = run.result.privacy
+    if privacy.refuted:
+        raise DataError(
+            f"{folder}: there is no card for a refuted statement ({'; '.join(privacy.refuted)}). "
+            "Restore the files of the run, or train again."
+        )
+    scores = table_section(run.result, folder).evaluation
+    sections = (
+        Section("Intended use", (f"{FILL_IN}who should use this model, for which decisions, and for which not.",)),
+        _model(run),
+        _data(run),
+        _guarantee(run),
+        _scores(run, scores),
+        Section("Limitations and risks", (
+            f"{FILL_IN}groups for which the model was not tested, and known failures.",
+            "Noise hurts small groups more than large ones.",
+        )),
+        Section("How to use it", code=(
+            "pip install quietgrad", f"quietgrad predict {folder.name} new.csv -o predictions.csv",
+        )),
+        Section("Contact and licence", (f"{FILL_IN}who answers questions, and under which licence.",)),
+    )  # fmt: skip
+    return Card(run.name, _metadata(run, scores), sections)
+
+
+def write_cards(folder: Path, output: Path | None = None, ledger: Path | None = None) -> list[Path]:
+    """Write the card to ``output`` (.md or .html); without one, both into the run's folder."""
+    targets = [folder / MARKDOWN, folder / HTML] if output is None else [output]
+    if any(target.suffix not in (".md", ".html") for target in targets):
+        raise DataError(f"{output}: a card is a .md or .html file. Nothing was written.")
+    card = card_of(folder, ledger)
+    for target in targets:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, (card.markdown() if target.suffix == ".md" else card.html()).encode())
+    return targets
+
+
+def _model(run: Run) -> Section:
+    said = {"data", "records (public number)", "people (public number)", "seconds", "stopped by"}
+    facts = [("algorithm", run.result.algorithm), *((name, value) for name, value in run.model if name not in said)]
+    return Section(
+        "Model", facts=(*facts, ("written by", f"quietgrad {run.result.versions.get('quietgrad', '?')}"))
+    )
+
+
+def _data(run: Run) -> Section:
+    """What was declared about the data; n is public, declared or counted with noise."""
+    result = run.result
+    facts = result.details.get("model", {})
+    unit = result.privacy.unit.in_words("records")
+    counted = "counted privately, within ε" if "counted" in result.details else "a public number"
+    rows = [("data set", str(result.data.get("name", "not named"))), (unit, f"{result.n_public} ({counted})")]
+    if facts.get("features") is not None:
+        rows.append(("features", str(facts["features"])))
+    if names := facts.get("feature_names"):
+        rows.append(("feature names", _listed(names)))
+    if classes := facts.get("class_names"):
+        rows.append(("classes", _listed(classes)))
+    if facts.get("row_bound") is not None:
+        rows.append(("declared bound on a row's norm", f"{float(facts['row_bound']):.6g}"))
+    text = (
+        "Declared facts only. Nothing here was computed from the records without noise.",
+        f"{FILL_IN}where the records come from, when they were collected, and on which legal basis.",
+    )
+    return Section("Training data", text, tuple(rows))
+
+
+def _guarantee(run: Run) -> Section:
+    privacy, certificate = run.result.privacy, run.certificate
+    if not privacy.is_private or privacy.epsilon is None:
+        why = "; ".join(privacy.notes) or "no noise was added"
+        return Section("Privacy guarantee", (f"None: this model is NOT PRIVATE ({why}).",))
+    words = [
+        f"{privacy}.",
+        f"{certificate.relation_words} An attacker who tries to detect {certificate.whom} and accepts 5 % false "
+        f"alarms succeeds at most {100 * (certificate.best_guess or 1.0):.1f} % of the time.",
+    ]
+    if privacy.condition:
+        words.append(f"Condition: the guarantee holds {privacy.condition}.")
+    rows = [
+        ("ε", f"{privacy.epsilon:.4g}"),
+        ("δ", f"{privacy.delta:g}"),
+        ("neighbouring relation", str(privacy.relation)),
+        ("privacy unit", str(privacy.unit)),
+        ("proved by", str(privacy.accountant)),
+        ("adversary", privacy.adversary),
+    ]
+    if account := certificate.account:
+        spent = "no common ε" if account.epsilon is None else f"ε = {account.epsilon:.4g} at δ = {privacy.delta:g}"
+        cap = f", capped at {account.cap:g}" if account.cap else ""
+        rows.append(
+            (
+                f"all runs of account “{account.account}”",
+                f"{spent}, {account.runs} run{'' if account.runs == 1 else 's'}{cap}",
+            )
+        )
+    if run.audit:
+        rows.append(
+            ("audit", f"{run.audit.verdict}: ε ≥ {run.audit.epsilon_lower:.3g} seen in {run.audit.runs} runs")
+        )
+    rows += [("not covered", line) for line in NOT_COVERED if line is not SCORES]
+    return Section("Privacy guarantee", tuple(words), tuple(rows))
+
+
+def _scores(run: Run, found: Evaluation | None) -> Section:
+    title = "Scores on held-out people"
+    if found is None or found.refuted or not found.privacy.is_private:
+        return Section(title, (
+            "No private score stands beside this run. Exact scores are data about the held-out people and are left "
+            "out. `quietgrad evaluate RUN DATA --epsilon 0.3` releases private ones.",))  # fmt: skip
+    text = f"Released with noise: {found.privacy}. ± is one standard error of noise and sampling together."
+    return Section(title, (text,), tuple(found.numbers))
+
+
+def _metadata(run: Run, found: Evaluation | None) -> dict[str, Any]:
+    """The block that model hubs read: library, task, tags and, where they were released, scores."""
+    privacy = run.result.privacy
+    task = _TASKS.get(str(run.result.details.get("model", {}).get("task")), "other")
+    private = ["differential-privacy"] if privacy.is_private else []
+    meta: dict[str, Any] = {"license": "other", "library_name": "quietgrad", "pipeline_tag": task,
+                            "tags": ["quietgrad", task, *private]}  # fmt: skip
+    if privacy.is_private:
+        meta["privacy"] = {"epsilon": privacy.epsilon, "delta": privacy.delta, "relation": str(privacy.relation),
+                           "unit": str(privacy.unit), "accountant": privacy.accountant,
+                           "condition": privacy.condition}  # fmt: skip
+    if found is not None and not found.refuted and found.privacy.is_private and found.numbers:
+        data = str(run.result.data.get("name", "not named"))
+        metrics = [
+            {
+                "type": _HUB_METRICS[name],
+                "value": float(value.partition(" ±")[0]),
+                "name": f"{name}, private",
+            }
+            for name, value in found.numbers
+            if name in _HUB_METRICS
+        ]
+        result = {"task": {"type": task}, "dataset": {"type": "private", "name": data}, "metrics": metrics}
+        meta["model-index"] = [{"name": run.name, "results": [result]}]
+    return meta
+
+
+def _yaml(meta: dict[str, Any]) -> str:
+    """One key a line; values are JSON, which is YAML."""
+    return "".join(f"{key}: {json.dumps(_shown(value), ensure_ascii=False)}\n" for key, value in meta.items())
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return sanitize(value)
+    if isinstance(value, dict):
+        return {key: _shown(item) for key, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list) else value
+
+
+def _listed(values: Sequence[Any]) -> str:
+    more = f", … ({len(values)} in all)" if len(values) > _MOST_NAMES else ""
+    return ", ".join(str(value) for value in values[:_MOST_NAMES]) + more
+
+
+def _plain(text: str) -> str:
+    """Text from files, without what Markdown or HTML would take for markup.
+
+    >>> _plain("<b>a|b</b> [x](y)")
+    '\\\\<b\\\\>a|b\\\\</b\\\\> \\\\[x\\\\](y)'
+    """
+    return re.sub(r"([\[\]<>*_#\\])", r"\\\1", sanitize(text))
+
+
+def _cell(text: str) -> str:
+    return _plain(text).replace("|", "\\|")

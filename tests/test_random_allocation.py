@@ -1,0 +1,231 @@
+"""Random allocation: its price against exact integrals and simulations, its samples, and the plans made of both."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from scipy.special import ndtr
+
+from quietgrad import DPSGD, DPSRM, Budget, events, plan
+from quietgrad.errors import UnprovableError
+from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.privacy.accounting import account, delta_of, prove
+from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.closed_form_accountants import gaussian_delta
+from quietgrad.privacy.random_allocation import AllocationPair, law_of_sum
+from quietgrad.privacy.rng import SecureStream, seed_key
+from quietgrad.sampling import RandomAllocation, from_json
+
+
+def call(strike: np.ndarray, mu: float) -> np.ndarray:
+    """E(Y − K)₊ of a log-normal Y of mean one: Black and Scholes for K > 0."""
+    positive = np.maximum(strike, 1e-300)
+    d = -np.log(positive) / mu + mu / 2
+    return np.where(strike > 0, ndtr(d) - positive * ndtr(d - mu), 1.0 - strike)
+
+
+def exact_profiles(mu: float, steps: int, epsilon: float) -> tuple[float, float]:
+    """δ(ε) of one epoch in both orders: all coordinates but one by the trapezoidal rule, that one in closed
+    form.
+    """
+    nodes = {2: 20001, 3: 1201, 4: 121}[steps]
+    g, width = np.linspace(-9.0, 9.0 + mu, nodes, retstep=True)
+    y, weight = np.exp(mu * g - mu * mu / 2), np.exp(-g * g / 2) * width / math.sqrt(2 * math.pi)
+    total, mass = np.zeros(1), np.ones(1)
+    for _ in range(steps - 1):
+        total = np.add.outer(total, y).ravel()
+        mass = np.multiply.outer(mass, weight).ravel()
+    above = float(mass @ call(steps * math.exp(epsilon) - total, mu)) / steps
+    strike = (
+        steps * math.exp(-epsilon) - total
+    )  # E(1 − e^ε S)₊ = e^ε E(K − Y)₊/T, and E(K − Y)₊ = E(Y − K)₊ + K − 1
+    put = np.where(strike > 0, call(strike, mu) + strike - 1.0, 0.0)
+    return above, math.exp(epsilon) * float(mass @ np.maximum(put, 0.0)) / steps
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
+def test_one_epoch_is_the_mixture_of_all_its_steps(steps: int, sigma: float) -> None:
+    grid = AllocationPair(1 / sigma, steps).on_grid(1e-4, 1e-18)
+    resolved = {2: 1e-6, 3: 1e-4, 4: 2e-3}[steps]  # how far the integral itself is right
+    for epsilon in (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)[: 4 if steps == 4 and sigma < 1.0 else 6]:
+        exact = exact_profiles(1 / sigma, steps, epsilon)
+        for losses, true in zip((grid, grid.reversed()), exact, strict=True):
+            if true < 1e-9:
+                continue  # below what the integral resolves
+            assert losses.delta(epsilon) >= true * (1 - resolved)
+            if epsilon > 0.0:
+                assert losses.epsilon(true) <= epsilon * 1.01
+
+
+def test_an_epoch_of_one_step_hides_nothing() -> None:
+    grid = AllocationPair(0.7, 1).on_grid(1e-4, 1e-18)
+    for epsilon in (0.1, 1.0, 3.0):
+        for losses in (grid, grid.reversed()):
+            assert gaussian_delta(0.7, epsilon) <= losses.delta(epsilon) * (1 + 1e-9)
+            assert losses.epsilon(gaussian_delta(0.7, epsilon)) <= epsilon * 1.005
+
+
+@pytest.mark.parametrize(
+    ("sigma", "steps", "epochs"), [(0.6, 5, 3), (1.0, 30, 1), (0.8, 12, 8), (2.0, 4, 20), (0.7, 10, 40)]
+)
+def test_simulated_runs_never_cost_more(sigma: float, steps: int, epochs: int) -> None:
+    """δ at the proved ε, simulated in both orders; a correct bound fails with probability below 10⁻⁵ altogether."""
+    rng = np.random.default_rng([steps, epochs])
+    event = events.random_allocation(steps_per_epoch=steps, noise_multiplier=sigma, epochs=epochs)
+    runs = 60_000
+    present, absent = np.zeros(runs), np.zeros(runs)
+    for _ in range(epochs):
+        for losses, shift in ((present, 1.0), (absent, 0.0)):
+            x = rng.normal(0.0, sigma, (runs, steps))
+            x[:, 0] += shift
+            exponent = (2 * x - 1) / (2 * sigma**2)
+            losses += np.log(np.exp(exponent).mean(axis=1))
+    for delta in (0.3, 0.03, 1e-3):
+        epsilon = account(event, delta=delta, relation="add-remove")
+        found = []
+        for losses in (present, -absent):
+            values = np.maximum(-np.expm1(epsilon - losses), 0.0)
+            found.append((values.mean(), values.std() / math.sqrt(runs)))
+        assert all(mean <= delta * 1.000001 + 5.0 * error + 20.0 / runs * (delta < 1e-2) for mean, error in found)
+        worst, error = max(found)
+        assert epsilon == 0.0 or worst + 5.0 * error >= 0.9 * delta  # and it is no loose bound either
+
+
+def test_more_steps_and_more_noise_cost_less_and_no_amplification_is_the_ceiling() -> None:
+    def epsilon(steps: int, sigma: float) -> float:
+        return account(
+            events.random_allocation(steps_per_epoch=steps, noise_multiplier=sigma, epochs=3),
+            delta=1e-6,
+            relation="add-remove",
+        )
+
+    for sigma in (0.5, 2.0):
+        assert all(a >= b for a, b in pairwise(epsilon(steps, sigma) for steps in (1, 2, 3, 10, 1000)))
+    for steps in (2, 300):
+        assert all(a >= b for a, b in pairwise(epsilon(steps, sigma) for sigma in (0.1, 0.21, 1.0, 30.0, 1e6)))
+    ceiling = account(events.gaussian(0.1, 3), delta=1e-6, relation="add-remove")
+    assert epsilon(5, 0.1) <= ceiling * 1.001
+
+
+def test_masses_keep_their_mean_and_say_how_wrong_they_are() -> None:
+    for mu, steps in ((2.0, 2), (1.0, 1000), (0.01, 77), (0.2, 99_999)):
+        law = law_of_sum(mu, steps, 1e-20)
+        assert law.error < 1e-6
+        assert abs(math.fsum(law.mass) - 1.0) < 1e-9 + law.error
+        assert abs(math.fsum(law.mass * law.points) / steps - 1.0) < 1e-9 + law.error
+        assert law.lost / steps < 1e-20
+
+
+def test_it_composes_with_other_releases_and_with_itself() -> None:
+    epoch = events.random_allocation(steps_per_epoch=50, noise_multiplier=1.0)
+    look = events.Pure(0.2, Relation.ADD_REMOVE)
+    both = events.composed([events.repeated(epoch, 4), look, events.poisson_gaussian(0.01, 1.0, 100)])
+    one = account(events.repeated(epoch, 4), delta=1e-5, relation="add-remove")
+    assert one < account(both, delta=1e-5, relation="add-remove") < one + 0.2 + 1.0
+    assert prove(both, delta=1e-5, relation="add-remove").accountant == "pld"
+    assert (
+        delta_of(both, epsilon=account(both, delta=1e-5, relation="add-remove"), relation="add-remove") <= 1.001e-5
+    )
+    slack = events.TotalVariationSlack(1e-9)  # of every step of an epoch
+    inside = events.RandomAllocation(50, events.composed([events.Gaussian(1.0), slack]))
+    outside = events.composed([epoch, events.TotalVariationSlack(50e-9)])
+    assert account(inside, delta=1e-5, relation="add-remove") == account(outside, delta=1e-5, relation="add-remove")
+
+
+def test_what_has_no_proof_is_refused() -> None:
+    epoch = events.random_allocation(steps_per_epoch=50, noise_multiplier=1.0)
+    with pytest.raises(UnprovableError, match="under add-remove"):
+        account(epoch, delta=1e-5, relation="replace-one")
+    with pytest.raises(UnprovableError, match="Gaussian releases"):
+        account(events.RandomAllocation(50, events.Laplace(1.0)), delta=1e-5, relation="add-remove")
+    with pytest.raises(ValueError, match="steps_per_epoch"):
+        events.random_allocation(steps_per_epoch=0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="steps_per_epoch"):
+        events.random_allocation(steps_per_epoch=10**10, noise_multiplier=1.0)
+
+
+def test_events_and_sampling_survive_json() -> None:
+    event = events.random_allocation(steps_per_epoch=50, noise_multiplier=1.5, epochs=3)
+    assert events.from_json(event.to_json()) == event
+    assert from_json(RandomAllocation(50).to_json()) == RandomAllocation(50)
+
+
+# --- samples --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["sampler", "scanning"])
+def test_every_record_is_in_one_step_of_every_epoch(how: str) -> None:
+    sampler = getattr(RandomAllocation(7), how)(500, SecureStream(seed_key(3), "batches"))
+    epochs = [[sampler.batch(7 * e + t) for t in range(7)] for e in range(3)]
+    for epoch in epochs:
+        assert sorted(np.concatenate(epoch).tolist()) == list(range(500))
+    bins = [
+        np.concatenate([np.full(len(b), t) for t, b in enumerate(e)])[np.argsort(np.concatenate(e))] for e in epochs
+    ]
+    for one, other in pairwise(bins):  # agree as often as independent draws do: 500/7, five deviations
+        assert abs((one == other).sum() - 500 / 7) < 5 * math.sqrt(500 * 6 / 49)
+    assert sampler.batch(8).tolist() == epochs[1][1].tolist()  # in any order of asking
+
+
+def test_steps_are_uniform_and_independent_of_each_other() -> None:
+    """Chi-square over (step of record 0, step of record 1) in 9000 epochs; false alarms below 10⁻⁶."""
+    sampler = RandomAllocation(3).sampler(2, SecureStream(seed_key(5), "batches"))
+    table = np.zeros((3, 3))
+    for epoch in range(9000):
+        bins = [next(t for t in range(3) if r in sampler.batch(3 * epoch + t)) for r in (0, 1)]
+        table[bins[0], bins[1]] += 1
+    assert float(((table - 1000.0) ** 2 / 1000.0).sum()) < 45.0  # 8 degrees of freedom
+
+
+def test_an_epoch_of_one_step_is_everybody() -> None:
+    assert RandomAllocation(1).sampler(5, SecureStream(seed_key(0), "batches")).batch(3) is None
+    assert RandomAllocation(1).event(events.Gaussian(1.0), 4) == events.gaussian(1.0, 4)
+
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_pays_for_epochs_and_a_started_one_whole() -> None:
+    made = plan(DPSGD(steps=40, batch_size=100, sampling="random-allocation"), n=1000, budget=Budget(1.0, 1e-5))
+    assert made.schedule["gradient"].sampling == RandomAllocation(10)
+    assert made.event == events.random_allocation(
+        steps_per_epoch=10, noise_multiplier=made.noise_multiplier, epochs=4
+    )
+    assert made.proof.accountant == "pld-random-allocation"
+    assert 0.99 < made.epsilon() <= 1.0
+    assert Plan.from_json(made.to_json()) == made
+    begun = {used: made.event_of({"gradient": used}) for used in (1, 10, 11, 40)}
+    assert [getattr(begun[used], "count", 1) for used in (1, 10, 11, 40)] == [1, 1, 2, 4]
+    poisson = plan(DPSGD(steps=40, batch_size=100), n=1000, budget=Budget(1.0, 1e-5))
+    assert made.noise_multiplier < poisson.noise_multiplier
+
+
+def test_a_random_round_pays_for_the_epochs_it_reaches() -> None:
+    for method in (DPSGD, DPSRM):
+        made = method(steps=20, batch_size=100, sampling="random-allocation", returns="random")
+        (slot,) = made.schedule(1000).slots
+        event = slot.event(1.0, Relation.ADD_REMOVE)
+        assert isinstance(event, events.RandomNumberOfReleases)
+        reached = {0: 0.05, 1: 0.5, 2: 0.45}
+        assert dict(event.law) == pytest.approx(reached)
+
+
+def test_refusals_of_plans_say_what_to_do() -> None:
+    budget = Budget(1.0, 1e-5)
+    with pytest.raises(ValueError, match="Plan 40 or 50 steps"):
+        plan(DPSGD(steps=45, batch_size=100, sampling="random-allocation"), n=1000, budget=budget)
+    with pytest.raises(UnprovableError, match="under add-remove"):
+        plan(
+            DPSGD(steps=40, batch_size=100, sampling="random-allocation"),
+            n=1000,
+            budget=Budget(1.0, 1e-5, "replace-one"),
+        )
+    with pytest.raises(ValueError, match="correlated noise"):
+        plan(
+            DPSGD(steps=40, batch_size=100, sampling="random-allocation", noise="correlated"), n=1000, budget=budget
+        )
+    assert Slot("gradient", RandomAllocation(10), 40).event(2.0, Relation.ADD_REMOVE).count == 4
